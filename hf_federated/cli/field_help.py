@@ -6,7 +6,7 @@ import textwrap
 from typing import Any
 
 from hf_federated.experiments.grid import BenchmarkSection
-from hf_federated.experiments.recipe import named_section_fields, section_fields
+from hf_federated.experiments.recipe_fields import named_section_fields, section_fields
 from hf_federated.experiments.recipe_schema import RecipeField, dataclass_fields, type_name
 
 
@@ -26,8 +26,10 @@ INTRODUCTIONS = {
 
 def _describe(section: str, item: RecipeField) -> str:
     """Describe one field in two or more lines: name, type and default, then the help."""
-    default = "required" if item.required else f"default {_as_yaml(item.default)}"
-    head = f"    {f'{section}.' if section else ''}{item.name}: {type_name(item.annotation)} ({default})"
+    default = " (required)" if item.required else f" (default {_as_yaml(item.default)})"
+    if item.default is ...:
+        default = ""  # The library computes the default.
+    head = f"    {f'{section}.' if section else ''}{item.name}: {type_name(item.annotation)}{default}"
     lines = textwrap.wrap(head, 100, subsequent_indent=" " * 8)
     # Only the first sentence, because the help of TrainingArguments has several paragraphs.
     sentence = " ".join(item.help.split()).partition(". ")[0].rstrip(".")

@@ -17,7 +17,7 @@ from hf_federated.config import FederatedConfig
 from hf_federated.data.source import content_hash
 from hf_federated.distillation import build_distillation
 from hf_federated.experiments.baselines import BaselineResult, Baselines
-from hf_federated.experiments.recipe import Recipe, RecipeError, build, parse_recipe, recipe_errors
+from hf_federated.experiments.recipe import Recipe, parse_recipe
 from hf_federated.experiments.recipe_loading import (
     TokenizedData,
     load_client_specs,
@@ -25,6 +25,7 @@ from hf_federated.experiments.recipe_loading import (
     load_tokenized_data,
     load_tokenizer,
 )
+from hf_federated.experiments.recipe_schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.stopwatch import Stopwatch
 from hf_federated.reporting.run_plots import require_matplotlib
 from hf_federated.split_training import SplitConfig, split_federate

@@ -19,8 +19,9 @@ from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.experiments.data_files import check_local_path, hub_errors
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.execution import evaluate_further_splits
-from hf_federated.experiments.recipe import ClassSection, Recipe, build, load_recipe
+from hf_federated.experiments.recipe import ClassSection, Recipe, load_recipe
 from hf_federated.experiments.recipe_loading import load_tokenized_data, load_tokenizer
+from hf_federated.experiments.recipe_schema import build
 from hf_federated.experiments.recipe_sections import ModelSection
 from hf_federated.experiments.train_recipe import RESULTS_NAME
 from hf_federated.security.certificates import client_certificate, client_fingerprints

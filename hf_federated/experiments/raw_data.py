@@ -24,7 +24,8 @@ from hf_federated.experiments.raw_splits import (
     load_splits,
     task_without_label_names,
 )
-from hf_federated.experiments.recipe import ClassSection, Recipe, RecipeError, build, recipe_errors
+from hf_federated.experiments.recipe import ClassSection, Recipe
+from hf_federated.experiments.recipe_schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe_sections import DEFAULT_TEST_EXAMPLES, PublicSection
 from hf_federated.tasks import Task
 

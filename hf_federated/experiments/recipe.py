@@ -19,34 +19,34 @@ All sections are validated before any data or model is loaded. A [`RecipeError`]
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer
 
 from hf_federated.aggregation import build_aggregation
-from hf_federated.config import FederatedConfig, ShareOrCount
-from hf_federated.data.partitioners import PARTITIONERS, Partitioner
+from hf_federated.config import FederatedConfig
+from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.distillation import build_distillation
+from hf_federated.experiments.recipe_fields import (
+    CheckedSections,
+    check_sections,
+    named_class,
+    named_section_fields,
+)
 from hf_federated.experiments.recipe_schema import (
     Mistakes,
-    RecipeError,
-    RecipeField,
     build,
     build_config,
     check_at_least_one,
-    check_section,
-    dataclass_fields,
     recipe_errors,
-    unknown_field_error,
 )
 from hf_federated.experiments.recipe_sections import ClientModelSection, DataSection, ModelSection, PublicSection
 from hf_federated.experiments.recipe_yaml import DEFAULT_TASK, read_values
 from hf_federated.split_training import SplitConfig
-from hf_federated.tasks import TASKS, Seq2Seq, SuperGlueSeq2Seq, Task
+from hf_federated.tasks import TASKS, Seq2Seq, SuperGlueSeq2Seq
 
 
 @dataclass(frozen=True)
@@ -159,73 +159,6 @@ class Recipe:
         mistakes.raise_found()
 
 
-TOP_LEVEL_FIELDS = ("client_models", "compare", "local_clients", "plots", "scale", "benchmark")
-
-
-def _federation_fields() -> dict[str, RecipeField]:
-    """The fields of `FederatedConfig`, with types for YAML in place of the types for a command line."""
-    fields = dataclass_fields(FederatedConfig)
-    yaml_types = {"aggregation_kwargs": dict[str, Any] | None, "distillation_kwargs": dict[str, Any] | None}
-    for name, item in fields.items():
-        annotation = int | float if item.annotation is ShareOrCount else yaml_types.get(name, item.annotation)
-        fields[name] = dataclasses.replace(item, annotation=annotation)
-    return fields
-
-
-def _card_fields() -> dict[str, RecipeField]:
-    parameters = list(inspect.signature(Trainer.create_model_card).parameters.values())[1:]
-    return {item.name: RecipeField(item.name, Any, item.default) for item in parameters}
-
-
-def task_fields(cls: type[Task]) -> dict[str, RecipeField]:
-    """The arguments of a task. Required arguments (the label names) become optional: the data can provide them."""
-    fields = dataclass_fields(cls)
-    for name, item in fields.items():
-        if item.required:
-            fields[name] = RecipeField(name, item.annotation | None, None, f"{item.help} (read from the data)")
-    return fields
-
-
-def named_section_fields() -> dict[str, dict[str, dict[str, RecipeField]]]:
-    """
-    The fields of the sections `task` and `partition`, for each class.
-
-    Returns:
-        `dict`: Maps the name of a section to the names of its classes, and each class to its fields without `name`.
-    """
-    partitioners: Mapping[str, type[Partitioner]] = PARTITIONERS
-    return {
-        "task": {name: task_fields(cls) for name, cls in TASKS.items()},
-        "partition": {name: dataclass_fields(cls) for name, cls in partitioners.items()},
-    }
-
-
-def section_fields(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]]:
-    """
-    The fields of all other sections, and of the top level under the key `""`.
-
-    Args:
-        task (`str`, *optional*, defaults to `"text-classification"`): The task, which determines the class of the
-            training arguments.
-
-    Returns:
-        `dict[str, dict[str, RecipeField]]`: Maps a section to its fields by name, in the order of `--help`.
-    """
-    top = dataclass_fields(Recipe)
-    # In YAML, client_models is a list of mappings. Each mapping is validated separately.
-    top["client_models"] = dataclasses.replace(top["client_models"], annotation=list[dict])
-    return {
-        "model": dataclass_fields(ModelSection),
-        "data": dataclass_fields(DataSection),
-        "training": dataclass_fields(TASKS[task].arguments_class),
-        "federation": _federation_fields(),
-        "card": _card_fields(),
-        "public": dataclass_fields(PublicSection),
-        "split": dataclass_fields(SplitConfig),
-        "": {name: top[name] for name in TOP_LEVEL_FIELDS},
-    }
-
-
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
     """
     Read a recipe and validate all names and types in it.
@@ -266,50 +199,24 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
         RecipeError: If a field is unknown, missing or of the wrong type, or a value or combination of values is
             invalid. The error lists all mistakes.
     """
-    class_fields = named_section_fields()
     mistakes = Mistakes()
-    task_values = _with_default_task(values.get("task"))
-    # An invalid section has its class, so that combinations with the other sections are validated.
-    task, partition = _named_class(task_values, TASKS), None
-    with mistakes.collect():
-        task = _class_section("task", task_values, class_fields["task"], TASKS)
+    checked = check_sections(values, mistakes)
+    task = _class_section("task", values.get("task"), checked, TASKS, mistakes)
+    partition = None
     if values.get("partition") is not None:
-        partition = _named_class(values["partition"], PARTITIONERS) or ClassSection("iid", PARTITIONERS["iid"], {})
-        with mistakes.collect():
-            partition = _class_section("partition", values["partition"], class_fields["partition"], PARTITIONERS)
-    # With an unknown task, the arguments of all tasks are accepted. seq2seq has the arguments of all other tasks.
-    known = section_fields("seq2seq" if task is None else task.name)
-    top_level = known.pop("")
-    for key in values:
-        if key not in known and key not in top_level and key not in class_fields:
-            error = unknown_field_error(str(key), str(key), [*known, *class_fields, *top_level])
-            mistakes.found.append(str(error))
-    # An empty section `public` or `split` changes the run, so a missing section must stay missing.
-    absent = {name for name in ("public", "split") if values.get(name) is None}
-    checked: dict[str, dict[str, Any]] = {}
-    for name, fields in known.items():
-        if name not in absent:
-            with mistakes.collect():
-                checked[name] = check_section(name, values.get(name), fields)
-    top_values: dict[str, Any] = {}
-    with mistakes.collect():
-        top_values = check_section("", {key: value for key, value in values.items() if key in top_level}, top_level)
-    models: list[ClientModelSection] = []
-    for index, item in enumerate(top_values.get("client_models") or []):
-        with mistakes.collect():
-            models.append(_client_model(index, item))
-    _check_methods(checked, mistakes)
-    top_values = {**top_values, "compare": top_values.get("compare") or [], "client_models": models}
-    recipe = _combine(task, partition, checked, top_values, mistakes)
+        partition = _class_section("partition", values["partition"], checked, PARTITIONERS, mistakes)
+        # An invalid section has a placeholder, so that combinations with the other sections are validated.
+        partition = partition or ClassSection("iid", PARTITIONERS["iid"], {})
+    _check_methods(checked.sections, mistakes)
+    top_level = {
+        **checked.top_level,
+        "compare": checked.top_level.get("compare") or [],
+        "client_models": checked.client_models,
+    }
+    recipe = _combine(task, partition, checked.sections, top_level, mistakes)
     mistakes.raise_found()
     assert recipe is not None, "a recipe without mistakes is built"
     return recipe
-
-
-def _named_class(values: Any, classes: Mapping[str, Any]) -> ClassSection | None:
-    """The class of a section without its arguments, which may be invalid. `None` if the name is invalid."""
-    name = values.get("name") if isinstance(values, dict) else None
-    return ClassSection(name, classes[name], {}) if isinstance(name, str) and name in classes else None
 
 
 def _combine(
@@ -333,13 +240,6 @@ def _combine(
     return None
 
 
-def _with_default_task(values: Any) -> Any:
-    """Add the name of the default task to a section `task` without a name."""
-    if values is None:
-        return {"name": DEFAULT_TASK}
-    return {"name": DEFAULT_TASK, **values} if isinstance(values, dict) else values
-
-
 def _check_methods(checked: Mapping[str, dict[str, Any]], mistakes: Mistakes) -> None:
     """Validate the values of `federation` and `split`, and the arguments of the algorithms that they name."""
     if "split" in checked:
@@ -354,14 +254,6 @@ def _check_methods(checked: Mapping[str, dict[str, Any]], mistakes: Mistakes) ->
         build_aggregation(federation.get("aggregation", "fedavg"), federation.get("aggregation_kwargs"))
     with mistakes.collect(), recipe_errors("federation"):
         build_distillation(federation.get("distillation"), federation.get("distillation_kwargs"))
-
-
-def _client_model(index: int, values: Any) -> ClientModelSection:
-    """Validate one entry of `client_models`."""
-    section = f"client_models[{index}]"
-    checked = check_section(section, values, dataclass_fields(ClientModelSection))
-    check_section(f"{section}.training", checked.get("training"), dataclass_fields(TrainingArguments))
-    return ClientModelSection(**{**checked, "training": checked.get("training") or {}})
 
 
 def check_recipe(values: Mapping[str, Any]) -> None:
@@ -384,18 +276,24 @@ def partitioner_has_seed(partition: Mapping[str, Any]) -> bool:
 
 
 def _class_section(
-    section: str, values: Any, fields: dict[str, dict[str, RecipeField]], classes: Mapping[str, Any]
-) -> ClassSection:
-    """Validate a section that names one of `classes`."""
-    if not isinstance(values, dict) or not isinstance(values.get("name"), str) or values["name"] not in classes:
-        given = values.get("name") if isinstance(values, dict) else values
-        raise RecipeError(f"{section}.name is {given!r}; it must be one of {', '.join(classes)}.")
-    name = values["name"]
-    arguments = {key: value for key, value in values.items() if key != "name"}
-    check_section(section, arguments, fields[name])
+    section: str, values: Any, checked: CheckedSections, classes: Mapping[str, Any], mistakes: Mistakes
+) -> ClassSection | None:
+    """
+    Validate the arguments of a section that names one of `classes`.
+
+    Returns:
+        [`ClassSection`], *optional*: The section, without arguments if they are invalid, so that combinations with
+            the other sections are validated. `None` if the name is invalid.
+    """
+    if section not in checked.classes:
+        name = named_class({"name": DEFAULT_TASK, **values} if isinstance(values, dict) else values, classes)
+        return None if name is None else ClassSection(name, classes[name], {})
+    arguments = dict(checked.classes[section])
+    name = arguments.pop("name")
     # The constructor validates combinations of arguments. It is not called while required arguments are missing, which
     # are read from the data later.
     required = [item.name for item in dataclasses.fields(classes[name]) if item.default is dataclasses.MISSING]
     if all(arguments.get(item) is not None for item in required):
-        build(section, classes[name], arguments)
+        with mistakes.collect():
+            build(section, classes[name], arguments)
     return ClassSection(name, classes[name], arguments)

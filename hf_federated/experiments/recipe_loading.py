@@ -18,7 +18,8 @@ from hf_federated.clients import ClientSpec
 from hf_federated.data import FederatedDataset
 from hf_federated.experiments.data_files import check_local_path, hub_errors
 from hf_federated.experiments.raw_data import RawData, load_raw_data
-from hf_federated.experiments.recipe import Recipe, RecipeError, build, recipe_errors
+from hf_federated.experiments.recipe import Recipe
+from hf_federated.experiments.recipe_schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe_sections import ModelSection
 from hf_federated.tasks import (
     LanguageModeling,

@@ -7,8 +7,8 @@ this module, the command line checks the names and types in a recipe, and comple
 - [`source_fields`] returns the fields of a dataclass, with inherited fields.
 - [`source_classes`] returns the classes in a dict from names to classes, such as `hf_federated.tasks.TASKS`.
 
-An annotation that cannot be evaluated without an import, such as a configuration class, becomes `Any`. The complete
-check after the import covers it.
+In an annotation, a class that is not an enumeration becomes an empty class with its name, because no value of a YAML
+file is an instance of such a class. An annotation with a name that is not found becomes `Any`.
 """
 
 from __future__ import annotations
@@ -89,6 +89,31 @@ def source_fields(module: str, name: str) -> dict[str, RecipeField]:
     if cls is None:
         raise ValueError(f"{module} has no class {name}.")
     return _fields(cls)
+
+
+def source_parameters(module: str, name: str, method: str) -> dict[str, RecipeField]:
+    """
+    Return the parameters of a method by name, without `self`.
+
+    Args:
+        module (`str`): Dotted name of the module that defines the class.
+        name (`str`): Name of the class.
+        method (`str`): Name of the method.
+
+    Returns:
+        `dict[str, RecipeField]`: The parameters, of any type. A default that is not a literal is `...`.
+
+    Raises:
+        ValueError: If the source code has no such class or method.
+    """
+    cls = find_class(module, name)
+    for statement in () if cls is None else cls.node.body:
+        if isinstance(statement, ast.FunctionDef) and statement.name == method:
+            names = [item.arg for item in statement.args.args]
+            defaults = [_literal(value) for value in statement.args.defaults]
+            values = [dataclasses.MISSING] * (len(names) - len(defaults)) + defaults
+            return {key: RecipeField(key, Any, value) for key, value in list(zip(names, values, strict=True))[1:]}
+    raise ValueError(f"{module} has no method {name}.{method}.")
 
 
 def source_classes(module: str, name: str) -> dict[str, SourceClass]:
@@ -177,14 +202,21 @@ def _literal(value: ast.expr) -> Any:
 
 
 def _evaluate(annotation: ast.expr, module: str) -> Any:
-    """The type of an annotation, or `Any` if it names a class that only an import can provide."""
-    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
-        annotation = ast.parse(annotation.value, mode="eval").body
-    code = compile(ast.Expression(annotation), "<annotation>", "eval")
+    """The type of an annotation, or `Any` if a name in it is not found."""
+    text = annotation.value if isinstance(annotation, ast.Constant) else ast.unparse(annotation)
+    tree = _AnyForAttributes().visit(ast.parse(str(text), mode="eval"))
+    code = compile(ast.fix_missing_locations(tree), "<annotation>", "eval")
     try:
-        return eval(code, {"__builtins__": {}}, _Names(module))  # noqa: S307 (source code of installed packages)
-    except (NameError, TypeError, AttributeError):
+        return eval(code, {"__builtins__": {}}, _Names(module))  # The source code of an installed package.
+    except (NameError, TypeError):
         return Any
+
+
+class _AnyForAttributes(ast.NodeTransformer):
+    """Replaces an attribute of an imported module, such as `np.ndarray`, with `Any`."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        return ast.Name("Any", ast.Load())
 
 
 class _Names(Mapping[str, Any]):
@@ -200,10 +232,14 @@ class _Names(Mapping[str, Any]):
             return getattr(collections.abc, name)
         if name in typing.__all__:
             return getattr(typing, name)
+        for statement in _tree(self.module).body:
+            if isinstance(statement, ast.AnnAssign) and statement.value and ast.unparse(statement.target) == name:
+                return _evaluate(statement.value, self.module)  # a type alias
         found = find_class(self.module, name)
-        if found is None or not ENUM_BASES & {base.id for base in found.node.bases if isinstance(base, ast.Name)}:
+        if found is None:
             raise KeyError(name)
-        return _enum(found)
+        is_enum = ENUM_BASES & {ast.unparse(base) for base in found.node.bases}
+        return _enum(found) if is_enum else type(name, (), {})
 
     def __iter__(self) -> Iterator[str]:
         return iter(PLAIN_TYPES)
@@ -238,8 +274,10 @@ def _path(module: str) -> Path:
     """The file of a module. Its package is located and not imported."""
     package, *rest = module.split(".")
     spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(f"{package} is not installed, or it is not a package.", name=package)
+    if spec is None or not (spec.submodule_search_locations or spec.has_location):
+        raise ModuleNotFoundError(f"{package} is not installed, or it has no source code.", name=package)
+    if not spec.submodule_search_locations:
+        return Path(str(spec.origin))
     path = Path(spec.submodule_search_locations[0]).joinpath(*rest)
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 

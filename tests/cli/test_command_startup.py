@@ -29,12 +29,47 @@ def loaded_modules(*arguments: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "line",
-    ["--help", "nosuch", "train", "partition --help", "inspect --help", "certificates --help", "split-client --help"],
+    [
+        "--help",
+        "nosuch",
+        "train",
+        "partition --help",
+        "inspect --help",
+        "train --help",
+        "certificates --help",
+        "split-client --help",
+    ],
 )
 def test_help_and_usage_errors_import_no_library(line):
     loaded = loaded_modules(*line.split())
     assert "hf_federated.cli.main" in loaded
     assert not HEAVY & loaded
+
+
+def test_recipe_mistakes_are_reported_without_the_import_of_a_library(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {name_or_path: m}\ndata: {path: d}\ntraining: {lr: 1}\npartition: {name: none}\n")
+    assert loaded_modules("train", str(recipe)).isdisjoint(HEAVY)
+    result = subprocess.run(
+        [sys.executable, "-m", "hf_federated.cli.main", "train", str(recipe)], capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert "the recipe has 2 mistakes" in result.stderr
+    assert "did you mean learning_rate?" in result.stderr and "partition.name is 'none'" in result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the CPU time of a child process needs the module resource")
+@pytest.mark.parametrize("line", ["--help", "partition --help", "train --help", "train nosuch.yaml"])
+def test_command_answers_within_a_second_of_cpu_time(line):
+    import resource
+
+    def children() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before = children()
+    subprocess.run([sys.executable, "-m", "hf_federated.cli.main", *line.split()], capture_output=True)
+    assert children() - before < 1
 
 
 def test_partition_options_import_no_torch():

@@ -14,7 +14,8 @@ from hf_federated import FederatedConfig, IidPartitioner
 from hf_federated.cli.field_help import recipe_help
 from hf_federated.cli.main import main
 from hf_federated.experiments import recipe as recipe_module
-from hf_federated.experiments.recipe import load_recipe, named_section_fields, section_fields
+from hf_federated.experiments.recipe import load_recipe
+from hf_federated.experiments.recipe_fields import named_section_fields, section_fields
 from hf_federated.experiments.recipe_schema import RecipeError, matches_type, type_name
 from hf_federated.experiments.recipe_sections import DataSection, ModelSection
 from hf_federated.experiments.recipe_yaml import apply_changes, read_values
@@ -266,7 +267,7 @@ def test_file_that_is_not_utf8_is_rejected(tmp_path):
 def test_defaults_match_the_type_of_their_field():
     for section, fields in section_fields().items():
         for item in fields.values():
-            if not item.required:
+            if not item.required and item.default is not ...:
                 # transformers represents an empty list of debug options as "".
                 assert matches_type(item.default, item.annotation) or item.name == "debug", (section, item)
 

@@ -43,12 +43,8 @@ def test_source_fields_equal_the_fields_of_the_imported_class(name):
 def test_few_annotations_need_an_import():
     fields = {name: source_fields(cls.__module__, cls.__name__) for name, cls in CLASSES.items()}
     unknown = {(name, key) for name, items in fields.items() for key, item in items.items() if item.annotation is Any}
-    assert unknown == {
-        ("TrainingArguments", "parallelism_config"),
-        ("Seq2SeqTrainingArguments", "parallelism_config"),
-        ("Seq2SeqTrainingArguments", "generation_config"),
-        ("feature-cluster", "embedder"),
-    }
+    # From Python 3.13, `pathlib.Path` is defined in a private module.
+    assert unknown <= {("Seq2SeqTrainingArguments", "generation_config")}
 
 
 @pytest.mark.parametrize(
