@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from datasets import ClassLabel, Dataset
 
 from hf_federated.data import FederatedDataset
-from hf_federated.experiments.recipe import ClassSection, recipe_errors
-from hf_federated.experiments.recipe_schema import RecipeError
+from hf_federated.experiments.recipe import ClassSection
+from hf_federated.experiments.recipe_schema import RecipeError, recipe_errors
 
 
 # All splits of a recipe have the same type.

@@ -21,7 +21,8 @@ from hf_federated.experiments.data_files import (
     load_file,
 )
 from hf_federated.experiments.label_encoding import label_column
-from hf_federated.experiments.recipe import Recipe, RecipeError, build, recipe_errors
+from hf_federated.experiments.recipe import Recipe
+from hf_federated.experiments.recipe_schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe_sections import DataSection
 from hf_federated.tasks import Task
 
