@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_federated.experiments.errors import CommandError, command_errors
 
+
+if TYPE_CHECKING:
+    from hf_federated.data import FederatedDatasetDict
 
 # The names in `hf_federated.data.partitioners.PARTITIONERS`, without its import.
 PARTITIONER_NAMES = (
@@ -36,8 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> 
         "--split", help="the split to partition (default: all splits, each with the same proportions of clients)"
     )
     parser.add_argument("--revision", help="branch, tag or commit of a dataset on the Hub")
-    parser.add_argument(
-        "--partitioner", required=True, choices=PARTITIONER_NAMES, help="how examples are assigned to clients"
+    assignment = parser.add_mutually_exclusive_group(required=True)
+    assignment.add_argument("--partitioner", choices=PARTITIONER_NAMES, help="how examples are assigned to clients")
+    assignment.add_argument(
+        "--client-per-file",
+        action="store_true",
+        help="each file in the folder DATA is one client with the name of the file",
     )
     parser.add_argument("--output", metavar="DIR", help="the output folder")
     parser.add_argument("--overwrite", action="store_true", help="with --output: replace a federated dataset")
@@ -80,17 +87,11 @@ def partition(arguments: argparse.Namespace) -> None:
         raise CommandError("the destination is missing or ambiguous. Give either --output DIR or --push-to-hub REPO.")
     if arguments.private and arguments.push_to_hub is None:
         raise CommandError("--private is only allowed with --push-to-hub.")
-    from hf_federated.cli.dataclass_options import build_from_options
-    from hf_federated.data import FederatedDatasetDict, describe_partition
-    from hf_federated.data.partitioners import PARTITIONERS
+    from hf_federated.data import describe_partition
 
     _check_output(arguments.output, arguments.overwrite)
-    with command_errors(f"--partitioner {arguments.partitioner}"):
-        partitioner = build_from_options(PARTITIONERS[arguments.partitioner], arguments)
-    splits = load_splits(arguments.data, arguments.name, arguments.split, arguments.revision)
+    clients, label_column = _client_files(arguments) if arguments.client_per_file else _partitioned(arguments)
     with command_errors(arguments.data):
-        clients = FederatedDatasetDict.from_dataset(splits, partitioner)
-        label_column = getattr(partitioner, "label_column", arguments.publish_label_counts)
         statistics = describe_partition(next(iter(clients.values())), label_column)
     print(f"{next(iter(clients))}:\n{statistics.to_markdown()}")
     for split, dataset in list(clients.items())[1:]:
@@ -112,6 +113,35 @@ def partition(arguments: argparse.Namespace) -> None:
         print(
             f"\n{arguments.push_to_hub} is already up to date." if commit is None else f"\nPushed: {commit.commit_url}"
         )
+
+
+def _partitioned(arguments: argparse.Namespace) -> tuple[FederatedDatasetDict, str | None]:
+    """The clients that the partitioner creates, and the column of labels for the statistics."""
+    from hf_federated.cli.dataclass_options import build_from_options
+    from hf_federated.data import FederatedDatasetDict
+    from hf_federated.data.partitioners import PARTITIONERS
+
+    with command_errors(f"--partitioner {arguments.partitioner}"):
+        partitioner = build_from_options(PARTITIONERS[arguments.partitioner], arguments)
+    splits = load_splits(arguments.data, arguments.name, arguments.split, arguments.revision)
+    with command_errors(arguments.data):
+        clients = FederatedDatasetDict.from_dataset(splits, partitioner)
+    return clients, getattr(partitioner, "label_column", arguments.publish_label_counts)
+
+
+def _client_files(arguments: argparse.Namespace) -> tuple[FederatedDatasetDict, str | None]:
+    """The clients in the files of a folder, and the column of labels for the statistics."""
+    from hf_federated.data import FederatedDataset, FederatedDatasetDict
+    from hf_federated.experiments.data_files import load_client_files
+
+    for option, value in (("--name", arguments.name), ("--revision", arguments.revision)):
+        if value is not None:
+            raise CommandError(f"{option} is not allowed with --client-per-file, which reads local files.")
+    datasets = load_client_files(Path(arguments.data))
+    with command_errors(arguments.data):
+        clients = FederatedDataset.from_dict(datasets)
+    clients.partitioning = {"partitioner": "client per file"}
+    return FederatedDatasetDict({arguments.split or "train": clients}), arguments.publish_label_counts
 
 
 def _check_output(output: str | None, overwrite: bool) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from datasets import ClassLabel, DatasetDict, Features, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset
 
-from hf_federated.experiments.errors import CommandError
+from hf_federated.experiments.errors import CommandError, command_errors
 
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
@@ -85,6 +85,41 @@ def hub_errors(field: str, name: str) -> Iterator[None]:
             f"{field}: there is no file or folder {name}{suggest_path(name)}. It was not loaded from the Hub either:"
             f" {reason}."
         ) from error
+
+
+def load_client_files(folder: Path) -> dict[str, Dataset]:
+    """
+    Load each file of a folder as the dataset of one client.
+
+    Args:
+        folder (`Path`): The folder. Files in its subfolders are not read.
+
+    Returns:
+        `dict[str, datasets.Dataset]`: Client id, which is the name of the file without its suffix, to dataset.
+
+    Raises:
+        CommandError: If the path is not a folder, if it has no data files, or if two files have the same name without
+            suffix.
+    """
+    if not folder.is_dir():
+        raise CommandError(f"{folder} is not a folder. Give a folder with one file for each client.")
+    clients: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        suffix = data_suffix(path)
+        if path.is_file() and suffix is not None:
+            client_id = path.name[: path.name.lower().rindex(suffix)]
+            if client_id in clients:
+                raise CommandError(f"{clients[client_id]} and {path} name the same client {client_id}. Rename a file.")
+            clients[client_id] = path
+    if not clients:
+        raise CommandError(
+            f"{folder} has no data files. Allowed formats are {', '.join(READERS)}. Files in subfolders are not read."
+        )
+    loaded = {}
+    for client_id, path in clients.items():
+        with command_errors(str(path)):
+            loaded[client_id] = load_file(path, "train")["train"]
+    return loaded
 
 
 def check_same_schema(folder: Path) -> None:
