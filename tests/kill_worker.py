@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from float16 import Float16Trainer
 from peft import LoraConfig, PeftModel, PromptEncoderConfig, get_peft_model
 from tiny import arguments, rows, tiny_model
 from torch import nn
@@ -24,7 +25,17 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainerState
 
 import hf_federated.trainer.mixin
 import hf_federated.trainer.saving
-from hf_federated import Aggregation, FedAUX, FedDRS, FederatedConfig, FederatedTrainer, FedOpt, LocalOnly, Scaffold
+from hf_federated import (
+    Aggregation,
+    FedAUX,
+    FedDRS,
+    FederatedConfig,
+    FederatedTrainer,
+    FedOpt,
+    LocalOnly,
+    Scaffold,
+    federate,
+)
 from hf_federated.clients import Student
 from hf_federated.distillation import pseudo_sampler
 from hf_federated.trainer.federation import Federation
@@ -77,6 +88,9 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         # The clients have 6 to 12 examples, and a round draws at most 7 of them. The carried optimizer state therefore
         # continues on other examples in each round.
         federation |= {"balance": "min", "max_rows_per_round": 7}
+    elif name == "fp16":
+        # The loss scale changes in most steps, and with this optimizer the schedule does not advance when it falls.
+        args |= {"fp16": True, "optim": "adamw_torch"}
     elif name == "lora":
         model = with_adapter(LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query", "value"]))
     elif name == "p_tuning":
@@ -110,7 +124,8 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
 def train(name: str, resume: str | bool, client_callbacks: list[TrainerCallback]) -> None:
     """Run a scenario in the current directory and write its checkpoints, its log and its final model."""
     model, federation, args, trainer_kwargs = scenario(name)
-    trainer = FederatedTrainer(
+    trainer_class = federate(Float16Trainer) if args.get("fp16") else FederatedTrainer
+    trainer = trainer_class(
         model=model,
         args=arguments(RUN_DIR, save_strategy="steps", **args),
         federation=FederatedConfig(num_rounds=NUM_ROUNDS, **federation),

@@ -2,8 +2,8 @@
 
 A client trains in a shallow copy of the federated trainer. Attributes that `train()` assigns (optimizer, scheduler,
 state, control, counters, and attributes of future versions) are set on the copy and discarded with it. Only the state
-that the copy shares with the original is restored: the accelerator's lists, accelerate's gradient state, the model's
-mode and the global random number generators.
+that the copy shares with the original is restored: the accelerator's lists and its gradient scaler, accelerate's
+gradient state, the model's mode and the global random number generators.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMe
 
 from .._compat import gradient_state, num_items_in_batch, prepared_objects, set_prepared_objects
 from ..utils.random import derived_seed, isolated_rng, seed_generators
+from .gradient_scaler import ClientScaler
 from .sampling import limit_examples
 
 
@@ -54,6 +55,7 @@ class LocalTraining:
         parameters (`Mapping[str, torch.nn.Parameter]`): The exchanged parameters by name.
         hook (`LocalHook`, *optional*): The client side of the algorithm.
         optimizer_state (`dict`, *optional*): Optimizer state to start from.
+        scaler ([`ClientScaler`], *optional*): The client's gradient scaler, if the training scales its loss.
         distillation (`LocalDistillation`, *optional*): The part of a distillation algorithm in local training.
     """
 
@@ -63,6 +65,7 @@ class LocalTraining:
     parameters: Mapping[str, nn.Parameter]
     hook: Any = None
     optimizer_state: dict[str, Any] | None = None
+    scaler: ClientScaler | None = None
     distillation: Any = None
     _divides_by_items: bool | None = None
 
@@ -81,9 +84,13 @@ class LocalTraining:
         for parameter in () if self.distillation is None else self.distillation.frozen:
             # Without a gradient, the optimizer does not apply weight decay either.
             parameter.grad = None
-        if self.hook is not None and trainer.accelerator.sync_gradients:
-            self.hook.on_gradients(self.parameters)
-            self.hook.on_step(trainer.optimizer.param_groups)
+        if self.hook is None or not trainer.accelerator.sync_gradients:
+            return
+        groups = trainer.optimizer.param_groups
+        with nullcontext(True) if self.scaler is None else self.scaler.unscaled(groups) as is_finite:
+            if is_finite:
+                self.hook.on_gradients(self.parameters)
+                self.hook.on_step(groups)
 
     def share_of_step(self, trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> Any:
         """
@@ -147,8 +154,14 @@ class LocalTraining:
                     )
 
     def place_schedule(self, scheduler: LRScheduler, num_training_steps: int) -> None:
-        """Advance a new schedule to this client's step in the run, which is the round number times its local steps."""
-        place_schedule(scheduler, self.round * num_training_steps if self.global_schedule else 0)
+        """
+        Advance a new schedule to this client's step in the run, which is the round number times its local steps.
+
+        A schedule does not advance in steps that the client's gradient scaler skips.
+        """
+        num_skipped_steps = 0 if self.scaler is None else self.scaler.num_skipped_steps
+        position = self.round * num_training_steps - num_skipped_steps
+        place_schedule(scheduler, position if self.global_schedule else 0)
 
 
 def place_schedule(scheduler: LRScheduler, position: int) -> None:
@@ -368,7 +381,7 @@ def preserved_process_state(trainer: Trainer) -> Iterator[None]:
     """Restore the state outside the trainer object that a nested `train()` or `evaluate()` changes."""
     accelerator, model = trainer.accelerator, trainer.model
     lists = prepared_objects(accelerator)
-    step = accelerator.step
+    step, scaler = accelerator.step, accelerator.scaler
     shared = gradient_state()
     saved_state = {key: list(value) if isinstance(value, list) else value for key, value in shared.items()}
     training = model.training
@@ -376,7 +389,7 @@ def preserved_process_state(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         set_prepared_objects(accelerator, lists)
-        accelerator.step = step
+        accelerator.step, accelerator.scaler = step, scaler
         shared.clear()
         shared.update(saved_state)
         if model.training != training:

@@ -21,6 +21,7 @@ from ..messages.validation import first_non_finite
 from ..postprocessing import Postprocessor, run_client_side
 from ..utils.random import preserved_generators, seed_torch
 from .context import ClientContext
+from .gradient_scaler import ClientScaler
 from .local_training import (
     LocalTraining,
     LocalTrainingCallback,
@@ -42,6 +43,13 @@ NON_METRIC_KEYS = {"epoch", "step", "num_input_tokens_seen", "num_tokens"}
 
 # Opening a client's examples takes longer than a small training step, and an open client needs some kilobytes.
 MAX_OPEN_CLIENTS = 256
+
+ALL_STEPS_SKIPPED = (
+    "fp16=True: in one round, the gradients of a client overflowed in all of its steps, so its parameters did not "
+    "change. The scaler lowers the loss scale after each overflow, but the round ended before the scale was low "
+    "enough. Set client_optimizer_state='carry' to keep the scale between rounds, raise `local_steps` or "
+    "`local_epochs`, or use bf16=True."
+)
 
 
 class ClientWorker:
@@ -157,7 +165,7 @@ class ClientWorker:
             hook.start(private, exchange, model.trainer.model)
         part = None if self._distillation is None else self._distillation.local_training(context, message.round)
         with model.restore_on_failure():
-            trainer = self._train(message, model, hook, part, kept.get("optimizer"))
+            trainer = self._train(message, model, hook, part, kept)
         model.exchange.check_unchanged(model.trainer.model)
         extra, to_keep = hook.finish() if hook is not None else ({}, None)
         metrics = _training_metrics(trainer)
@@ -166,6 +174,8 @@ class ClientWorker:
         state: dict[str, Any] = {}
         if self._carry_optimizer:
             state["optimizer"] = trainer.optimizer.state_dict()
+            if trainer.local_training.scaler is not None:
+                state["scaler"] = trainer.local_training.scaler.state_dict()
         else:
             # The optimizer and its schedule form a reference cycle. Free the moments without a garbage collection.
             trainer.optimizer.state.clear()
@@ -198,28 +208,32 @@ class ClientWorker:
             lambda: self._open_examples(client_id),
         )
 
-    def _train(
-        self, message: Fit, model: ClientModel, hook: Any, part: Any, optimizer_state: dict[str, Any] | None
-    ) -> Trainer:
+    def _train(self, message: Fit, model: ClientModel, hook: Any, part: Any, kept: Mapping[str, Any]) -> Any:
         outer, args = model.trainer, self._arguments(model)
+        scaler = ClientScaler.build(outer.accelerator, kept.get("scaler"))
         local = LocalTraining(
             round=message.round,
             num_rounds=self._num_rounds,
             global_schedule=self._global_schedule,
             parameters=model.exchange.trainable,
             hook=hook,
-            optimizer_state=optimizer_state,
+            optimizer_state=kept.get("optimizer"),
+            scaler=scaler,
             distillation=part,
         )
         callbacks = [LocalTrainingCallback(message.seed if self._is_federation else None), *self._callbacks]
         if part is not None:
             callbacks += part.callbacks
+        if scaler is not None:
+            callbacks.append(scaler)
         trainer = local_trainer(outer, args, self._select_examples(message), local, callbacks)
         with preserved_process_state(outer), preserved_generators() if self._is_federation else nullcontext():
             if self._is_federation:
                 # accelerate's sampler reads the global seed when it is built. All clients use the seed of the run.
                 seed_torch(args.seed if args.data_seed is None else args.data_seed)
                 trainer.data_collator = fresh_collator(trainer.data_collator, message.seed)
+            if scaler is not None:
+                scaler.install()
             try:
                 trainer.train()
             except BaseException:
@@ -227,6 +241,8 @@ class ClientWorker:
                 _remove_neftune(trainer)
                 outer.model.zero_grad()
                 raise
+        if scaler is not None and scaler.skipped_all(trainer.state.global_step):
+            logger.warning_once(ALL_STEPS_SKIPPED)
         return trainer
 
     def _select_examples(self, message: Fit) -> Any:

@@ -124,8 +124,8 @@ class FederationSetup:
                 f"aggregation={aggregation.name!r} trains a private model of each client, which several processes "
                 "cannot train together with parallelism='data'. Set parallelism='clients'."
             )
-        check_arguments(trainer, resolved, aggregation)
-        check_participants(aggregation, distillation, participants, clients, postprocessors)
+        check_arguments(trainer, resolved, aggregation, distillation)
+        check_participants(aggregation, distillation, participants, clients, postprocessors, args)
         check_given_models(participants, trainer.model)
         is_raw = participants.task is not None
         sampler = check_clients(trainer, clients, eval_clients, resolved, is_raw, distillation)

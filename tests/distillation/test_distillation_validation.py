@@ -110,6 +110,31 @@ def test_unsupported_training_arguments_of_one_client_are_rejected(tmp_path, arg
         distillation_trainer(tmp_path, "dsfl", clients={"b": ClientSpec(args=arguments(tmp_path, **argument))})
 
 
+def test_float16_is_rejected_for_methods_that_train_outside_of_local_training(tmp_path):
+    with pytest.raises(ValueError, match="fp16=True with distillation='dsfl' does not work.*use bf16=True"):
+        distillation_trainer(tmp_path, "dsfl", args={"fp16": True})
+    with pytest.raises(ValueError, match="fp16=True with aggregation='mutual_kd' does not work.*use bf16=True"):
+        FederatedTrainer(
+            model=tiny_model(),
+            args=arguments(tmp_path, fp16=True),
+            train_dataset={"a": rows(4), "b": rows(4)},
+            client_model_init=client_model,
+            federation=FederatedConfig(aggregation="mutual_kd"),
+        )
+
+
+def test_float16_of_one_client_is_rejected_if_the_trainer_does_not_use_it(tmp_path):
+    args = arguments(tmp_path)
+    with pytest.raises(ValueError, match="fp16=True of client 'b' does not work.*fp16=False"):
+        FederatedTrainer(
+            model=tiny_model(),
+            args=args,
+            train_dataset={"a": rows(4), "b": rows(4)},
+            clients={"b": ClientSpec(args=arguments(tmp_path, fp16=True))},
+            federation=FederatedConfig(aggregation="local_only"),
+        )
+
+
 @pytest.mark.parametrize("aggregation", ["fedopt", "scaffold"])
 def test_aggregation_is_rejected_for_methods_that_exchange_predictions(tmp_path, aggregation):
     with pytest.raises(ValueError, match=f"aggregation='{aggregation}' has nothing to average.*'mhat'"):

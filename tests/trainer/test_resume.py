@@ -23,7 +23,7 @@ STAGING_DIR = ".incomplete"
 NUM_ROUNDS = 3
 
 SCENARIOS = ["fedopt", "scaffold_disk", "one_client", "balanced", "lora", "p_tuning", "best", "fedid", "adafd"]
-SCENARIOS += ["fedaux", "feddrs"]
+SCENARIOS += ["fedaux", "feddrs", "fp16"]
 MOMENTS = [
     "first round",
     "client",
@@ -40,6 +40,7 @@ QUICK = [
     ("scaffold_disk", "before trainer_state.json"),
     ("one_client", "before rename"),
     ("balanced", "client"),
+    ("fp16", "client"),
     ("lora", "aggregation"),
     ("p_tuning", "before client states"),
     ("best", "rotation"),

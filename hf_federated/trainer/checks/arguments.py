@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
+import shlex
+import sys
 from collections.abc import Mapping
 
 from transformers import Trainer, TrainingArguments
@@ -19,19 +23,72 @@ METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
 def resolve_federation(federation: FederatedConfig | None, args: TrainingArguments) -> FederatedConfig:
-    """Fill in `num_rounds` and `federation_seed` of the configuration from the training arguments."""
+    """
+    Fill in `num_rounds` and `federation_seed` of the configuration from the training arguments.
+
+    As in `Trainer`, `max_steps` replaces `num_train_epochs`.
+
+    Raises:
+        ValueError: If `max_steps` does not determine the number of rounds, or contradicts `num_rounds`.
+    """
     federation = FederatedConfig() if federation is None else federation
     num_rounds, seed = federation.num_rounds, federation.federation_seed
-    return dataclasses.replace(
-        federation,
-        num_rounds=max(int(-(-args.num_train_epochs // 1)), 1) if num_rounds is None else num_rounds,
-        federation_seed=args.seed if seed is None else seed,
-    )
+    if args.max_steps > 0:
+        num_rounds = rounds_of_max_steps(args.max_steps, federation)
+    elif num_rounds is None:
+        num_rounds = max(math.ceil(args.num_train_epochs), 1)
+    return dataclasses.replace(federation, num_rounds=num_rounds, federation_seed=args.seed if seed is None else seed)
 
 
-def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Aggregation) -> None:
+def rounds_of_max_steps(max_steps: int, federation: FederatedConfig) -> int:
+    """
+    Return the number of rounds in which a client takes `max_steps` optimizer steps.
+
+    Args:
+        max_steps (`int`): `max_steps` of the training arguments, positive.
+        federation ([`FederatedConfig`]): The user's configuration.
+
+    Raises:
+        ValueError: If `local_steps` is not set or does not divide `max_steps`, or if `num_rounds` is another number.
+    """
+    local_steps = federation.local_steps
+    if local_steps is None:
+        raise ValueError(
+            f"max_steps={max_steps} counts optimizer steps, but a round has local_epochs={federation.local_epochs} of "
+            "each client, which can be a different number of steps for each client. Set `local_steps` of "
+            "FederatedConfig, so that max_steps / local_steps is the number of rounds. Or remove `max_steps` and set "
+            "`num_rounds`."
+        )
+    num_rounds, remainder = divmod(max_steps, local_steps)
+    if remainder:
+        choices = " or ".join(
+            f"{number * local_steps} ({number} round{'s' if number > 1 else ''})"
+            for number in (num_rounds, num_rounds + 1)
+            if number
+        )
+        raise ValueError(
+            f"max_steps={max_steps} is not a multiple of local_steps={local_steps}. Set `max_steps` to {choices}, or "
+            "change `local_steps`."
+        )
+    if federation.num_rounds not in (None, num_rounds):
+        raise ValueError(
+            f"max_steps={max_steps} and local_steps={local_steps} make {num_rounds} rounds, but "
+            f"num_rounds={federation.num_rounds}. Remove `max_steps` or `num_rounds`."
+        )
+    return num_rounds
+
+
+def check_arguments(
+    trainer: Trainer, federation: FederatedConfig, algorithm: Aggregation, distillation: Distillation | None = None
+) -> None:
     """
     Refuse training arguments and launches that a federation does not support.
+
+    Args:
+        trainer (`transformers.Trainer`): The federated trainer, constructed as its parent class.
+        federation ([`FederatedConfig`]): The configuration.
+        algorithm ([`Aggregation`]): The averaging algorithm.
+        distillation ([`Distillation`], *optional*): The distillation algorithm.
 
     Raises:
         ValueError: If an argument or the launch is not supported. The message names the alternative.
@@ -42,7 +99,6 @@ def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Ag
         "launch with plain data parallelism; LoRA, optionally on a quantized base model, reduces the memory"
     )
     refused = {
-        f"max_steps={args.max_steps}": (args.max_steps > 0, "set `num_rounds` and `local_steps` of FederatedConfig"),
         **unsupported_client_arguments(args),
         "sync_ref_model=True": (
             bool(getattr(args, "sync_ref_model", False)),
@@ -58,7 +114,8 @@ def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Ag
             getattr(trainer.accelerator, "parallelism_config", None) is not None,
             alternative_to_sharding,
         ),
-        f"{args.n_gpu} GPUs in one process": (args.n_gpu > 1, "set CUDA_VISIBLE_DEVICES to one GPU"),
+        f"A process with {args.n_gpu} GPUs": (args.n_gpu > 1, launch_advice(args.n_gpu)),
+        **unscaled_training(args, algorithm, distillation),
         f"optim={OptimizerNames(args.optim).value!r} with {algorithm.name}": (
             algorithm.needs_gradients and args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO),
             "use an optimizer that keeps the gradients until its step, such as 'adamw_torch'",
@@ -93,10 +150,35 @@ def unsupported_client_arguments(args: TrainingArguments) -> dict[str, tuple[boo
         ),
         "auto_find_batch_size=True": (
             bool(args.auto_find_batch_size),
-            "set `per_device_train_batch_size`; a client that runs out of memory would continue with a changed model",
+            "the batch size would depend on the free memory at the time of the round, and with the batch size the "
+            "number of steps of a client and its learning rates, so that a resumed run would differ. Find the batch "
+            "size with a plain Trainer on the client with the longest examples, and set `per_device_train_batch_size`",
         ),
-        "fp16=True": (bool(args.fp16), "use bf16=True; the loss scale would be shared by all clients"),
     }
+
+
+def unscaled_training(
+    args: TrainingArguments, algorithm: Aggregation, distillation: Distillation | None
+) -> dict[str, tuple[bool, str]]:
+    """Map `fp16=True` to whether a method trains outside of `Trainer.train`, which alone scales the loss."""
+    advice = "use bf16=True; only local training with one model per client scales the loss for float16"
+    fp16 = bool(args.fp16)
+    settings = {f"fp16=True with aggregation={algorithm.name!r}": (fp16 and algorithm.trains_private_models, advice)}
+    if distillation is not None:
+        settings[f"fp16=True with distillation={distillation.name!r}"] = (fp16, advice)
+    return settings
+
+
+def launch_advice(num_gpus: int) -> str:
+    """Return the command that starts the current script with one process per GPU, and the command for one GPU."""
+    # Without a script (in a notebook or with `python -c`), the command line has no file name.
+    script = sys.argv[0] if os.path.isfile(sys.argv[0]) else "script.py"
+    script = shlex.quote(script)
+    return (
+        "torch.nn.DataParallel would split the batches of a client. Start one process for each GPU with "
+        f"`accelerate launch --num_processes {num_gpus} {script}`, or use one GPU with "
+        f"`CUDA_VISIBLE_DEVICES=0 python {script}`"
+    )
 
 
 def check_not_averaged(aggregation: Aggregation, distillation: Distillation) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from ...aggregation import Aggregation
@@ -28,6 +28,7 @@ def check_participants(
     participants: Participants,
     clients: FederatedDataset,
     postprocessors: Sequence[Postprocessor] = (),
+    args: TrainingArguments | None = None,
 ) -> None:
     """
     Check public and labelled examples, clients with their own models and postprocessors against the algorithm.
@@ -39,6 +40,7 @@ def check_participants(
     """
     _check_server_examples(distillation, participants, clients)
     _check_client_models(aggregation, distillation, participants, clients, postprocessors)
+    _check_client_arguments(participants, bool(args and args.fp16))
     if num_shared := count_overlap(clients, participants):
         logger.warning(
             f"{num_shared} of the clients' examples are also public examples. Clients would predict examples that "
@@ -121,15 +123,24 @@ def _check_client_models(
         raise ValueError(
             f"`clients` names {unknown[:5]}, which have no examples. Clients with examples are {list(clients)[:5]}."
         )
-    for client_id, spec in participants.clients.items():
-        if spec.args is not None:
-            refuse_settings(unsupported_client_arguments(spec.args), f" of client {client_id!r}")
     with_tokenizers = [key for key, spec in participants.clients.items() if spec.processing_class is not None]
     if with_tokenizers and participants.task is None:
         raise ValueError(
             f"Client {with_tokenizers[0]!r} has its own tokenizer, so the client must encode its raw examples itself. "
             "Pass a `task`, such as TextClassification, to the trainer."
         )
+
+
+def _check_client_arguments(participants: Participants, fp16: bool) -> None:
+    """Check the training arguments of single clients. All clients share the mixed precision of one accelerator."""
+    for client_id, spec in participants.clients.items():
+        if spec.args is not None:
+            unsupported = unsupported_client_arguments(spec.args)
+            unsupported[f"fp16={spec.args.fp16}"] = (
+                bool(spec.args.fp16) != fp16,
+                f"the training arguments of the trainer have fp16={fp16}. Set the same value for all clients",
+            )
+            refuse_settings(unsupported, f" of client {client_id!r}")
 
 
 def check_predictions(distillation: Distillation, participants: Participants, trainer: Trainer) -> None:
