@@ -135,7 +135,8 @@ class FederatedConfig(SavedConfig):
 
     Args:
         num_rounds (`int`, *optional*):
-            Number of rounds. Defaults to `num_train_epochs` of the training arguments, rounded up.
+            Number of rounds. Defaults to `num_train_epochs` of the training arguments, rounded up. If the training
+            arguments set `max_steps`, defaults to `max_steps / local_steps`; `local_steps` must then be set.
         clients_per_round (`int` or `float`, *optional*, defaults to `1.0`):
             Number of clients sampled per round, without replacement. An `int` is a count. A `float` in (0, 1] is a
             share of the clients, rounded to the nearest count.
@@ -225,7 +226,9 @@ class FederatedConfig(SavedConfig):
 
     file_name: ClassVar[str] = "federated_config.json"
 
-    num_rounds: int | None = field(default=None, metadata={"help": "Rounds to run (default: num_train_epochs)."})
+    num_rounds: int | None = field(
+        default=None, metadata={"help": "Rounds (default: num_train_epochs, or max_steps / local_steps)."}
+    )
     clients_per_round: ShareOrCount = field(
         default=1.0, metadata={"help": "Clients sampled per round: a count (10) or a share (0.1)."}
     )

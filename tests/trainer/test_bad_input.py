@@ -24,29 +24,62 @@ def stream(num_rows: int, seed: int = 0) -> IterableDataset:
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"max_steps": 5}, "max_steps=5 .*`num_rounds` and `local_steps` of FederatedConfig"),
+        ({"max_steps": 5}, "max_steps=5 counts optimizer steps, but a round has local_epochs=1.*Set `local_steps`"),
         (
             {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
             "reduce_lr_on_plateau.*'linear' or 'cosine'",
         ),
         ({"lr_scheduler_type": "greedy", "eval_strategy": "epoch"}, "greedy.*'linear' or 'cosine'"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True .*per_device_train_batch_size"),
-        ({"fp16": True}, "fp16=True .*bf16=True"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_unsupported_training_arguments_are_refused(tmp_path, kwargs, words) -> None:
-    if "fp16" in kwargs:
-        # On a CPU, accelerate refuses half precision before the trainer can.
-        args = arguments(tmp_path)
-        args.fp16 = True
-        trainer, kwargs = {"args": args}, {}
-    else:
-        trainer = {}
-    if kwargs.get("eval_strategy"):
-        trainer["eval_dataset"] = rows(4)
+    trainer = {"eval_dataset": rows(4)} if kwargs.get("eval_strategy") else {}
     with pytest.raises(ValueError, match=words):
         build_federation(tmp_path, trainer=trainer, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "federation", "words"),
+    [
+        (1000, {"local_steps": 50, "num_rounds": 5}, "max_steps=1000 and local_steps=50 make 20 rounds.*num_rounds=5"),
+        (
+            1000,
+            {"local_steps": 300},
+            r"not a multiple of local_steps=300. Set `max_steps` to 900 \(3 rounds\) or 1200 \(4 rounds\)",
+        ),
+        (20, {"local_steps": 50}, r"not a multiple of local_steps=50. Set `max_steps` to 50 \(1 rounds?\)"),
+        (20, {"num_rounds": 5}, "max_steps=20 counts optimizer steps.*Or remove `max_steps` and set `num_rounds`"),
+    ],
+)
+def test_contradictory_max_steps_is_refused(tmp_path, max_steps, federation, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        build_federation(tmp_path, federation={"num_rounds": None, **federation}, max_steps=max_steps)
+
+
+@pytest.mark.parametrize("num_rounds", [None, 20])
+def test_max_steps_determines_the_number_of_rounds(tmp_path, num_rounds) -> None:
+    federation = {"num_rounds": num_rounds, "local_steps": 50}
+    trainer = build_federation(tmp_path, federation=federation, max_steps=1000, num_train_epochs=3)
+    assert trainer.federation.num_rounds == 1000 // 50
+
+
+@pytest.mark.parametrize("argv", ["train it.py", "-c", ""])
+def test_several_gpus_in_one_process_are_refused_with_the_launch_command(tmp_path, monkeypatch, argv) -> None:
+    """`TrainingArguments` counts the visible GPUs. The script is unknown in a notebook and with `python -c`."""
+    script = "script.py"
+    if argv.endswith(".py"):
+        path = tmp_path / argv
+        path.touch()
+        argv, script = str(path), f"'{path}'"
+    monkeypatch.setattr("sys.argv", [argv])
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ValueError) as error:
+        build_federation(tmp_path, trainer={"args": args})
+    assert f"`accelerate launch --num_processes 2 {script}`" in str(error.value)
+    assert f"`CUDA_VISIBLE_DEVICES=0 python {script}`" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,16 @@ def test_local_steps_of_one_epoch_equal_plain_trainer(tmp_path) -> None:
     assert same_weights(one.model, plain.model)
 
 
+def test_max_steps_equals_plain_trainer(tmp_path) -> None:
+    """The client takes `max_steps` steps in rounds of `local_steps`, which are one epoch here."""
+    plain, expected = train_plain(tmp_path / "plain", max_steps=9, lr_scheduler_type="cosine")
+    settings = {"local_steps": 3, "num_rounds": None}
+    one, actual = train_one_client(tmp_path / "one", federation=settings, max_steps=9, lr_scheduler_type="cosine")
+    assert one.federation.num_rounds == one.state.global_step == 9 // 3
+    assert actual.learning_rates == expected.learning_rates and len(expected.learning_rates) == 9
+    assert same_weights(one.model, plain.model)
+
+
 class CustomLossTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
