@@ -132,9 +132,9 @@ class LocalTraining:
         """Length of the learning-rate schedule in optimizer steps of this client."""
         return num_training_steps * self.num_rounds if self.global_schedule else num_training_steps
 
-    def check_optimizer(self, trainer: Trainer) -> None:
+    def start_optimizer(self, trainer: Trainer) -> None:
         """
-        Check that the optimizer trains exchanged parameters only.
+        Load the state of the client's optimizer, and check that the optimizer trains exchanged parameters only.
 
         Args:
             trainer (`transformers.Trainer`): The client's trainer with its optimizer.
@@ -152,6 +152,11 @@ class LocalTraining:
                         "client. Add it to the model before you create the trainer (for example, add a loss with "
                         "parameters as a module of the model), or remove it from the optimizer."
                     )
+        if self.optimizer_state is not None:
+            trainer.optimizer.load_state_dict(self.optimizer_state)
+            # Some schedules multiply `lr` in each step. A new schedule must start from the first learning rate.
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))
 
     def place_schedule(self, scheduler: LRScheduler, num_training_steps: int) -> None:
         """

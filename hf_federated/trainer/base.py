@@ -19,6 +19,7 @@ from ..engines import Engine
 from ..messages.ledger import Ledger
 from ..postprocessing import Postprocessor
 from .federation import Federation
+from .optimizer_factories import OptimizerFactories
 from .setup import FederationSetup
 
 
@@ -58,6 +59,7 @@ class RoleMixin(LoopArgumentsMixin):
     # Set when the rounds or the first evaluation of the clients start.
     _running: Federation | None = None
     _runs_rounds: bool = False
+    _optimizer_factories: OptimizerFactories
     # Set on the isolated copy that trains one client.
     local_training: LocalTraining | None = None
 

@@ -24,6 +24,11 @@ class FederatedTrainer(FederatedMixin, Trainer):
     not depend on such an object, unless its value depends on the step only.
 
     Args:
+        optimizers (`tuple[Callable, Callable]`, *optional*, defaults to `(None, None)`):
+            Functions that build the optimizer of a model, `model -> optimizer`, and its learning-rate schedule,
+            `(optimizer, num_training_steps) -> scheduler`. Each may be `None`, as in `Trainer`. Every local training
+            calls them. With `lr_schedule="global"`, the number of steps is the number of steps of a client in all
+            rounds. One optimizer or schedule, as in `Trainer`, is accepted only without a federation.
         federation ([`FederatedConfig`], *optional*):
             The configuration of the federation. With several clients, the default is `num_train_epochs` rounds of one
             local epoch.

@@ -55,6 +55,7 @@ from .dataset_preparation import (
 from .evaluation import EvaluationMixin
 from .federation import Federation
 from .loop_stubs import RoundDataLoader, RoundScheduler, ServerOptimizer, round_arguments
+from .optimizer_factories import OptimizerFactories
 from .saving import SavingMixin
 from .setup import FederationSetup
 
@@ -65,6 +66,7 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
     data_collator: Any
     lr_scheduler: Any
     neftune_noise_alpha: float | None
+    optimizer_cls_and_kwargs: Any
 
     def __init__(
         self,
@@ -83,7 +85,11 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
         arguments = self._arguments_by_name(args, kwargs)
         train_clients = as_federated_dataset(arguments.get("train_dataset"), federation)
         if train_clients is None:
-            super().__init__(*args, **kwargs)
+            self._optimizer_factories = OptimizerFactories.take(arguments, accepts_instances=True)
+            if self._optimizer_factories.is_empty:
+                super().__init__(*args, **kwargs)
+            else:
+                super().__init__(**arguments)
             return
         participants = Participants(task, public_dataset, server_dataset, dict(clients or {}), client_model_init)
         with fail_together_during_init():
@@ -101,11 +107,7 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
     ) -> None:
         """Construct a trainer with a federation."""
         user_arguments = dict(arguments)
-        if any(part is not None for part in arguments.get("optimizers") or ()):
-            raise ValueError(
-                "`optimizers` contains one optimizer, but every client needs its own. Set `optim` and `learning_rate` "
-                "of the training arguments, pass `optimizer_cls_and_kwargs`, or override `create_optimizer`."
-            )
+        self._optimizer_factories = OptimizerFactories.take(arguments, accepts_instances=False)
         user_callbacks = list(arguments.get("callbacks") or [])
         eval_dataset = arguments.get("eval_dataset")
         eval_clients = eval_dataset if isinstance(eval_dataset, FederatedDataset) else None
@@ -350,13 +352,16 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
         if self._is_federating:
             self.optimizer = ServerOptimizer()
             return self.optimizer
+        self._optimizer_factories.build_optimizer(self, model)
+        if self.optimizer_cls_and_kwargs is not None:
+            # The parent class removes `params` from the arguments, which the next client needs, too.
+            optimizer_class, kwargs = self.optimizer_cls_and_kwargs
+            self.optimizer_cls_and_kwargs = (optimizer_class, dict(kwargs))
         # A custom `create_optimizer` may accept no argument and return no value.
         optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
         local = self.local_training
         if local is not None:
-            local.check_optimizer(self)
-            if local.optimizer_state is not None:
-                self.optimizer.load_state_dict(local.optimizer_state)
+            local.start_optimizer(self)
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -372,10 +377,11 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
             self.lr_scheduler = RoundScheduler(self.args.learning_rate)
             return self.lr_scheduler
         local = self.local_training
-        if local is None:
-            return super().create_scheduler(num_training_steps, optimizer)
-        scheduler = super().create_scheduler(local.num_schedule_steps(num_training_steps), optimizer)
-        local.place_schedule(self.lr_scheduler, num_training_steps)
+        length = num_training_steps if local is None else local.num_schedule_steps(num_training_steps)
+        self._optimizer_factories.build_scheduler(self, length, optimizer)
+        scheduler = super().create_scheduler(length, optimizer)
+        if local is not None:
+            local.place_schedule(self.lr_scheduler, num_training_steps)
         return scheduler
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:

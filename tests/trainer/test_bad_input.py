@@ -156,13 +156,6 @@ def test_drop_last_is_refused_if_a_client_has_less_than_a_batch(tmp_path) -> Non
         build_federation(tmp_path, {**CLIENTS, "short": rows(3)}, dataloader_drop_last=True)
 
 
-def test_optimizer_instance_is_refused(tmp_path) -> None:
-    model = tiny_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="`optimizers` contains one optimizer.*`optim`.*override `create_optimizer`"):
-        build_federation(tmp_path, trainer={"model": model, "optimizers": (optimizer, None)})
-
-
 def test_model_without_trainable_parameters_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="No parameter of the model requires a gradient.*Unfreeze"):
         build_federation(tmp_path, trainer={"model": tiny_model().requires_grad_(False)})
