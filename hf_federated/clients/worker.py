@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..adapters import Exchange, ModelMismatchError
 from ..config import FederatedConfig
+from ..data.client_ids import similar_ids_hint
 from ..distributed.process_group import PeerFailedError
 from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 from ..messages.validation import first_non_finite
@@ -270,7 +271,8 @@ class ClientWorker:
     def _evaluate(self, message: Evaluate, model: ClientModel) -> Metrics:
         if self._eval_datasets is None or message.client_id not in self._eval_datasets:
             raise ValueError(
-                f"Client {message.client_id!r} has no evaluation examples. Add the client to `eval_dataset`."
+                f"Client {message.client_id!r} has no evaluation examples. Add the client to `eval_dataset`. "
+                + similar_ids_hint(message.client_id, list(self._eval_datasets or ()))
             )
         dataset = self._eval_datasets[message.client_id]
         if message.state:

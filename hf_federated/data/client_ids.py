@@ -53,12 +53,42 @@ def raise_for_empty_clients(client_ids: Sequence[str]) -> None:
         raise ValueError(f"A client without rows cannot train: {shown}{more}. Leave it out, or create fewer clients.")
 
 
-def unknown_client(client_id: object, known: Sequence[str]) -> KeyError:
-    """Build the error for an id that no client has, with similar ids."""
-    similar = difflib.get_close_matches(str(client_id), known, n=3)
-    hint = (
-        f"Did you mean {', '.join(map(repr, similar))}?"
-        if similar
-        else f"There are {len(known)} clients, the first is {known[0]!r}."
-    )
-    return KeyError(f"There is no client {client_id!r}. {hint}")
+def unknown_client(client_id: object, known: Sequence[str], place: str = "") -> KeyError:
+    """
+    Build the error for an id that no client has, with similar ids.
+
+    Args:
+        client_id (`object`): The id.
+        known (`Sequence[str]`): The ids of the clients.
+        place (`str`, *optional*, defaults to `""`): Words after the id in the error, such as `" in the split 'test'"`.
+    """
+    return KeyError(f"There is no client {client_id!r}{place}. {similar_ids_hint(client_id, known)}")
+
+
+def similar_ids_hint(client_id: object, known: Sequence[str]) -> str:
+    """
+    Return a sentence with the ids that resemble an unknown id, or with the number of clients if there is none.
+
+    Args:
+        client_id (`object`): An id that no client has.
+        known (`Sequence[str]`): The ids of the clients.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.data.client_ids import similar_ids_hint
+
+    >>> similar_ids_hint("NORHT", ["north", "south"])
+    "Did you mean 'north'?"
+    >>> similar_ids_hint("x", ["north", "south"])
+    "There are 2 clients, the first is 'north'."
+    ```
+    """
+    by_lower_case: dict[str, list[str]] = {}
+    for known_id in known:
+        by_lower_case.setdefault(known_id.lower(), []).append(known_id)
+    matches = difflib.get_close_matches(str(client_id).lower(), by_lower_case, n=3)
+    similar = [known_id for match in matches for known_id in by_lower_case[match]][:3]
+    if similar:
+        return f"Did you mean {', '.join(map(repr, similar))}?"
+    return f"There are {len(known)} clients, the first is {known[0]!r}." if known else "There are no clients."

@@ -10,6 +10,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict
 from huggingface_hub import CommitInfo
 
+from .client_ids import unknown_client
 from .federated_dataset import FederatedDataset
 from .fednlp import read_fednlp, write_fednlp
 from .hub import fetch_split, read_hub_partition
@@ -202,10 +203,10 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
     ) -> FederatedDatasetDict:
         if clients is not None:
             check_requested_clients(clients)
-        known = {client.client_id for client in partition_file.clients}
-        unknown = [client_id for client_id in clients or () if client_id not in known]
-        if unknown:
-            raise KeyError(f"There is no client {unknown[0]!r}. The dataset has {len(known)} clients.")
+        known = dict.fromkeys(client.client_id for client in partition_file.clients)
+        for client_id in clients or ():
+            if client_id not in known:
+                raise unknown_client(client_id, list(known))
         splits = {}
         for split in partition_file.splits:
             available = {client.client_id for client in partition_file.clients_of(split)}
@@ -297,7 +298,8 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
     def _check_clients(self, client_ids: Sequence[str]) -> None:
         for client_id in client_ids:
             if not any(client_id in clients for clients in self.values()):
-                raise KeyError(f"There is no client {client_id!r} in any of the splits {list(self)}.")
+                known = list(dict.fromkeys(known_id for clients in self.values() for known_id in clients))
+                raise unknown_client(client_id, known, f" in any of the splits {list(self)}")
 
     def _each(self, function: Callable[[FederatedDataset], FederatedDataset]) -> FederatedDatasetDict:
         return FederatedDatasetDict({split: function(clients) for split, clients in self.items()})

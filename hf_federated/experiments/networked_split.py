@@ -15,6 +15,7 @@ from typing import Any
 from peft import LoraConfig, PeftConfig, PrefixTuningConfig, TaskType
 from transformers import PretrainedConfig, TrainingArguments
 
+from hf_federated.data.client_ids import similar_ids_hint
 from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.experiments.data_files import check_local_path, hub_errors
 from hf_federated.experiments.errors import CommandError, command_errors
@@ -102,7 +103,7 @@ def split_client(arguments: argparse.Namespace) -> None:
     dataset_id = "0" if arguments.rows is not None else client_id
     if dataset_id not in inputs.train:
         raise CommandError(
-            f"--client {client_id!r} is not in the recipe. Its clients are {', '.join(list(inputs.train)[:10])}."
+            f"--client {client_id!r} is not in the recipe. {similar_ids_hint(client_id, list(inputs.train))}"
         )
     with command_errors("split-client"):
         model = client_model(recipe, split, client_id, adapter, args.seed, inputs.task)

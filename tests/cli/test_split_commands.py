@@ -324,7 +324,7 @@ def test_rejection_by_server_is_reported_in_one_line(split_recipe, certificates,
 
 def test_unknown_client_id_is_reported(split_recipe, certificates):
     line = commands_of(split_recipe, certificates, free_port())["0"]
-    with pytest.raises(CommandError, match="Its clients are 0, 1"):
+    with pytest.raises(CommandError, match="'west' is not in the recipe. There are 2 clients, the first is '0'"):
         split_client(build_parser().parse_args([*line[:-1], "west"]))
 
 

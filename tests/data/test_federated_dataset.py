@@ -273,6 +273,8 @@ def test_unknown_client_error_suggests_similar_ids():
         clients[0]
     with pytest.raises(KeyError, match="Did you mean 'ben'"):
         clients.select_clients(["ann", "bene"])
+    with pytest.raises(KeyError, match="no client 'BEN'. Did you mean 'ben'"):
+        clients["BEN"]
 
 
 def test_client_dataset_keeps_the_format_of_the_source():

@@ -163,6 +163,14 @@ def test_from_hub_downloads_only_the_requested_clients(hub, anna, fresh, num_cli
     assert hub.bytes_served() == 0
 
 
+def test_from_hub_suggests_ids_for_a_misspelled_client_and_downloads_no_client(hub, anna, fresh):
+    anna(push, speaker=["north", "south"] * 2)
+    hub.clear_log()
+    error = fresh(fetch, clients=["south", "Nroth"])
+    assert error.startswith("KeyError") and "Did you mean 'north'" in error
+    assert hub.bytes_served() == len(hub.files("anna/clients")["partition.json"])
+
+
 def test_private_dataset_needs_the_token_of_the_owner_and_storage_receives_no_token(hub, process, anna, fresh):
     anna(push, private=True)
     assert fresh(fetch, token="hf_anna", home="anna") == sorted(set(SPEAKERS))

@@ -64,8 +64,9 @@ def test_default_label_names_are_matched_by_position(tmp_path):
         (
             "dsfl",
             {"clients": {"z": ClientSpec()}},
-            r"`clients` names \['z'\], which have no examples.*\['a', 'b', 'c'\]",
+            r"`clients` names \['z'\], which have no examples. There are 3 clients, the first is 'a'",
         ),
+        ("dsfl", {"clients": {"B": ClientSpec()}}, r"`clients` names \['B'\], which have no examples.*mean 'b'"),
         (
             "dsfl",
             {"clients": {"b": ClientSpec(processing_class=tokenizer())}},

@@ -29,7 +29,7 @@ from huggingface_hub.utils import tqdm
 
 from ...utils.client_names import escape_client_ids
 from ..client_datasets import ClientDatasets, as_dataset
-from ..client_ids import check_client_ids, check_id_list
+from ..client_ids import check_client_ids, check_id_list, unknown_client
 from ..source import DatasetSource
 from .parquet_datasets import ParquetDatasets
 from .partition_file import (
@@ -286,10 +286,7 @@ def choose_clients(partition_file: PartitionFile, split: str, clients: Sequence[
     check_requested_clients(clients)
     for client_id in clients:
         if client_id not in available:
-            raise KeyError(
-                f"There is no client {client_id!r} in the split {split!r}. It has {len(available)} clients, the first"
-                f" is {next(iter(available), None)!r}."
-            )
+            raise unknown_client(client_id, list(available), f" in the split {split!r}")
     return [available[client_id] for client_id in clients]
 
 

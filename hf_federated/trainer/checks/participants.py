@@ -13,6 +13,7 @@ from ...aggregation import Aggregation
 from ...clients.model_factory import check_tokenizers
 from ...clients.participants import Participants, count_overlap
 from ...data import FederatedDataset
+from ...data.client_ids import similar_ids_hint
 from ...distillation import Distillation
 from ...postprocessing import Postprocessor
 from .arguments import refuse_settings, unsupported_client_arguments
@@ -121,7 +122,7 @@ def _check_client_models(
         )
     if unknown := sorted(set(participants.clients) - set(clients)):
         raise ValueError(
-            f"`clients` names {unknown[:5]}, which have no examples. Clients with examples are {list(clients)[:5]}."
+            f"`clients` names {unknown[:5]}, which have no examples. {similar_ids_hint(unknown[0], list(clients))}"
         )
     with_tokenizers = [key for key, spec in participants.clients.items() if spec.processing_class is not None]
     if with_tokenizers and participants.task is None:

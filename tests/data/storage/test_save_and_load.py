@@ -45,8 +45,11 @@ def test_load_reads_only_the_requested_clients_in_order(clients, tmp_path):
     assert same(loaded, clients.select_clients(["no", "007"]))
     with pytest.raises(PartitionFileError, match="of client 'Anna' is missing"):
         FederatedDataset.load_from_disk(tmp_path / "clients")
-    with pytest.raises(KeyError, match="no client 'Bob'"):
+    with pytest.raises(KeyError, match="no client 'Bob' in the split 'train'. There are 6 clients"):
         FederatedDataset.load_from_disk(tmp_path / "clients", clients=["no", "Bob"])
+    for cls, place in ((FederatedDataset, " in the split 'train'"), (FederatedDatasetDict, "")):
+        with pytest.raises(KeyError, match=f"no client 'ana'{place}. Did you mean 'Anna'?"):
+            cls.load_from_disk(tmp_path / "clients", clients=["no", "ana"])
     with pytest.raises(TypeError, match="got the string 'no'"):
         FederatedDataset.load_from_disk(tmp_path / "clients", clients="no")
 
