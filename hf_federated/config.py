@@ -176,7 +176,7 @@ class FederatedConfig(SavedConfig):
             values and send back their changes, so that small changes are not lost.
         client_optimizer_state (`str`, *optional*, defaults to `"reset"`):
             `"reset"`: a client starts each round with a fresh optimizer. `"carry"`: a client keeps its optimizer state
-            between rounds.
+            between rounds. With `fp16=True`, this also applies to the client's gradient scaler.
         lr_schedule (`str`, *optional*, defaults to `"global"`):
             `"global"`: one learning-rate schedule over the whole run. The position of a client in the schedule is
             round × local steps of the client. `"round"`: the schedule restarts in every round.

@@ -27,6 +27,7 @@ import conformance
 import numpy as np
 import torch
 from federations import distillation_callback
+from float16 import Float16Trainer
 from language import masking_tokenizer
 from peft import LoraConfig, get_peft_model
 from rank_troubles import DECISIONS, SIZES, Trouble, TroubleInClient, differ
@@ -47,7 +48,6 @@ from hf_federated import (
     FederatedCallback,
     FederatedConfig,
     FederatedDataset,
-    FederatedTrainer,
     FedOpt,
     Postprocessor,
     Scaffold,
@@ -151,8 +151,11 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         args |= {"optim": "sgd", "learning_rate": 0.05}
     elif name == "balanced":
         federation |= {"balance": "min", "max_rows_per_round": 6, "local_epochs": 2}
-    elif name == "carry":
+    elif name in ("carry", "float16"):
         federation |= {"client_optimizer_state": "carry"}
+        if name == "float16":
+            # With this optimizer, the schedule does not advance in steps whose gradients overflow.
+            args |= {"fp16": True, "optim": "adamw_torch"}
     elif name == "masked":
         with torch.random.fork_rng():
             torch.manual_seed(0)
@@ -181,11 +184,13 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
     elif name == "unseeded lora":
         # The frozen parameters differ, too.
         model = build_differently(lambda: tiny_lora(BertForSequenceClassification(tiny_model().config)))
-    elif name in ("data", "plain"):
+    elif name in ("data", "plain", "data float16", "plain float16"):
         federation = {"parallelism": "data", "client_optimizer_state": "carry"}
         clients = {"only": rows(22)}
         trainer_args = {}
         args["eval_strategy"] = "no"
+        if name.endswith("float16"):
+            args |= {"fp16": True, "optim": "adamw_torch"}
     elif name in ("fedid", "fedid per_example", "fedid mpl_sampled", "adafd", "adafd llm", "fedid data"):
         federation |= {"distillation": name.split()[0], "client_optimizer_state": "carry"}
         trainer_args |= {"public_dataset": rows(10, seed=20), "client_model_init": client_model}
@@ -289,9 +294,10 @@ def train(rank: int, request: dict[str, Any]) -> None:
     if "differ" in request and rank == request["world_size"] - 1:
         differ(request["differ"], federation, args, trainer_args)
     training_arguments = arguments(RUN_DIR, save_strategy="steps", **args)
-    if name == "plain":
+    base = Float16Trainer if training_arguments.fp16 else Trainer
+    if name in ("plain", "plain float16"):
         training_arguments.num_train_epochs = NUM_ROUNDS
-        trainer = Trainer(model=model, args=training_arguments, train_dataset=rows(22))
+        trainer = base(model=model, args=training_arguments, train_dataset=rows(22))
         trainer.train()
     else:
         callbacks: list[TrainerCallback] = [recorder]
@@ -311,7 +317,7 @@ def train(rank: int, request: dict[str, Any]) -> None:
             training_arguments.save_strategy = "no"
 
         def build() -> Trainer:
-            return FederatedTrainer(
+            return federate(base)(
                 model=model,
                 args=training_arguments,
                 federation=FederatedConfig(**{"num_rounds": NUM_ROUNDS, **federation}),
@@ -344,7 +350,7 @@ def retry_after_failure(trainer: Trainer, call: Callable[[], Any]) -> None:
 
 def digests(trainer: Trainer) -> dict[str, Any]:
     """Digest the server state of a distillation and the models and optimizers of the clients in this process."""
-    if type(trainer) is Trainer or trainer.distillation is None:
+    if type(trainer) in (Trainer, Float16Trainer) or trainer.distillation is None:
         return {}
     models = trainer.engine.worker.models
     client_states = {
@@ -360,7 +366,7 @@ def write_notes(rank: int, trainer: Trainer, recorder: RoundRecorder) -> None:
     trainer.save_model("final")
     state = {name: value.contiguous().clone() for name, value in trainer.model.state_dict().items()}
     save_file(state, f"rank-{rank}.safetensors")
-    is_plain = type(trainer) is Trainer
+    is_plain = type(trainer) in (Trainer, Float16Trainer)
     notes = {
         "log": trainer.state.log_history,
         "total_flos": trainer.state.total_flos,

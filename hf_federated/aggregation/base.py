@@ -89,7 +89,8 @@ class LocalHook:
         """
         Called before each optimizer step and before gradient clipping.
 
-        The gradients of the whole accumulated batch are in `.grad`.
+        The gradients of the whole accumulated batch are in `.grad`. With `fp16=True`, they are divided by the loss
+        scale, and the method is not called for a step whose gradients overflow, because the optimizer skips this step.
 
         Args:
             parameters (`Mapping[str, torch.nn.Parameter]`): The exchanged parameters, by name.
@@ -97,7 +98,7 @@ class LocalHook:
 
     def on_step(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """
-        Called before each optimizer step, after [`~LocalHook.on_gradients`].
+        Called before each optimizer step, after [`~LocalHook.on_gradients`] and under the same conditions.
 
         Args:
             param_groups (`Sequence[Mapping[str, Any]]`): Parameter groups of the optimizer. `"lr"` is the learning

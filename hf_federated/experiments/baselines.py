@@ -206,6 +206,7 @@ class Baselines:
             self.args,
             output_dir=str(Path(self.args.output_dir or "trainer_output") / "baselines" / name),
             num_train_epochs=num_epochs,
+            max_steps=-1,
             eval_strategy="no",
             save_strategy="no",
             logging_strategy="no",

@@ -64,6 +64,13 @@ def test_model_and_logs_are_identical_over_any_number_of_processes(finished, sce
             assert client_a[0] == client_b[0] and without_timings([client_a[1]]) == without_timings([client_b[1]])
 
 
+@pytest.mark.slow
+def test_clients_have_the_same_gradient_scalers_over_any_number_of_processes(finished) -> None:
+    single, several = finished("float16", 1), finished("float16", 2)
+    assert all(same_bits(weights(single), weights(several, rank)) for rank in range(2))
+    assert state_files(single) == state_files(several)
+
+
 @pytest.mark.parametrize(
     ("scenario", "world_size"),
     [
@@ -202,13 +209,14 @@ def test_checkpoints_contain_the_same_files_over_any_number_of_processes(finishe
     assert state["ledger"] == notes(finished("fedavg", 2))["ledger"]
 
 
-def test_data_parallel_training_of_one_client_equals_the_plain_trainer_of_the_same_launch(finished) -> None:
-    plain, federated = finished("plain", 2), finished("data", 2)
+@pytest.mark.parametrize("dtype", ["", pytest.param(" float16", marks=SLOW)])
+def test_data_parallel_training_of_one_client_equals_the_plain_trainer_of_the_same_launch(finished, dtype) -> None:
+    plain, federated = finished(f"plain{dtype}", 2), finished(f"data{dtype}", 2)
     for rank in range(2):
         assert same_bits(weights(plain, rank), weights(federated, rank))
     assert notes(plain)["total_flos"] == notes(federated)["total_flos"]
     # Each step uses the batches of both processes.
-    assert not same_bits(weights(plain), weights(finished("plain", 1)))
+    assert not same_bits(weights(plain), weights(finished(f"plain{dtype}", 1)))
 
 
 def test_data_parallel_training_of_several_clients_is_identical_in_all_processes(finished) -> None:
