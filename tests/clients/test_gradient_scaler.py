@@ -210,6 +210,18 @@ def test_control_variates_are_means_over_the_steps_that_did_not_overflow(tmp_pat
         torch.testing.assert_close(control, expected, rtol=1e-3, atol=1e-5)
 
 
+# ---- Refused models
+
+
+def test_parameters_in_float16_are_refused(tmp_path) -> None:
+    words = "parameters in float16 .'bert.embeddings.word_embeddings.weight'.*dtype=torch.float32"
+    with pytest.raises(ValueError, match=words):
+        build_federation(tmp_path, trainer={"model": tiny_model().half()}, base=Float16Trainer, fp16=True)
+    frozen = tiny_model()
+    frozen.bert.half().requires_grad_(False)
+    build_federation(tmp_path, trainer={"model": frozen}, base=Float16Trainer, fp16=True)
+
+
 # ---- Few steps
 
 

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 
+import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
@@ -115,7 +116,7 @@ def check_arguments(
             alternative_to_sharding,
         ),
         f"A process with {args.n_gpu} GPUs": (args.n_gpu > 1, launch_advice(args.n_gpu)),
-        **unscaled_training(args, algorithm, distillation),
+        **unsupported_float16(trainer, algorithm, distillation),
         f"optim={OptimizerNames(args.optim).value!r} with {algorithm.name}": (
             algorithm.needs_gradients and args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO),
             "use an optimizer that keeps the gradients until its step, such as 'adamw_torch'",
@@ -157,15 +158,23 @@ def unsupported_client_arguments(args: TrainingArguments) -> dict[str, tuple[boo
     }
 
 
-def unscaled_training(
-    args: TrainingArguments, algorithm: Aggregation, distillation: Distillation | None
+def unsupported_float16(
+    trainer: Trainer, algorithm: Aggregation, distillation: Distillation | None
 ) -> dict[str, tuple[bool, str]]:
-    """Map `fp16=True` to whether a method trains outside of `Trainer.train`, which alone scales the loss."""
+    """Map each setting that does not work with `fp16=True` to whether it is set and to its alternative."""
+    fp16, scaler = bool(trainer.args.fp16), trainer.accelerator.scaler
     advice = "use bf16=True; only local training with one model per client scales the loss for float16"
-    fp16 = bool(args.fp16)
     settings = {f"fp16=True with aggregation={algorithm.name!r}": (fp16 and algorithm.trains_private_models, advice)}
     if distillation is not None:
         settings[f"fp16=True with distillation={distillation.name!r}"] = (fp16, advice)
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            settings[f"fp16=True with parameters in float16 ({name!r})"] = (
+                scaler is not None,
+                "the gradients of such parameters cannot be scaled. Load the model with dtype=torch.float32, which "
+                "fp16=True trains with computations in float16, or train a LoRA adapter",
+            )
+            break
     return settings
 
 
