@@ -14,7 +14,24 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.amp import GradScaler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+def copy_scaler(accelerator: Accelerator) -> GradScaler:
+    """
+    Copy the gradient scaler of an accelerator as it was before its first step.
+
+    Args:
+        accelerator (`accelerate.Accelerator`): An accelerator. Its scaler is not changed.
+
+    Returns:
+        `torch.amp.GradScaler`: The copy, or a disabled scaler if the training does not scale its loss.
+    """
+    if accelerator.scaler is None or not accelerator.scaler.is_enabled():
+        return GradScaler("cpu", enabled=False)
+    # A copy has the same scale and settings, and no gradients of an interrupted step.
+    return copy.deepcopy(accelerator.scaler)
 
 
 class ClientScaler(TrainerCallback):
@@ -34,8 +51,7 @@ class ClientScaler(TrainerCallback):
 
     def __init__(self, accelerator: Accelerator, state: Mapping[str, Any] | None = None) -> None:
         self._accelerator = accelerator
-        # A copy has the same scale and settings, and no gradients of an interrupted step.
-        self._scaler = copy.deepcopy(accelerator.scaler)
+        self._scaler = copy_scaler(accelerator)
         self.num_skipped_steps = 0
         if state is not None:
             self._scaler.load_state_dict(dict(state["scaler"]))
@@ -45,8 +61,7 @@ class ClientScaler(TrainerCallback):
     @classmethod
     def build(cls, accelerator: Accelerator, state: Mapping[str, Any] | None = None) -> ClientScaler | None:
         """Build the scaler of a client, or return `None` if the training does not scale its loss."""
-        is_scaled = accelerator.scaler is not None and accelerator.scaler.is_enabled()
-        return cls(accelerator, state) if is_scaled else None
+        return cls(accelerator, state) if copy_scaler(accelerator).is_enabled() else None
 
     def install(self) -> None:
         """Make the accelerator use this scaler. The caller restores `accelerator.scaler` after the training."""

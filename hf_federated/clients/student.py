@@ -23,6 +23,7 @@ from ..messages import public_order
 from ..tasks.base import NUM_POSITIONS
 from ..utils.random import derived_seed, isolated_rng
 from .features import pooled_features
+from .gradient_scaler import copy_scaler
 from .local_training import place_schedule
 from .positions import Positions
 
@@ -86,6 +87,7 @@ class Student:
         self._trainer.optimizer = None
         self._trainer.lr_scheduler = None
         self._trainer._created_lr_scheduler = False
+        self._scaler = copy_scaler(trainer.accelerator)
         if learning_rate is not None:
             self._trainer.args = copy.copy(trainer.args)
             self._trainer.args.learning_rate = learning_rate
@@ -302,11 +304,16 @@ class Student:
         if self._state is not None:
             trainer.optimizer.load_state_dict(self._state["optimizer"])
             trainer.lr_scheduler.load_state_dict(self._state["scheduler"])
+            if "scaler" in self._state:
+                self._scaler.load_state_dict(self._state["scaler"])
             self._state = None
 
     def step(self, loss: torch.Tensor) -> torch.Tensor:
         """
         Take one optimizer step on a loss. The gradient is clipped to `max_grad_norm`. Call [`~Student.prepare`] first.
+
+        With `fp16=True`, the loss is scaled. If the gradients overflow, the scale is lowered, and the step changes
+        neither the parameters nor the learning rate.
 
         Args:
             loss (`torch.Tensor`): A scalar that depends on the model's outputs.
@@ -317,23 +324,33 @@ class Student:
         Raises:
             FloatingPointError: If the loss or the gradient norm is not finite. Model and optimizer are then unchanged.
         """
-        trainer = self._trainer
+        trainer, scaler = self._trainer, self._scaler
         try:
-            loss.backward()
+            scaler.scale(loss).backward()
+            scaler.unscale_(trainer.optimizer)
             parameters = [item for group in trainer.optimizer.param_groups for item in group["params"]]
             norm = nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm or math.inf)
+            loss = loss.detach()
             # A NaN in the moments of an optimizer would never leave them.
-            if not bool(norm.isfinite() & loss.detach().isfinite()):
+            if bool(norm.isfinite() & loss.isfinite()):
+                scaler.step(trainer.optimizer)
+                scaler.update()
+                trainer.lr_scheduler.step()
+            elif not self._lower_scale(loss):
                 raise FloatingPointError(
                     f"A distillation step has the loss {float(loss)} and the gradient norm {float(norm)}. Lower its "
                     "learning rate (`server_lr`, `client_lr`) or clip gradients "
                     "(`max_grad_norm`). The loss on labeled examples is also NaN if no example has a label."
                 )
-            trainer.optimizer.step()
-            trainer.lr_scheduler.step()
         finally:
             self.model.zero_grad()
-        return loss.detach()
+        return loss
+
+    def _lower_scale(self, loss: torch.Tensor) -> bool:
+        """Lower the loss scale after an overflow. Return `False` if the scale is not the cause of the overflow."""
+        scale = self._scaler.get_scale()
+        self._scaler.update()
+        return bool(loss.isfinite()) and 1.0 <= self._scaler.get_scale() < scale
 
     def fit(
         self,
@@ -376,15 +393,16 @@ class Student:
         return float(torch.stack(losses).mean())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the optimizer and its schedule, or `{}` before the first step."""
+        """Return the states of the optimizer, its schedule and its scaler, or `{}` before the first step."""
         if self._state is not None:
             return self._state
         if self._trainer.optimizer is None:
             return {}
-        return {
+        state = {
             "optimizer": self._trainer.optimizer.state_dict(),
             "scheduler": self._trainer.lr_scheduler.state_dict(),
         }
+        return {**state, "scaler": self._scaler.state_dict()} if self._scaler.is_enabled() else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state from `state_dict`. Call it before the first step."""

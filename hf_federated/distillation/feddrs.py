@@ -220,7 +220,7 @@ class FedDRS(Distillation):
 
     @property
     def requirements(self) -> Requirements:
-        return dataclasses.replace(super().requirements, public_dataset=False)
+        return dataclasses.replace(super().requirements, public_dataset=False, unscaled_gradients=True)
 
     @property
     def disclosures(self) -> tuple[Disclosure, ...]:

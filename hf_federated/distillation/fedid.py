@@ -150,7 +150,8 @@ class FedID(Distillation):
 
     @property
     def requirements(self) -> Requirements:
-        return dataclasses.replace(super().requirements, server_dataset=self.feedback != "none")
+        has_feedback = self.feedback != "none"
+        return dataclasses.replace(super().requirements, server_dataset=has_feedback, unscaled_gradients=has_feedback)
 
     @property
     def passes_per_round(self) -> int:

@@ -19,6 +19,8 @@ class Requirements:
             exactly one of which is correct.
         initial_model (`bool`, *optional*, defaults to `False`): Clients use the model as it was before the first
             round, and read all their examples with it.
+        unscaled_gradients (`bool`, *optional*, defaults to `False`): The method computes gradients outside of training
+            steps. In float16 they would become zero, so the method does not support `fp16=True`.
 
     Example:
 
@@ -35,3 +37,4 @@ class Requirements:
     client_evaluation: bool = False
     class_probabilities: bool = True
     initial_model: bool = False
+    unscaled_gradients: bool = False

@@ -111,10 +111,14 @@ def test_unsupported_training_arguments_of_one_client_are_rejected(tmp_path, arg
         distillation_trainer(tmp_path, "dsfl", clients={"b": ClientSpec(args=arguments(tmp_path, **argument))})
 
 
-def test_float16_is_rejected_for_methods_that_train_outside_of_local_training(tmp_path):
-    with pytest.raises(ValueError, match="fp16=True with distillation='dsfl' does not work.*use bf16=True"):
-        distillation_trainer(tmp_path, "dsfl", args={"fp16": True})
-    with pytest.raises(ValueError, match="fp16=True with aggregation='mutual_kd' does not work.*use bf16=True"):
+@pytest.mark.parametrize(("method", "name"), [("fedid", r"FedID\(\)"), ("feddrs", r"FedDRS\(\)")])
+def test_float16_is_rejected_for_methods_with_gradients_outside_of_training_steps(tmp_path, method, name):
+    with pytest.raises(ValueError, match=f"fp16=True with {name} does not work.*Use bf16=True"):
+        distillation_trainer(tmp_path, method, args={"fp16": True})
+
+
+def test_float16_is_rejected_for_private_models(tmp_path):
+    with pytest.raises(ValueError, match="fp16=True with aggregation='mutual_kd' does not work.*Use bf16=True"):
         FederatedTrainer(
             model=tiny_model(),
             args=arguments(tmp_path, fp16=True),

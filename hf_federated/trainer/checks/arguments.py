@@ -163,10 +163,11 @@ def unsupported_float16(
 ) -> dict[str, tuple[bool, str]]:
     """Map each setting that does not work with `fp16=True` to whether it is set and to its alternative."""
     fp16, scaler = bool(trainer.args.fp16), trainer.accelerator.scaler
-    advice = "use bf16=True; only local training with one model per client scales the loss for float16"
+    advice = "the method computes gradients that no scaler protects from underflow in float16. Use bf16=True"
     settings = {f"fp16=True with aggregation={algorithm.name!r}": (fp16 and algorithm.trains_private_models, advice)}
     if distillation is not None:
-        settings[f"fp16=True with distillation={distillation.name!r}"] = (fp16, advice)
+        is_unscaled = distillation.requirements.unscaled_gradients
+        settings[f"fp16=True with {distillation!r}"] = (fp16 and is_unscaled, advice)
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
             settings[f"fp16=True with parameters in float16 ({name!r})"] = (
