@@ -563,6 +563,20 @@ def set_last_lr(scheduler: LRScheduler, rates: list[Any]) -> None:
     scheduler._last_lr = rates
 
 
+# ---- sentence-transformers and TRL
+
+
+def reads_all_columns(trainer: Trainer) -> bool:
+    """
+    Whether a trainer passes all columns of an example to its collator.
+
+    The trainers of sentence-transformers do so with every setting: each column is an input, in the order of the
+    columns.
+    """
+    modules = (cls.__module__.partition(".")[0] for cls in type(trainer).__mro__)
+    return not trainer.args.remove_unused_columns or "sentence_transformers" in modules
+
+
 def check_trl_splits_sft_trainer() -> None:
     """
     Check that TRL computes the loss of `SFTTrainer` from the outputs that a split model has.

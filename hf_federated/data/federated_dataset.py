@@ -58,12 +58,12 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
     FederatedDataset({
         num_clients: 2,
         num_rows: 5 (2 to 3 per client, median 2.5),
-        columns: ['movie', 'text', 'label'],
-        partitioning: {'partitioner': 'from_column', 'column': 'movie', 'min_rows': None}
+        columns: ['text', 'label'],
+        partitioning: {'partitioner': 'from_column', 'column': 'movie', 'min_rows': None, 'keep_column': False}
     })
     >>> clients["Up"]["text"][:]
     ['a', 'c', 'e']
-    >>> clients.remove_columns("movie").map(lambda row: {"length": len(row["text"])})["Heat"][0]
+    >>> clients.map(lambda row: {"length": len(row["text"])})["Heat"][0]
     {'text': 'b', 'label': 0, 'length': 1}
 
     ```
@@ -85,6 +85,10 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
     ) -> FederatedDataset:
         """
         Partition a dataset into clients.
+
+        Columns that only name the client of a row are dropped ([`NaturalPartitioner`] and partitioners that contain
+        one), because clients must not train on their names. `NaturalPartitioner(column, keep_column=True)` keeps the
+        column.
 
         Args:
             dataset (`datasets.Dataset` or [`DatasetSource`]):
@@ -119,7 +123,8 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
             raise TypeError(f"{type(partitioner).__name__}.partition() must return a Partition, got {partition!r}.")
         partition.check_rows(len(dataset))
         partitioning = {"partitioner": type(partitioner).__name__, **partitioner.settings()}
-        return cls(PartitionedDataset(dataset, partition), partitioning, origin)
+        rows = _without_naming_columns(dataset, partitioner)
+        return cls(PartitionedDataset(rows, partition), partitioning, origin)
 
     @classmethod
     def from_column(
@@ -128,12 +133,18 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
         column: str,
         min_rows: int | None = None,
         token: bool | str | None = None,
+        keep_column: bool = False,
     ) -> FederatedDataset:
         """
         Create one client for each value of a column, such as a speaker, a hospital or a movie.
 
         The id of a client is `str(value)`. The clients are sorted by value, independently of the order of the rows.
         The rows of a client keep their order.
+
+        The column is dropped, because the name of a client is no feature of its examples. A trainer that trains on all
+        columns, such as `SentenceTransformerTrainer`, would otherwise train on the name. `partition.json` and dataset
+        cards record the name of the column. A stored or pushed dataset lacks the column, too: the files of a client
+        are in a folder with its name. A column that is the only column of the dataset is kept.
 
         Args:
             dataset (`datasets.Dataset` or [`DatasetSource`]):
@@ -144,6 +155,8 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
                 Clients with fewer rows are left out together with their rows.
             token (`bool` or `str`, *optional*):
                 The token for a `DatasetSource`, as in `huggingface_hub`.
+            keep_column (`bool`, *optional*, defaults to `False`):
+                Whether the rows of the clients keep the column, for example because a later step reads it.
 
         Raises:
             `ValueError`: If the column does not exist, if a row has no value in it, or if no client has `min_rows`
@@ -151,9 +164,11 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
             `TypeError`: If the column type cannot name clients (floats, lists).
         """
         dataset, origin = load_source(dataset, "from_column", token)
-        partition = NaturalPartitioner(column, min_size=min_rows or None).partition(dataset)
-        partitioning = {"partitioner": "from_column", "column": column, "min_rows": min_rows}
-        return cls(PartitionedDataset(dataset, partition), partitioning, origin)
+        partitioner = NaturalPartitioner(column, min_size=min_rows or None, keep_column=keep_column)
+        partition = partitioner.partition(dataset)
+        settings = {"column": column, "min_rows": min_rows, "keep_column": keep_column}
+        rows = _without_naming_columns(dataset, partitioner)
+        return cls(PartitionedDataset(rows, partition), {"partitioner": "from_column", **settings}, origin)
 
     @classmethod
     def from_dict(cls, datasets: Mapping[Any, ClientData]) -> FederatedDataset:
@@ -276,7 +291,7 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
 
     @property
     def source(self) -> Dataset | None:
-        """The dataset that was partitioned; `None` if each client has a separate dataset."""
+        """The dataset that was partitioned, with the columns of the clients; `None` for separate datasets."""
         return self._rows.source if isinstance(self._rows, PartitionedDataset) else None
 
     @property
@@ -356,11 +371,37 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
         return FederatedDataset(self._rows.transform(function, reads_rows), self.partitioning, self.origin)
 
     def _check_columns(self, columns: str | list[str]) -> None:
-        if self.column_names:  # an `IterableDataset` may not know its columns before its rows are read
-            check_columns(self.column_names, [columns] if isinstance(columns, str) else columns)
+        if not self.column_names:  # an `IterableDataset` may not know its columns before its rows are read
+            return
+        required = [columns] if isinstance(columns, str) else list(columns)
+        for column in naming_columns(self.partitioning):
+            if column in required and column not in self.column_names:
+                raise ValueError(
+                    f"There is no column {column!r}. The columns are: {', '.join(self.column_names)}. It names the"
+                    " clients and was dropped when the dataset was partitioned. Pass keep_column=True there if a later"
+                    " step reads the column, else leave this call out."
+                )
+        check_columns(self.column_names, required)
 
     def _describe_sizes(self) -> str:
         sizes = [size for size in self.num_rows.values() if size is not None]
         if len(sizes) < len(self):
             return f"unknown for {len(self) - len(sizes)} iterable clients, {sum(sizes)} for the remaining clients"
         return f"{sum(sizes)} ({min(sizes)} to {max(sizes)} per client, median {float(np.median(sizes)):g})"
+
+
+def naming_columns(partitioning: Mapping[str, Any] | None) -> list[Any]:
+    """Return the columns that name the client of a row, kept or dropped, from the settings of a partitioner."""
+    if partitioning is None:
+        return []
+    names_clients = partitioning.get("partitioner") in ("from_column", NaturalPartitioner.__name__)
+    nested = [naming_columns(value) for value in partitioning.values() if isinstance(value, Mapping)]
+    return [*([partitioning.get("column")] if names_clients else []), *(column for part in nested for column in part)]
+
+
+def _without_naming_columns(dataset: Dataset, partitioner: Partitioner) -> Dataset:
+    """Drop the columns that only name the client of a row. At least one column remains."""
+    naming = [column for column in dict.fromkeys(partitioner.naming_columns) if column in dataset.column_names]
+    if not naming or len(naming) == len(dataset.column_names):
+        return dataset
+    return dataset.remove_columns(naming)

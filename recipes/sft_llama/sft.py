@@ -39,7 +39,7 @@ def main() -> None:
     trainer = federate(SFTTrainer)(
         model=model.model_name_or_path,
         args=args,
-        train_dataset=clients.remove_columns(inputs.client_column),
+        train_dataset=clients,
         eval_dataset=parts["test"].remove_columns(inputs.client_column),
         processing_class=AutoTokenizer.from_pretrained(model.model_name_or_path),
         peft_config=get_peft_config(model),

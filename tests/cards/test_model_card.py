@@ -224,7 +224,7 @@ def test_data_table_counts_clients_and_examples(record):
     table = dict(table_after(render(record), "## Data")[1:])
     assert table["Examples"] == "24" and table["Clients"] == "4"
     assert table["Examples per client"] == "6 to 6, median 6"
-    assert table["Partitioning"] == "`from_column(column='who')`"
+    assert table["Partitioning"] == "`from_column(column='who', keep_column=False)`"
     assert table["Dataset"] == "name not recorded"
 
 

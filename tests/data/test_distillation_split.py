@@ -45,7 +45,7 @@ def test_private_part_can_be_partitioned(reviews):
 
 
 def test_federated_dataset_is_stratified_by_client(reviews):
-    clients = FederatedDataset.from_column(reviews, "domain")
+    clients = FederatedDataset.from_column(reviews, "domain", keep_column=True)
     split = split_for_distillation(clients, public_share=0.25, server_share=0.05)
     assert split.private.num_rows == {"auto": 28, "baby": 70, "sport": 42}
     assert split.private.partitioning == clients.partitioning

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, IterableDataset, Value, concatenate_datasets
 
-from hf_federated.data import FederatedDataset, IidPartitioner, Partition, Partitioner
+from hf_federated.data import (
+    FederatedDataset,
+    IidPartitioner,
+    NaturalPartitioner,
+    NestedPartitioner,
+    Partition,
+    Partitioner,
+)
 
 
 SPEAKERS = ["ann", "ben", "ann", "cy", "ben", "ann"]
@@ -119,6 +126,50 @@ def test_dataset_dict_and_iterable_dataset_raise_type_error(make):
         make(DatasetDict(train=speeches()), second)
     with pytest.raises(TypeError, match="expected a datasets.Dataset, got IterableDataset"):
         make(speeches().to_iterable_dataset(), second)
+
+
+def test_column_with_the_client_is_dropped_unless_it_is_kept():
+    dropped = FederatedDataset.from_column(speeches(), "speaker")
+    assert (
+        dropped.column_names == dropped["ann"].column_names == dropped.to_dataset().column_names == ["text", "label"]
+    )
+    assert dropped.partitioning["keep_column"] is False
+    kept = FederatedDataset.from_column(speeches(), "speaker", keep_column=True)
+    assert kept.column_names == ["speaker", "text", "label"]
+    assert kept["ben"]["speaker"][:] == ["ben", "ben"]
+    assert {i: kept[i]["text"][:] for i in kept} == {i: dropped[i]["text"][:] for i in dropped}
+
+
+def test_column_with_the_client_is_kept_if_it_is_the_only_column():
+    clients = FederatedDataset.from_column(Dataset.from_dict({"who": ["b", "a", "b"]}), "who")
+    assert clients["b"]["who"][:] == ["b", "b"]
+
+
+def test_error_for_a_dropped_column_names_keep_column():
+    clients = FederatedDataset.from_column(speeches(), "speaker")
+    with pytest.raises(ValueError, match="no column 'speaker'.*It names the clients.*Pass keep_column=True"):
+        clients.remove_columns("speaker")
+
+
+@pytest.mark.parametrize(
+    "partitioner",
+    [
+        NaturalPartitioner("speaker"),
+        NestedPartitioner(NaturalPartitioner("speaker"), IidPartitioner(1)),
+        NestedPartitioner(IidPartitioner(1), NaturalPartitioner("speaker")),
+    ],
+    ids=["natural", "outer", "inner"],
+)
+def test_from_dataset_drops_the_column_of_a_natural_partitioner(partitioner):
+    clients = FederatedDataset.from_dataset(speeches(), partitioner)
+    assert clients.column_names == ["text", "label"]
+    assert sorted(clients.to_dataset()["text"][:]) == list("abcdef")
+
+
+def test_natural_partitioner_keeps_its_column_on_request():
+    clients = FederatedDataset.from_dataset(speeches(), NaturalPartitioner("speaker", keep_column=True))
+    assert clients["cy"]["speaker"][:] == ["cy"]
+    assert clients.partitioning["keep_column"] is True
 
 
 # from_dataset
@@ -312,7 +363,7 @@ def test_select_clients_rejects_empty_repeated_and_string_arguments():
 
 @pytest.fixture(params=["one source", "from_dict"])
 def clients(request) -> FederatedDataset:
-    partitioned = FederatedDataset.from_column(speeches().shuffle(seed=2), "speaker")
+    partitioned = FederatedDataset.from_column(speeches().shuffle(seed=2), "speaker", keep_column=True)
     return partitioned if request.param == "one source" else FederatedDataset.from_dict(dict(partitioned.items()))
 
 

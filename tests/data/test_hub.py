@@ -106,7 +106,8 @@ def test_push_is_one_commit_and_both_libraries_load_it(hub, anna, fresh):
     assert seen["no"] == [f"text {i}" for i in range(3, 40, 4)] == seen["load_dataset of no"]
     assert seen["load_dataset"] == sorted(f"text {i}" for i in range(40))
     assert seen["load_dataset of Anna"] == [f"text {i}" for i in range(0, 40, 4)]
-    assert seen["partitioning"] == {"partitioner": "from_column", "column": "who", "min_rows": None}
+    settings = {"column": "who", "min_rows": None, "keep_column": False}
+    assert seen["partitioning"] == {"partitioner": "from_column", **settings}
 
 
 def test_second_push_uploads_changes_and_removes_old_clients(hub, anna, fresh):

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from language import sentences, tokenizer
 from tiny import same_weights
 from transformers import BertConfig, BertModel
 
-from hf_federated import FederatedConfig, federate
+from hf_federated import FederatedConfig, FederatedDataset, federate
 
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
@@ -93,6 +93,40 @@ def test_sentence_transformer_trains_saves_and_resumes_over_two_clients(tmp_path
     assert torch.equal(
         torch.as_tensor(loaded.encode(["snow1 snow2"])), torch.as_tensor(trainer.model.encode(["snow1 snow2"]))
     )
+
+
+def build_with_column(folder: Path, keep_column: bool) -> tuple[Any, Any]:
+    """Return a trainer over the clients of a column, and its model."""
+    model = encoder(folder / "encoder")
+    rows = concatenate_datasets(
+        [pairs(name, number).add_column("site", [name] * number) for name, number in (("north", 9), ("south", 6))]
+    )
+    trainer = federate(sentence_transformers.SentenceTransformerTrainer)(
+        model=model,
+        args=arguments(folder / "run"),
+        train_dataset=FederatedDataset.from_column(rows, "site", keep_column=keep_column),
+        loss=losses(model),
+        federation=FederatedConfig(num_rounds=1),
+    )
+    return trainer, model
+
+
+def test_name_of_the_client_is_not_embedded(tmp_path, caplog) -> None:
+    trainer, model = build_with_column(tmp_path, keep_column=False)
+    assert "names the client" not in caplog.text
+    seen: set[str] = set()
+    model.register_forward_pre_hook(lambda _, inputs: seen.update(tokenizer().batch_decode(inputs[0]["input_ids"])))
+    trainer.train()
+    # The tokenizer does not know the names of the clients.
+    assert seen and not any("<unk>" in text for text in seen)
+
+
+def test_kept_column_with_the_client_is_named_in_one_warning(tmp_path, caplog) -> None:
+    for _ in range(2):
+        build_with_column(tmp_path, keep_column=True)
+    assert caplog.text.count("has the column 'site', which names the client") == 1
+    assert "FederatedSentenceTransformerTrainer trains on all columns" in caplog.text
+    assert "clients.remove_columns('site')" in caplog.text
 
 
 def test_one_client_equals_the_plain_trainer(tmp_path) -> None:

@@ -200,6 +200,14 @@ class Partitioner(ABC):
         check_splits(splits)
         return {name: self.partition(dataset) for name, dataset in splits.items()}
 
+    @property
+    def naming_columns(self) -> list[str]:
+        """
+        The columns whose values only name the client of a row. [`FederatedDataset.from_dataset`] drops these columns,
+        so that no client trains on its own name.
+        """
+        return []
+
     def settings(self) -> dict[str, Any]:
         """
         Return all constructor arguments with their values, in types that JSON supports.

@@ -27,6 +27,9 @@ class NaturalPartitioner(Partitioner):
     The first split determines the clients and the merged values. Values that are absent from the first split are
     dropped from later splits. A client without examples in a later split is absent from the partition of that split.
 
+    [`FederatedDataset.from_dataset`] drops the column, because the name of a client is no feature of its examples.
+    `keep_column=True` keeps the column. A column that is the only column of the dataset is kept.
+
     Args:
         column (`str`):
             The column that identifies the client of an example. It holds strings, integers, booleans or dates.
@@ -37,6 +40,8 @@ class NaturalPartitioner(Partitioner):
             clients of equal size, the first clients are kept.
         merge_small (`bool`, *optional*, defaults to `False`):
             Whether to merge values with fewer than `min_size` examples instead of dropping them.
+        keep_column (`bool`, *optional*, defaults to `False`):
+            Whether the examples of the clients keep the column.
 
     Raises:
         `ValueError`: If the column does not exist, an example has no value in it, or no client has `min_size`
@@ -61,6 +66,7 @@ class NaturalPartitioner(Partitioner):
     min_size: int | None = None
     max_clients: int | None = None
     merge_small: bool = False
+    keep_column: bool = False
 
     def __post_init__(self) -> None:
         check_column_name(self, "column")
@@ -68,8 +74,13 @@ class NaturalPartitioner(Partitioner):
             if getattr(self, name) is not None:
                 check_integer(self, name, 1)
         check_boolean(self, "merge_small")
+        check_boolean(self, "keep_column")
         if self.merge_small and self.min_size is None:
             raise ValueError("NaturalPartitioner: merge_small=True needs min_size. Set min_size to a number of rows.")
+
+    @property
+    def naming_columns(self) -> list[str]:
+        return [] if self.keep_column else [self.column]
 
     def partition(self, dataset: Dataset) -> Partition:
         return self.partition_splits({"": dataset})[""]

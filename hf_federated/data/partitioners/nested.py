@@ -53,6 +53,10 @@ class NestedPartitioner(Partitioner):
             if not isinstance(getattr(self, name), Partitioner):
                 raise ValueError(f"NestedPartitioner: {name} must be a Partitioner, got {getattr(self, name)!r}.")
 
+    @property
+    def naming_columns(self) -> list[str]:
+        return [*self.outer.naming_columns, *self.inner.naming_columns]
+
     def partition(self, dataset: Dataset) -> Partition:
         return self.partition_splits({"": dataset})[""]
 

@@ -5,7 +5,7 @@ A split is valid only for the rows that were partitioned. The content hash of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,8 @@ def write_row_numbers(
         )
     content = content_hash(rows.source)
     if source is not None:
-        _check_content(source.load(token), f"{source.repo_id} at {source.revision}", content)
+        loaded = _with_columns(source.load(token), rows.source.features)
+        _check_content(loaded, f"{source.repo_id} at {source.revision}", content)
     (folder / "index").mkdir(exist_ok=True)
     path = f"index/{split}.parquet"
     numbers = rows.partition.indices.astype(row_index_dtype(len(rows.source)))
@@ -95,10 +96,17 @@ def open_row_numbers(
         source, name = index.source.load(token), f"{index.source.repo_id} at {index.source.revision}"
     else:
         name = "source"
+    source = _with_columns(source, partition_file.features)
     _check_content(source, name, index.content)
     partition.check_rows(len(source))
     positions = {client.client_id: position for position, client in enumerate(all_clients)}
     return PartitionedDataset(source, partition.select([positions[client.client_id] for client in chosen]))
+
+
+def _with_columns(source: Dataset, columns: Iterable[str]) -> Dataset:
+    """Drop the columns of a source that the clients do not have, such as the column that names the client of a row."""
+    columns = list(columns)
+    return source.select_columns(columns) if set(columns) < set(source.column_names) else source
 
 
 def _check_content(source: Dataset, name: str, content: str) -> None:

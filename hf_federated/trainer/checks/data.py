@@ -11,10 +11,12 @@ from datasets import Dataset
 from transformers import DataCollatorWithPadding, Trainer, default_data_collator
 from transformers.utils import logging
 
+from ..._compat import reads_all_columns
 from ...clients import ClientSampler
 from ...clients.student import LABEL_COLUMNS
 from ...config import FederatedConfig
 from ...data import FederatedDataset
+from ...data.federated_dataset import naming_columns
 from ...distillation import Distillation
 
 
@@ -146,6 +148,7 @@ def check_clients(
         )
     if not are_raw:
         _check_labels(trainer, clients)
+        _warn_about_client_column(trainer, clients)
     return sampler
 
 
@@ -191,6 +194,17 @@ def _check_labels(trainer: Trainer, clients: FederatedDataset) -> None:
     accepted = sorted({*trainer.label_names, "label", "label_ids"})
     advice = "Rename your column, for example with `clients.rename_column('sentiment', 'labels')`."
     _check_label_column("The clients' data", columns, accepted, advice)
+
+
+def _warn_about_client_column(trainer: Trainer, clients: FederatedDataset) -> None:
+    """Warn if the trainer reads all columns of an example, and a column names the client of the example."""
+    kept = [column for column in naming_columns(clients.partitioning) if column in clients.column_names]
+    if kept and reads_all_columns(trainer):
+        logger.warning_once(
+            f"The clients' data has the column {kept[0]!r}, which names the client of an example, and "
+            f"{type(trainer).__name__} trains on all columns. To train without the name of the client, leave "
+            f"`keep_column=True` out, or call `clients.remove_columns({kept[0]!r})`."
+        )
 
 
 def _check_label_column(owner: str, columns: Sequence[str], accepted: Sequence[str], advice: str) -> None:

@@ -48,7 +48,7 @@ def test_statistics_of_unspecified_columns_are_left_out():
 
 
 def test_error_for_missing_column_lists_the_columns():
-    clients = FederatedDataset.from_column(rows(), "owner")
+    clients = FederatedDataset.from_column(rows(), "owner", keep_column=True)
     for function in (label_counts, describe_partition, vocabulary_overlap):
         with pytest.raises(ValueError, match="There is no column 'sentiment'. The columns are: owner, label"):
             function(clients, "sentiment")

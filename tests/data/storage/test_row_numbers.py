@@ -24,6 +24,16 @@ def test_index_only_folder_restores_clients_from_the_source(clients, tmp_path):
     assert same(two, clients.select_clients(["no", "Anna"]))
 
 
+@pytest.mark.parametrize("keep_column", [False, True])
+def test_index_only_folder_restores_the_columns_of_the_clients(tmp_path, keep_column):
+    clients = FederatedDataset.from_column(rows(), "who", keep_column=keep_column)
+    clients.save_to_disk(tmp_path / "index", index_only=True)
+    loaded = FederatedDataset.load_from_disk(tmp_path / "index", source=rows())
+    assert ("who" in loaded.column_names) == keep_column
+    assert same(loaded, clients) and loaded.partitioning == clients.partitioning
+    assert same(FederatedDataset.load_from_disk(tmp_path / "index", source=clients.source), clients)
+
+
 def test_index_only_folder_rejects_a_changed_source(clients, tmp_path):
     clients.save_to_disk(tmp_path / "index", index_only=True)
     with pytest.raises(ValueError, match="Pass these rows with source=dataset"):
