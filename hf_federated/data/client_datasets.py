@@ -1,24 +1,36 @@
 """The datasets of all clients: one source dataset that is partitioned, or one dataset for each client.
 
 The classes share one interface, so `FederatedDataset` does not depend on how the rows are stored. No class keeps a
-reference to the client datasets that it opens.
+reference to the client datasets that it opens. `torch_datasets.py` describes clients with a dataset of torch.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
-from datasets import Dataset, Features, IterableDataset, concatenate_datasets
+from datasets import (
+    Dataset,
+    Features,
+    IterableDataset,
+    are_progress_bars_disabled,
+    concatenate_datasets,
+    disable_progress_bars,
+    enable_progress_bars,
+)
+from datasets.utils import tqdm
 
 from .client_ids import raise_for_empty_clients
 from .partitioners.base import Partition
-from .row_selection import select_rows
+from .row_selection import kept_rows, select_rows
+from .torch_datasets import TorchDataset, is_map_style, is_stream, kind_of, subset
 
 
-ClientData: TypeAlias = Dataset | IterableDataset
+ClientData: TypeAlias = Dataset | IterableDataset | TorchDataset
+Item = TypeVar("Item")
 
 
 class ClientDatasets(ABC):
@@ -32,8 +44,13 @@ class ClientDatasets(ABC):
 
     @property
     @abstractmethod
-    def schema_dataset(self) -> ClientData:
-        """A dataset with the columns and features that all clients have."""
+    def features(self) -> Features | None:
+        """The types of the columns that all clients have; `None` if they are unknown before rows are read."""
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns that all clients have. Empty if they are unknown before rows are read."""
+        return list(self.features or ())
 
     @abstractmethod
     def num_rows(self) -> list[int | None]:
@@ -44,16 +61,37 @@ class ClientDatasets(ABC):
         """Return the dataset of one client."""
 
     @abstractmethod
-    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> ClientDatasets:
+    def transform(self, function: Callable[[Any], Any], label: str | None = None) -> ClientDatasets:
         """
         Apply a function that keeps the number and the order of rows.
 
         Args:
             function (`Callable`):
                 Takes a dataset and returns the transformed dataset.
-            reads_rows (`bool`, *optional*, defaults to `False`):
-                Whether the function processes rows, as `map` does. A partitioned source is then first reduced to the
-                rows that belong to a client.
+            label (`str`, *optional*):
+                Label of the progress bar, if the function processes rows, as `map` does. A partitioned source is then
+                first reduced to the rows that belong to a client.
+        """
+
+    @abstractmethod
+    def filter(self, function: Callable[..., Any] | None, **kwargs: Any) -> tuple[ClientDatasets, list[str]]:
+        """
+        Keep the rows for which a function is true. The arguments are those of `datasets.Dataset.filter`.
+
+        Returns:
+            `tuple[ClientDatasets, list[str]]`: The clients that still have rows, and the ids of the other clients.
+        """
+
+    @abstractmethod
+    def take(self, rows: Mapping[str, np.ndarray]) -> ClientDatasets:
+        """
+        Return the datasets of some clients with some of their rows.
+
+        Args:
+            rows (`Mapping[str, np.ndarray]`): For each client, the positions of its rows, in the wanted order.
+
+        Raises:
+            `TypeError`: If a client is a stream, whose rows have no positions.
         """
 
     @abstractmethod
@@ -74,8 +112,8 @@ class PartitionedDataset(ClientDatasets):
         self.partition = partition
 
     @property
-    def schema_dataset(self) -> Dataset:
-        return self.source
+    def features(self) -> Features | None:
+        return self.source.features
 
     def num_rows(self) -> list[int | None]:
         return self.partition.sizes.tolist()
@@ -83,9 +121,9 @@ class PartitionedDataset(ClientDatasets):
     def open(self, client_id: str) -> Dataset:
         return select_rows(self.source, self.partition.rows(self.positions[client_id]))
 
-    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> PartitionedDataset:
+    def transform(self, function: Callable[[Any], Any], label: str | None = None) -> PartitionedDataset:
         source, partition = self.source, self.partition
-        if reads_rows and len(partition.indices) < len(source):
+        if label is not None and len(partition.indices) < len(source):
             # `min_rows` and `select_clients` leave rows without a client; the function does not process these rows
             source = self.pooled()
             indices = np.arange(len(source), dtype=partition.indices.dtype)
@@ -93,6 +131,21 @@ class PartitionedDataset(ClientDatasets):
         transformed = function(source)
         _check_same_rows(len(source), len(transformed), where="")
         return PartitionedDataset(transformed, partition)
+
+    def filter(self, function: Callable[..., Any] | None, **kwargs: Any) -> tuple[PartitionedDataset, list[str]]:
+        kept = kept_rows(self.pooled(), function, **kwargs)
+        bounds = np.searchsorted(kept, self.partition.offsets)
+        sizes = np.diff(bounds)
+        left = [client_id for client_id, size in zip(self.client_ids, sizes, strict=True) if size]
+        empty = [client_id for client_id, size in zip(self.client_ids, sizes, strict=True) if not size]
+        offsets = np.concatenate([[0], np.cumsum(sizes[sizes > 0])]).astype(np.int64)
+        return PartitionedDataset(self.source, Partition(left, self.partition.indices[kept], offsets)), empty
+
+    def take(self, rows: Mapping[str, np.ndarray]) -> PartitionedDataset:
+        pieces = [self.partition.rows(self.positions[client_id])[taken] for client_id, taken in rows.items()]
+        offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
+        indices = np.concatenate(pieces) if pieces else self.partition.indices[:0]
+        return PartitionedDataset(self.source, Partition(list(rows), indices, offsets))
 
     def select(self, client_ids: Sequence[str]) -> PartitionedDataset:
         return PartitionedDataset(self.source, self.partition.select([self.positions[i] for i in client_ids]))
@@ -106,35 +159,54 @@ class SeparateDatasets(ClientDatasets):
     One dataset for each client.
 
     Args:
-        datasets (`Mapping[str, datasets.Dataset or datasets.IterableDataset]`): Client id to dataset.
+        datasets (`Mapping[str, Any]`): Client id to dataset: a `datasets.Dataset`, a `datasets.IterableDataset` or a
+            `torch.utils.data.Dataset`.
 
     Raises:
         `ValueError`: If a client has no rows, or if two clients differ in columns, types or the order of label names.
     """
 
     def __init__(self, datasets: Mapping[str, ClientData]) -> None:
-        raise_for_empty_clients([i for i, rows in datasets.items() if isinstance(rows, Dataset) and len(rows) == 0])
-        _check_same_schema(datasets)
+        raise_for_empty_clients([i for i, rows in datasets.items() if not is_stream(rows) and len(rows) == 0])
+        self._features = _shared_features(datasets)
         super().__init__(list(datasets))
         self.datasets = dict(datasets)
 
     @property
-    def schema_dataset(self) -> ClientData:
-        return self.datasets[self.client_ids[0]]
+    def features(self) -> Features | None:
+        return self._features
 
     def num_rows(self) -> list[int | None]:
-        return [len(dataset) if isinstance(dataset, Dataset) else None for dataset in self.datasets.values()]
+        return [None if is_stream(dataset) else len(dataset) for dataset in self.datasets.values()]
 
     def open(self, client_id: str) -> ClientData:
         return self.datasets[client_id]
 
-    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> SeparateDatasets:
+    def transform(self, function: Callable[[Any], Any], label: str | None = None) -> SeparateDatasets:
         transformed: dict[str, ClientData] = {}
-        for client_id, dataset in self.datasets.items():
+        for client_id, dataset in self._with_progress(label):
             transformed[client_id] = function(dataset)
             if isinstance(dataset, Dataset):
                 _check_same_rows(len(dataset), len(transformed[client_id]), where=f" of client {client_id!r}")
         return SeparateDatasets(transformed)
+
+    def filter(self, function: Callable[..., Any] | None, **kwargs: Any) -> tuple[SeparateDatasets, list[str]]:
+        filtered = {}
+        for client_id, dataset in self._with_progress(kwargs.get("desc") or "Filter"):
+            filtered[client_id] = dataset.filter(function, **kwargs)
+        empty = [client_id for client_id, rows in filtered.items() if isinstance(rows, Dataset) and not len(rows)]
+        return SeparateDatasets({i: rows for i, rows in filtered.items() if i not in set(empty)}), empty
+
+    def take(self, rows: Mapping[str, np.ndarray]) -> SeparateDatasets:
+        taken: dict[str, ClientData] = {}
+        for client_id, positions in rows.items():
+            dataset = self.datasets[client_id]
+            taken[client_id] = (
+                subset(dataset, positions)
+                if is_map_style(dataset)
+                else select_rows(as_dataset(client_id, dataset, "selected"), positions)
+            )
+        return SeparateDatasets(taken)
 
     def select(self, client_ids: Sequence[str]) -> SeparateDatasets:
         return SeparateDatasets({client_id: self.datasets[client_id] for client_id in client_ids})
@@ -142,40 +214,80 @@ class SeparateDatasets(ClientDatasets):
     def pooled(self) -> Dataset:
         return concatenate_datasets([as_dataset(i, rows, "pooled") for i, rows in self.datasets.items()])
 
+    def _with_progress(self, label: str | None) -> Iterator[tuple[str, Any]]:
+        """Iterate over the clients, with one progress bar if rows are processed (`label`)."""
+        for client_id, dataset in self.datasets.items():
+            if is_map_style(dataset) or not isinstance(dataset, (Dataset, IterableDataset)):
+                raise TypeError(
+                    f"Client {client_id!r} is a {kind_of(dataset)}, which has no columns to transform. Transform the"
+                    " examples in its `__getitem__` or `__iter__`, or pass a datasets.Dataset"
+                    " (Dataset.from_list, Dataset.from_generator)."
+                )
+        num_datasets = sum(isinstance(dataset, Dataset) for dataset in self.datasets.values())
+        if label is None or num_datasets < 2:
+            return iter(self.datasets.items())
+        return one_progress_bar(self.datasets.items(), label, len(self.datasets))
+
+
+def one_progress_bar(items: Iterable[Item], label: str, total: int) -> Iterator[Item]:
+    """Iterate over clients with one progress bar, and without the bars that `datasets` shows for each client."""
+    bar = tqdm(items, desc=label, total=total, unit="client")
+    for item in bar:
+        with _no_progress_bars():
+            yield item
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    were_disabled = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_disabled:
+            enable_progress_bars()
+
 
 def as_dataset(client_id: str, rows: ClientData, purpose: str) -> Dataset:
     """
-    Return the rows of a client, whose number is known.
+    Return the rows of a client, whose number and columns are known.
 
     Args:
         client_id (`str`): The id of the client.
-        rows (`datasets.Dataset` or `datasets.IterableDataset`): The rows of the client.
+        rows (`Any`): The dataset of the client.
         purpose (`str`): A participle for the error message, such as `"stored"`.
 
     Raises:
-        `TypeError`: If the rows are an `IterableDataset`.
+        `TypeError`: If the rows are an `IterableDataset` or a dataset of torch.
     """
     if isinstance(rows, Dataset):
         return rows
     raise TypeError(
-        f"Client {client_id!r} is an IterableDataset, whose rows cannot be {purpose}. Save its rows as a Dataset"
-        " first, or leave out the client with select_clients."
+        f"Client {client_id!r} is {'an' if isinstance(rows, IterableDataset) else 'a'} {kind_of(rows)}, whose rows"
+        f" cannot be {purpose}. Save its rows as a Dataset first, or leave out the client with select_clients."
     )
 
 
-def _check_same_schema(datasets: Mapping[str, ClientData]) -> None:
+def _shared_features(datasets: Mapping[str, ClientData]) -> Features | None:
     """
-    Check that all clients have the same columns, the same types and the same label names in the same order.
+    Return the columns of all clients: the same columns, types and label names in the same order.
 
     Two `ClassLabel` features with the same names in a different order would produce wrong labels without an error.
+
+    Returns:
+        `Features`, *optional*: `None` if the columns of a client are unknown before its rows are read.
 
     Raises:
         `ValueError`: If two clients differ. The message names both clients, the column, and the feature of each
             client.
     """
-    with_features = {i: dataset.features for i, dataset in datasets.items() if dataset.features is not None}
+    with_features = {
+        client_id: dataset.features
+        for client_id, dataset in datasets.items()
+        if isinstance(dataset, (Dataset, IterableDataset)) and dataset.features is not None
+    }
     if not with_features:
-        return
+        return None
     first_id, first = next(iter(with_features.items()))
     for client_id, features in with_features.items():
         if features == first:
@@ -187,6 +299,7 @@ def _check_same_schema(datasets: Mapping[str, ClientData]) -> None:
                 f" {extra}. Remove or add columns until all clients have the same columns."
             )
         _raise_different_feature(first_id, first, client_id, features)
+    return first if len(with_features) == len(datasets) else None
 
 
 def _raise_different_feature(first_id: str, first: Features, client_id: str, features: Features) -> None:

@@ -8,7 +8,7 @@ format on disk and on the Hub. A `FederatedDatasetDict` holds several splits.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from datasets import Dataset, Features, IterableDataset
 
 from .client_datasets import ClientData, ClientDatasets, PartitionedDataset, SeparateDatasets
 from .client_ids import check_client_ids, check_id_list, id_from_key, unknown_client
-from .column_values import check_columns
 from .federated_dataset_storage import FederatedDatasetStorageMixin
+from .federated_dataset_transforms import FederatedDatasetTransformsMixin
 from .fednlp import read_fednlp
 from .partitioners.base import Partition, Partitioner
 from .partitioners.flower import as_partitioner
@@ -25,9 +25,10 @@ from .partitioners.natural import NaturalPartitioner
 from .source import DatasetSource, load_source
 from .storage.folder import SplitToStore
 from .storage.partition_file import PartitionFile
+from .torch_datasets import concatenate, is_map_style, is_torch_dataset, kind_of
 
 
-class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
+class FederatedDataset(FederatedDatasetTransformsMixin, FederatedDatasetStorageMixin, Mapping[str, ClientData]):
     """
     A lazy mapping from client id to the `datasets.Dataset` of this client.
 
@@ -177,14 +178,16 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
 
         Args:
             datasets (`Mapping[str, datasets.Dataset]` or `datasets.DatasetDict`):
-                Client id to dataset. Integer ids are converted to strings. A value may be a
-                `datasets.IterableDataset`. Its number of rows is then `None`, and [`~FederatedDataset.to_dataset`]
-                cannot pool its rows.
+                Client id to dataset. Integer ids are converted to strings. A value may also be a
+                `datasets.IterableDataset`, or a `torch.utils.data.Dataset` (map-style or iterable). The columns of a
+                dataset of torch, and the number of rows of an iterable dataset, are unknown, so methods that need
+                them raise an error.
 
         Raises:
             `ValueError`: If the mapping is empty, if a client has no rows, if two ids are equal, or if clients differ
                 in columns, types or the order of label names.
-            `TypeError`: If an id is neither a string nor an integer, or if a value is not a dataset.
+            `TypeError`: If an id is neither a string nor an integer, if a value is not a dataset, or if a map-style
+                dataset has no length.
         """
         if not isinstance(datasets, Mapping):
             raise TypeError(f"from_dict: expected a mapping from client id to Dataset, got {type(datasets).__name__}.")
@@ -194,10 +197,16 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
         check_client_ids(client_ids)
         clients = dict(zip(client_ids, datasets.values(), strict=True))
         for client_id, dataset in clients.items():
-            if not isinstance(dataset, (Dataset, IterableDataset)):
+            if not isinstance(dataset, (Dataset, IterableDataset)) and not is_torch_dataset(dataset):
                 raise TypeError(
-                    f"from_dict: client {client_id!r} is a {type(dataset).__name__}, expected a datasets.Dataset."
-                    " Convert a list of rows with Dataset.from_list(rows). Pass one split of a DatasetDict."
+                    f"from_dict: client {client_id!r} is a {type(dataset).__name__}, expected a datasets.Dataset or a"
+                    " torch.utils.data.Dataset. Convert a list of rows with Dataset.from_list(rows). Pass one split of"
+                    " a DatasetDict."
+                )
+            if is_map_style(dataset) and not isinstance(dataset, Sized):
+                raise TypeError(
+                    f"from_dict: client {client_id!r} is a {kind_of(dataset)} without a length. Define `__len__`, or"
+                    " make it a torch.utils.data.IterableDataset."
                 )
         return cls(SeparateDatasets(clients))
 
@@ -282,12 +291,17 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
     @property
     def column_names(self) -> list[str]:
         """The columns that all clients have. Empty if the columns are unknown before rows are read."""
-        return list(self._rows.schema_dataset.column_names or [])
+        return self._rows.column_names
 
     @property
     def features(self) -> Features | None:
-        """The types of the columns, including label names."""
-        return self._rows.schema_dataset.features
+        """The types of the columns, including label names. `None` if they are unknown before rows are read."""
+        return self._rows.features
+
+    @property
+    def naming_columns(self) -> list[str]:
+        """The columns that name the client of a row, whether they were kept or dropped when it was partitioned."""
+        return _naming_columns(self.partitioning or {})
 
     @property
     def source(self) -> Dataset | None:
@@ -321,67 +335,25 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
         Return the rows of all clients in one `datasets.Dataset`, in the order of the clients.
 
         The client ids are lost, unless they are in a column.
+
+        Raises:
+            `TypeError`: If a client has an `IterableDataset` or a dataset of torch.
         """
         return self._rows.pooled()
 
-    def map(self, function: Callable[..., Any] | None = None, **kwargs: Any) -> FederatedDataset:
+    def pooled_examples(self) -> Any:
         """
-        Apply [`datasets.Dataset.map`] to all rows and keep the assignment of rows to clients.
+        Return the examples of all clients for an evaluation.
 
-        A partitioned dataset is mapped in one call instead of client by client, and only the rows that belong to a
-        client are mapped. A batch can therefore contain rows of several clients. Clients of `from_dict` are mapped one
-        after the other.
-
-        Args:
-            function (`Callable`, *optional*):
-                As in `datasets.Dataset.map`. It must return one row for each row.
-            kwargs (*optional*):
-                Passed to `datasets.Dataset.map`.
-
-        Raises:
-            `ValueError`: If the number of rows changes, or if separate client datasets would share a cache file or
-                fingerprint.
+        Returns:
+            `datasets.Dataset` or `torch.utils.data.ConcatDataset`: [`~FederatedDataset.to_dataset`]. If a client has a
+            map-style `torch.utils.data.Dataset`, a `ConcatDataset` of the same examples in the same order.
         """
-        for name in ("cache_file_name", "new_fingerprint"):
-            if self.source is None and len(self) > 1 and kwargs.get(name) is not None:
-                raise ValueError(f"map: {name} would give all clients the rows of the first client. Remove {name}.")
-        return self._transform(lambda dataset: dataset.map(function, **kwargs), reads_rows=True)
+        datasets = [self[client_id] for client_id in self] if isinstance(self._rows, SeparateDatasets) else []
+        return concatenate(datasets) if any(map(is_map_style, datasets)) else self.to_dataset()
 
-    def remove_columns(self, column_names: str | list[str]) -> FederatedDataset:
-        """Remove columns. Raises `ValueError` with the existing columns if a column does not exist."""
-        self._check_columns(column_names)
-        return self._transform(lambda dataset: dataset.remove_columns(column_names))
-
-    def select_columns(self, column_names: str | list[str]) -> FederatedDataset:
-        """Keep only these columns. Raises `ValueError` with the existing columns if a column does not exist."""
-        self._check_columns(column_names)
-        return self._transform(lambda dataset: dataset.select_columns(column_names))
-
-    def rename_column(self, original_column_name: str, new_column_name: str) -> FederatedDataset:
-        """Rename a column. Raises `ValueError` if the column does not exist, or if the new name already exists."""
-        self._check_columns(original_column_name)
-        return self._transform(lambda dataset: dataset.rename_column(original_column_name, new_column_name))
-
-    def cast_column(self, column: str, feature: Any) -> FederatedDataset:
-        """Cast a column to another feature, for example `ClassLabel(names=["bad", "good"])`."""
-        self._check_columns(column)
-        return self._transform(lambda dataset: dataset.cast_column(column, feature))
-
-    def _transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> FederatedDataset:
-        return FederatedDataset(self._rows.transform(function, reads_rows), self.partitioning, self.origin)
-
-    def _check_columns(self, columns: str | list[str]) -> None:
-        if not self.column_names:  # an `IterableDataset` may not know its columns before its rows are read
-            return
-        required = [columns] if isinstance(columns, str) else list(columns)
-        for column in naming_columns(self.partitioning):
-            if column in required and column not in self.column_names:
-                raise ValueError(
-                    f"There is no column {column!r}. The columns are: {', '.join(self.column_names)}. It names the"
-                    " clients and was dropped when the dataset was partitioned. Pass keep_column=True there if a later"
-                    " step reads the column, else leave this call out."
-                )
-        check_columns(self.column_names, required)
+    def _with_rows(self, rows: ClientDatasets) -> FederatedDataset:
+        return FederatedDataset(rows, self.partitioning, self.origin)
 
     def _describe_sizes(self) -> str:
         sizes = [size for size in self.num_rows.values() if size is not None]
@@ -390,12 +362,10 @@ class FederatedDataset(FederatedDatasetStorageMixin, Mapping[str, ClientData]):
         return f"{sum(sizes)} ({min(sizes)} to {max(sizes)} per client, median {float(np.median(sizes)):g})"
 
 
-def naming_columns(partitioning: Mapping[str, Any] | None) -> list[Any]:
-    """Return the columns that name the client of a row, kept or dropped, from the settings of a partitioner."""
-    if partitioning is None:
-        return []
+def _naming_columns(partitioning: Mapping[str, Any]) -> list[Any]:
+    """Read the columns that name the client of a row from the settings of a partitioner."""
     names_clients = partitioning.get("partitioner") in ("from_column", NaturalPartitioner.__name__)
-    nested = [naming_columns(value) for value in partitioning.values() if isinstance(value, Mapping)]
+    nested = [_naming_columns(value) for value in partitioning.values() if isinstance(value, Mapping)]
     return [*([partitioning.get("column")] if names_clients else []), *(column for part in nested for column in part)]
 
 

@@ -254,6 +254,42 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         """Apply [`FederatedDataset.map`] to all splits."""
         return self._each(lambda clients: clients.map(function, **kwargs))
 
+    def filter(
+        self, function: Callable[..., Any] | None = None, drop_empty_clients: bool = False, **kwargs: Any
+    ) -> FederatedDatasetDict:
+        """Apply [`FederatedDataset.filter`] to all splits."""
+        return self._each(lambda clients: clients.filter(function, drop_empty_clients, **kwargs))
+
+    def shuffle(self, seed: int = 0, buffer_size: int = 1000) -> FederatedDatasetDict:
+        """Apply [`FederatedDataset.shuffle`] to all splits."""
+        return self._each(lambda clients: clients.shuffle(seed, buffer_size))
+
+    def with_transform(
+        self, transform: Callable[..., Any], columns: list[str] | None = None, output_all_columns: bool = False
+    ) -> FederatedDatasetDict:
+        """Apply [`FederatedDataset.with_transform`] to all splits."""
+        return self._each(lambda clients: clients.with_transform(transform, columns, output_all_columns))
+
+    def with_format(
+        self,
+        type: str | None = None,
+        columns: list[str] | None = None,
+        output_all_columns: bool = False,
+        **kwargs: Any,
+    ) -> FederatedDatasetDict:
+        """Apply [`FederatedDataset.with_format`] to all splits."""
+        return self._each(lambda clients: clients.with_format(type, columns, output_all_columns, **kwargs))
+
+    def class_encode_column(self, column: str, include_nulls: bool = False) -> FederatedDatasetDict:
+        """
+        Convert a column to `ClassLabel` in all splits, with the same class names in all splits and for all clients.
+
+        The names are the sorted values of all splits. Arguments and errors as in
+        [`FederatedDataset.class_encode_column`].
+        """
+        names: set[str] = set().union(*(clients.class_names(column, include_nulls) for clients in self.values()))
+        return self._each(lambda clients: clients.encode_classes(column, sorted(names), include_nulls))
+
     def remove_columns(self, column_names: str | list[str]) -> FederatedDatasetDict:
         """Remove columns from all splits."""
         return self._each(lambda clients: clients.remove_columns(column_names))
@@ -265,6 +301,10 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
     def rename_column(self, original_column_name: str, new_column_name: str) -> FederatedDatasetDict:
         """Rename a column in all splits."""
         return self._each(lambda clients: clients.rename_column(original_column_name, new_column_name))
+
+    def rename_columns(self, column_mapping: dict[str, str]) -> FederatedDatasetDict:
+        """Rename several columns in all splits."""
+        return self._each(lambda clients: clients.rename_columns(column_mapping))
 
     def cast_column(self, column: str, feature: Any) -> FederatedDatasetDict:
         """Cast a column to another feature in all splits."""

@@ -72,7 +72,7 @@ class EvaluationMixin(RoleMixin):
             of the clients. The metrics of each client are in `client_metrics`.
         """
         if isinstance(eval_dataset, FederatedDataset):
-            eval_dataset = eval_dataset.to_dataset()
+            eval_dataset = eval_dataset.pooled_examples()
         setup = self._setup
         if setup is None or self.local_training is not None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)

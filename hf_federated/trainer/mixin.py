@@ -112,7 +112,7 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
         eval_dataset = arguments.get("eval_dataset")
         eval_clients = eval_dataset if isinstance(eval_dataset, FederatedDataset) else None
         if eval_clients is not None:
-            arguments["eval_dataset"] = eval_clients.to_dataset()
+            arguments["eval_dataset"] = eval_clients.pooled_examples()
         if participants.task is not None:
             encode_for_server(arguments, participants.task)
         # A constructor that prepares its dataset gets the dataset of one client. The preparation is then repeated for

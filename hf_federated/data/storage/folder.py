@@ -129,7 +129,7 @@ def write_files(
             stored[client_id][split] = StoredRows(num_rows, files, counts)
     partition_file = PartitionFile(
         splits=list(splits),
-        features=next(iter(splits.values())).rows.schema_dataset.features,
+        features=next(iter(splits.values())).rows.features,
         clients=[StoredClient(client_id, names[client_id], stored[client_id]) for client_id in ids],
         partitioning={split: to_store.partitioning for split, to_store in splits.items()},
         sources={split: to_store.source for split, to_store in splits.items() if to_store.source is not None},
@@ -303,10 +303,10 @@ def _check_splits(splits: Mapping[str, SplitToStore]) -> None:
     check_split_name(first_name)
     for name, split in remaining:
         check_split_name(name)
-        if split.rows.schema_dataset.features != first.rows.schema_dataset.features:
+        if split.rows.features != first.rows.features:
             raise ValueError(
                 f"The splits {first_name!r} and {name!r} differ in their columns, types or label names:"
-                f" {first.rows.schema_dataset.features} and {split.rows.schema_dataset.features}. Cast both splits to"
+                f" {first.rows.features} and {split.rows.features}. Cast both splits to"
                 " the same features."
             )
     for split in splits.values():

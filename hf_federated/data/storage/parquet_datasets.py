@@ -34,14 +34,14 @@ class ParquetDatasets(ClientDatasets):
     def __init__(self, root: Path, features: Features, clients: Mapping[str, StoredRows]) -> None:
         super().__init__(list(clients))
         self.root = root
-        self.features = features
+        self._features = features
         self.clients = dict(clients)
         # Column descriptions that passed the check. All files have the same description, so it is checked only once.
         self._verified_schemas: set[tuple[bytes | None, tuple[str, ...]]] = set()
 
     @property
-    def schema_dataset(self) -> Dataset:
-        return Dataset(self.features.arrow_schema.empty_table(), fingerprint="empty")
+    def features(self) -> Features:
+        return self._features
 
     def num_rows(self) -> list[int | None]:
         return [client.num_rows for client in self.clients.values()]
@@ -61,8 +61,14 @@ class ParquetDatasets(ClientDatasets):
         fingerprint = Hasher.hash([file.sha256 for file in client.files])
         return Dataset(table, fingerprint=fingerprint)
 
-    def transform(self, function: Callable[[Any], Any], reads_rows: bool = False) -> PartitionedDataset:
-        return self._cached().transform(function, reads_rows)
+    def transform(self, function: Callable[[Any], Any], label: str | None = None) -> PartitionedDataset:
+        return self._cached().transform(function, label)
+
+    def filter(self, function: Callable[..., Any] | None, **kwargs: Any) -> tuple[PartitionedDataset, list[str]]:
+        return self._cached().filter(function, **kwargs)
+
+    def take(self, rows: Mapping[str, np.ndarray]) -> PartitionedDataset:
+        return self._cached().take(rows)
 
     def select(self, client_ids: Sequence[str]) -> ParquetDatasets:
         return ParquetDatasets(

@@ -16,7 +16,6 @@ from ...clients import ClientSampler
 from ...clients.student import LABEL_COLUMNS
 from ...config import FederatedConfig
 from ...data import FederatedDataset
-from ...data.federated_dataset import naming_columns
 from ...distillation import Distillation
 
 
@@ -188,8 +187,8 @@ def _check_labels(trainer: Trainer, clients: FederatedDataset) -> None:
     has_custom_loss = trainer.compute_loss_func is not None or any(
         "compute_loss" in vars(cls) for cls in type(trainer).__mro__ if issubclass(cls, Trainer) and cls is not Trainer
     )
-    columns = clients.column_names
-    if not is_plain_collator or has_custom_loss or not trainer.label_names or columns is None:
+    columns = clients.column_names  # empty if a client has a dataset of torch, or a stream of unknown columns
+    if not is_plain_collator or has_custom_loss or not trainer.label_names or not columns:
         return
     accepted = sorted({*trainer.label_names, "label", "label_ids"})
     advice = "Rename your column, for example with `clients.rename_column('sentiment', 'labels')`."
@@ -198,7 +197,7 @@ def _check_labels(trainer: Trainer, clients: FederatedDataset) -> None:
 
 def _warn_about_client_column(trainer: Trainer, clients: FederatedDataset) -> None:
     """Warn if the trainer reads all columns of an example, and a column names the client of the example."""
-    kept = [column for column in naming_columns(clients.partitioning) if column in clients.column_names]
+    kept = [column for column in clients.naming_columns if column in clients.column_names]
     if kept and reads_all_columns(trainer):
         logger.warning_once(
             f"The clients' data has the column {kept[0]!r}, which names the client of an example, and "
