@@ -26,7 +26,7 @@ from packaging.version import Version
 if TYPE_CHECKING:
     import torch.distributed as dist
     from accelerate import Accelerator
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
     from datasets.table import Table
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
@@ -282,6 +282,13 @@ PRIVATE_NAMES = (
         "Caches are not found again; cards lack fingerprints; processes cannot compare their data.",
     ),
     PrivateName(
+        "datasets.IterableDataset",
+        "_ex_iterable",
+        "wrapper: has_shuffle_buffer",
+        "The content of a shuffle buffer is not in the state of a stream, so the stream cannot resume from it.",
+        "A client with a shuffled stream misses the examples of the buffer after each round.",
+    ),
+    PrivateName(
         "datasets.Dataset",
         "_indices",
         "wrapper: indices_table",
@@ -530,6 +537,19 @@ def dataset_fingerprint(dataset: Dataset) -> str:
 def indices_table(dataset: Dataset) -> Table | None:
     """A column of the selected row numbers, or `None` if the dataset has all rows of its table in order."""
     return dataset._indices
+
+
+def has_shuffle_buffer(dataset: IterableDataset) -> bool:
+    """Whether a stream shuffles in a buffer, whose content is not in the `state_dict` of the stream."""
+    pending: list[Any] = [dataset._ex_iterable]
+    while pending:
+        iterable = pending.pop()
+        if type(iterable).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        for value in vars(iterable).values():
+            parts = value if isinstance(value, list) else [value]
+            pending += [part for part in parts if type(part).__module__ == type(iterable).__module__]
+    return False
 
 
 # ---- torch

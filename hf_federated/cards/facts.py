@@ -20,6 +20,7 @@ from transformers.modelcard import TASK_MAPPING
 
 from .._compat import commit_hash, dataset_fingerprint
 from ..data import FederatedDataset
+from ..data.torch_datasets import is_torch_dataset
 from ..split import SplitModel
 
 
@@ -160,8 +161,9 @@ class DataFacts:
         counts = [count for count in clients.num_rows.values() if count is not None]
         known = len(counts) == len(clients)
         dataset = clients.source if clients.source is not None else clients[clients.client_ids[0]]
+        recorded = {"name": name} if is_torch_dataset(dataset) else _recorded_source(dataset, name)
         return cls(
-            **_recorded_source(dataset, name),
+            **recorded,
             fingerprint=dataset_fingerprint(clients.source) if clients.source is not None else None,
             num_rows=sum(counts) if known else None,
             num_clients=len(clients),

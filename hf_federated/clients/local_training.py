@@ -34,6 +34,7 @@ from .._compat import gradient_state, num_items_in_batch, prepared_objects, set_
 from ..utils.random import derived_seed, isolated_rng, seed_generators
 from .gradient_scaler import ClientScaler
 from .sampling import limit_examples
+from .streams import ClientStream
 
 
 class UnsupportedTrainerError(ValueError):
@@ -57,6 +58,8 @@ class LocalTraining:
         optimizer_state (`dict`, *optional*): Optimizer state to start from.
         scaler ([`ClientScaler`], *optional*): The client's gradient scaler, if the training scales its loss.
         distillation (`LocalDistillation`, *optional*): The part of a distillation algorithm in local training.
+        stream ([`~hf_federated.clients.streams.ClientStream`], *optional*): The client's examples, if they are a
+            stream.
     """
 
     round: int
@@ -67,6 +70,7 @@ class LocalTraining:
     optimizer_state: dict[str, Any] | None = None
     scaler: ClientScaler | None = None
     distillation: Any = None
+    stream: ClientStream | None = None
     _divides_by_items: bool | None = None
 
     def on_batch(self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
@@ -126,7 +130,7 @@ class LocalTraining:
         if args.max_steps > 0:
             batches = args.max_steps * args.gradient_accumulation_steps
             epochs_per_round = math.ceil(batches / len(loader)) if has_length(loader) else 1
-        return EpochOffsetLoader(loader, self.round * epochs_per_round)
+        return EpochOffsetLoader(loader, self.round * epochs_per_round, self.stream)
 
     def num_schedule_steps(self, num_training_steps: int) -> int:
         """Length of the learning-rate schedule in optimizer steps of this client."""
@@ -221,14 +225,17 @@ class EpochOffsetLoader:
     Args:
         loader (`Any`): Result of `get_train_dataloader`.
         offset (`int`): Number of epochs of this client before this call.
+        stream ([`~hf_federated.clients.streams.ClientStream`], *optional*): The dataset of the loader, if it is a
+            stream. It counts the batches that the trainer uses.
     """
 
     # Hides a nested batch sampler, on which `Trainer` would set the epoch without the offset.
     batch_sampler = None
 
-    def __init__(self, loader: Any, offset: int) -> None:
+    def __init__(self, loader: Any, offset: int, stream: ClientStream | None = None) -> None:
         self._loader = loader
         self._offset = offset
+        self._stream = stream
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that seeds the shuffling."""
@@ -238,7 +245,7 @@ class EpochOffsetLoader:
                 set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
+        return iter(self._loader) if self._stream is None else self._stream.batches(self._loader)
 
     def __len__(self) -> int:
         return len(self._loader)

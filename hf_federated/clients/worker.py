@@ -16,6 +16,7 @@ from transformers.utils import logging
 from ..adapters import Exchange, ModelMismatchError
 from ..config import FederatedConfig
 from ..data.client_ids import similar_ids_hint
+from ..data.torch_datasets import is_map_style, is_stream, subset
 from ..distributed.process_group import PeerFailedError
 from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 from ..messages.validation import first_non_finite
@@ -34,6 +35,7 @@ from .local_training import (
 )
 from .models import ClientModel, ClientModels, OwnModel
 from .sampling import draw_examples
+from .streams import ClientStream
 
 
 logger = logging.get_logger(__name__)
@@ -182,6 +184,8 @@ class ClientWorker:
             trainer.optimizer.state.clear()
         if to_keep is not None:
             state["algorithm"] = to_keep
+        if trainer.local_training.stream is not None:
+            state["stream"] = trainer.local_training.stream.position()
         if context.state:
             state["distillation"] = context.state
         update = ClientUpdate(
@@ -212,6 +216,8 @@ class ClientWorker:
     def _train(self, message: Fit, model: ClientModel, hook: Any, part: Any, kept: Mapping[str, Any]) -> Any:
         outer, args = model.trainer, self._arguments(model)
         scaler = ClientScaler.build(outer.accelerator, kept.get("scaler"))
+        examples = self._select_examples(message)
+        stream = ClientStream(message.client_id, examples, kept.get("stream")) if is_stream(examples) else None
         local = LocalTraining(
             round=message.round,
             num_rounds=self._num_rounds,
@@ -221,13 +227,14 @@ class ClientWorker:
             optimizer_state=kept.get("optimizer"),
             scaler=scaler,
             distillation=part,
+            stream=stream,
         )
         callbacks = [LocalTrainingCallback(message.seed if self._is_federation else None), *self._callbacks]
         if part is not None:
             callbacks += part.callbacks
         if scaler is not None:
             callbacks.append(scaler)
-        trainer = local_trainer(outer, args, self._select_examples(message), local, callbacks)
+        trainer = local_trainer(outer, args, examples if stream is None else stream, local, callbacks)
         with preserved_process_state(outer), preserved_generators() if self._is_federation else nullcontext():
             if self._is_federation:
                 # accelerate's sampler reads the global seed when it is built. All clients use the seed of the run.
@@ -252,7 +259,9 @@ class ClientWorker:
         if message.max_rows is None:
             return rows
         drawn = draw_examples(len(rows), message.max_rows, message.seed)
-        return rows if drawn is None else rows.select(drawn)
+        if drawn is None:
+            return rows
+        return subset(rows, drawn) if is_map_style(rows) else rows.select(drawn)
 
     def _open_examples(self, client_id: str) -> Any:
         """The client's training examples, which stay open for the next rounds if the federation is small."""

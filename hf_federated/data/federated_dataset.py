@@ -23,6 +23,7 @@ from .partitioners.base import Partition, Partitioner
 from .partitioners.flower import as_partitioner
 from .partitioners.natural import NaturalPartitioner
 from .source import DatasetSource, load_source
+from .split_stream import split_stream
 from .storage.folder import SplitToStore
 from .storage.partition_file import PartitionFile
 from .torch_datasets import concatenate, is_map_style, is_torch_dataset, kind_of
@@ -130,11 +131,12 @@ class FederatedDataset(FederatedDatasetTransformsMixin, FederatedDatasetStorageM
     @classmethod
     def from_column(
         cls,
-        dataset: Dataset | DatasetSource,
+        dataset: Dataset | IterableDataset | DatasetSource,
         column: str,
         min_rows: int | None = None,
         token: bool | str | None = None,
         keep_column: bool = False,
+        clients: Sequence[str] | None = None,
     ) -> FederatedDataset:
         """
         Create one client for each value of a column, such as a speaker, a hospital or a movie.
@@ -148,8 +150,10 @@ class FederatedDataset(FederatedDatasetTransformsMixin, FederatedDatasetStorageM
         are in a folder with its name. A column that is the only column of the dataset is kept.
 
         Args:
-            dataset (`datasets.Dataset` or [`DatasetSource`]):
-                The rows, as in [`~FederatedDataset.from_dataset`].
+            dataset (`datasets.Dataset`, `datasets.IterableDataset` or [`DatasetSource`]):
+                The rows, as in [`~FederatedDataset.from_dataset`]. With an `IterableDataset`, each client becomes a
+                stream of the rows with its value. Each client reads the whole stream for this purpose, so streams
+                that already are one per client, in `from_dict`, are faster.
             column (`str`):
                 The column with the client of each row: strings, integers, booleans or dates.
             min_rows (`int`, *optional*):
@@ -158,18 +162,32 @@ class FederatedDataset(FederatedDatasetTransformsMixin, FederatedDatasetStorageM
                 The token for a `DatasetSource`, as in `huggingface_hub`.
             keep_column (`bool`, *optional*, defaults to `False`):
                 Whether the rows of the clients keep the column, for example because a later step reads it.
+            clients (`Sequence[str]`, *optional*):
+                Ids of the clients, in this order. Rows of other clients are left out. Defaults to all values of the
+                column. Required for an `IterableDataset`, whose values are unknown before it is read.
 
         Raises:
             `ValueError`: If the column does not exist, if a row has no value in it, or if no client has `min_rows`
-                rows.
+                rows. Also for an `IterableDataset` without `clients` or with `min_rows`.
+            `KeyError`: If no row has the value of one of `clients`.
             `TypeError`: If the column type cannot name clients (floats, lists).
         """
+        if isinstance(dataset, IterableDataset):
+            if min_rows is not None:
+                raise ValueError(
+                    f"from_column: min_rows={min_rows}, but the number of rows of a client of an IterableDataset is"
+                    " unknown. Leave min_rows out, and leave small clients out of `clients`."
+                )
+            streams = split_stream(dataset, column, clients, keep_column)
+            of_stream = {"partitioner": "from_column", "column": column, "min_rows": None, "keep_column": keep_column}
+            return cls(SeparateDatasets(streams), of_stream)
         dataset, origin = load_source(dataset, "from_column", token)
         partitioner = NaturalPartitioner(column, min_size=min_rows or None, keep_column=keep_column)
         partition = partitioner.partition(dataset)
         settings = {"column": column, "min_rows": min_rows, "keep_column": keep_column}
         rows = _without_naming_columns(dataset, partitioner)
-        return cls(PartitionedDataset(rows, partition), {"partitioner": "from_column", **settings}, origin)
+        federated = cls(PartitionedDataset(rows, partition), {"partitioner": "from_column", **settings}, origin)
+        return federated if clients is None else federated.select_clients(clients)
 
     @classmethod
     def from_dict(cls, datasets: Mapping[Any, ClientData]) -> FederatedDataset:

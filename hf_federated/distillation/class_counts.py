@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
 from transformers import Trainer
 
 from ..clients.student import LABEL_COLUMNS
@@ -48,6 +49,12 @@ def count_classes(dataset: Any, num_classes: int, sequences: torch.Tensor | None
     Raises:
         ValueError: If the examples have no integer label each, or a label is not one of the classes.
     """
+    if not isinstance(dataset, Dataset):
+        raise ValueError(
+            "Counting the examples of each class needs a datasets.Dataset, but the client has a "
+            f"{type(dataset).__name__}, whose labels are unknown before its examples are read. Pass a "
+            "datasets.Dataset, or set weighting='size', which does not need the counts."
+        )
     column = next((name for name in LABEL_COLUMNS if name in dataset.column_names), None)
     if sequences is not None and column is not None:
         return _count_sequences(dataset[column], sequences)

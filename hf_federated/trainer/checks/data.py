@@ -123,7 +123,7 @@ def check_clients(
             "training, leave `balance` and `max_rows_per_round` out, and set `local_steps`."
         )
     if streams:
-        logger.warning_once("A client's stream restarts at its first example in every round.")
+        _check_stream_reading(trainer, streams[0], federation)
     # With `parallelism="data"` a step takes a batch in every process.
     num_processes = (
         args.world_size if federation.parallelism == "data" and not trainer.accelerator.split_batches else 1
@@ -178,6 +178,21 @@ def check_labelled(dataset: Dataset) -> None:
     """
     advice = "The server's validation loss needs labelled examples. Rename your column."
     _check_label_column("`server_dataset`", dataset.column_names, LABEL_COLUMNS, advice)
+
+
+def _check_stream_reading(trainer: Trainer, client_id: str, federation: FederatedConfig) -> None:
+    """Refuse settings with which the position of a client in its stream would be unknown after a round."""
+    if trainer.args.dataloader_num_workers:
+        raise ValueError(
+            f"dataloader_num_workers={trainer.args.dataloader_num_workers}, but client {client_id!r} has a stream "
+            "(IterableDataset). Its position after a round is known only if the training process reads it. Set "
+            "`dataloader_num_workers` to 0."
+        )
+    if trainer.args.world_size > 1 and federation.parallelism == "data":
+        raise ValueError(
+            f"Client {client_id!r} has a stream (IterableDataset), which several processes cannot read together with "
+            "parallelism='data'. Set parallelism='clients'."
+        )
 
 
 def _check_labels(trainer: Trainer, clients: FederatedDataset) -> None:

@@ -39,6 +39,7 @@ def check_participants(
     Raises:
         ValueError: If an argument is missing or has no use. The message names the argument and the change to make.
     """
+    _check_columns_known(distillation, participants, clients)
     _check_server_examples(distillation, participants, clients)
     _check_client_models(aggregation, distillation, participants, clients, postprocessors)
     _check_client_arguments(participants, bool(args and args.fp16))
@@ -47,6 +48,22 @@ def check_participants(
             f"{num_shared} of the clients' examples are also public examples. Clients would predict examples that "
             "they were trained on. `split_for_distillation` splits without overlap."
         )
+
+
+def _check_columns_known(
+    distillation: Distillation | None, participants: Participants, clients: FederatedDataset
+) -> None:
+    """Refuse clients whose columns are unknown if a step of the run reads columns."""
+    if clients.column_names:
+        return
+    advice = (
+        "the columns of the clients' examples are unknown (a torch.utils.data.Dataset, or a stream without features). "
+        "Pass a datasets.Dataset, for example from Dataset.from_generator."
+    )
+    if participants.task is not None:
+        raise ValueError(f"`task` encodes columns of raw examples, but {advice}")
+    if distillation is not None and distillation.requirements.initial_model:
+        raise ValueError(f"distillation={distillation.name!r} compares the clients' examples, but {advice}")
 
 
 def _check_server_examples(
