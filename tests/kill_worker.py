@@ -91,6 +91,11 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
     elif name == "fp16":
         # The loss scale changes in most steps, and with this optimizer the schedule does not advance when it falls.
         args |= {"fp16": True, "optim": "adamw_torch"}
+    elif name == "streams":
+        federation["local_steps"] = 2
+        streams = {client_id: data.to_iterable_dataset(num_shards=2) for client_id, data in clients.items()}
+        streams["client 1"] = streams["client 1"].shuffle(seed=0, buffer_size=3)
+        trainer_kwargs = {"train_dataset": streams}
     elif name == "lora":
         model = with_adapter(LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query", "value"]))
     elif name == "p_tuning":

@@ -43,8 +43,9 @@ class TorchStreamWithState(TorchStream):
 
     def __iter__(self) -> Iterator[Any]:
         start, self.start = self.start, 0
-        for self.index in range(start + 1, len(self.examples) + 1):
-            yield self.examples[self.index - 1]
+        for index in range(start, len(self.examples)):
+            self.index = index + 1
+            yield self.examples[index]
 
     def state_dict(self) -> dict[str, int]:
         return {"index": self.index}

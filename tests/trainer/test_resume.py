@@ -23,7 +23,7 @@ STAGING_DIR = ".incomplete"
 NUM_ROUNDS = 3
 
 SCENARIOS = ["fedopt", "scaffold_disk", "one_client", "balanced", "lora", "p_tuning", "best", "fedid", "adafd"]
-SCENARIOS += ["fedaux", "feddrs", "fp16"]
+SCENARIOS += ["fedaux", "feddrs", "fp16", "streams"]
 MOMENTS = [
     "first round",
     "client",
@@ -41,6 +41,7 @@ QUICK = [
     ("one_client", "before rename"),
     ("balanced", "client"),
     ("fp16", "client"),
+    ("streams", "client"),
     ("lora", "aggregation"),
     ("p_tuning", "before client states"),
     ("best", "rotation"),

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, DatasetInfo, Features
 
+from ..client_datasets import as_dataset
 from ..column_values import check_columns, read_column
 from ..labels import read_labels
 
@@ -151,10 +152,11 @@ def _concatenated_column(clients: FederatedDataset, column: str) -> Dataset:
 
 def check_has_columns(clients: FederatedDataset, columns: list[str]) -> None:
     """
-    Check that no client is an `IterableDataset` and that all columns exist.
+    Check that no client is an `IterableDataset` or a dataset of torch, and that all columns exist.
 
     Raises:
-        `TypeError`: If a client is an `IterableDataset`, because its rows cannot be counted.
+        `TypeError`: If a client is an `IterableDataset`, because its rows cannot be counted, or a dataset of torch,
+            because its columns are unknown.
         `ValueError`: If a column does not exist. The message lists the existing columns.
     """
     for client_id, num_rows in clients.num_rows.items():
@@ -163,6 +165,9 @@ def check_has_columns(clients: FederatedDataset, columns: list[str]) -> None:
                 f"Client {client_id!r} is an IterableDataset, whose rows cannot be counted without reading them. Save"
                 " it as a Dataset first, or exclude it with select_clients."
             )
+    if columns and not clients.column_names:
+        for client_id in clients:
+            as_dataset(client_id, clients[client_id], "read by column")
     check_columns(clients.column_names, columns)
 
 
