@@ -13,10 +13,12 @@ other clients.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..clients import UnsupportedTrainerError
 from ..data import FederatedDataset
+from ..data.torch_datasets import is_stream
 
 
 if TYPE_CHECKING:
@@ -95,9 +97,32 @@ def constructor_data_error(trainer_class: type, reason: str) -> UnsupportedTrain
     return UnsupportedTrainerError(
         f"The constructor of {trainer_class.__name__} uses its dataset ({reason}). This cannot be repeated for the "
         "datasets of the clients. Transform the clients' datasets before you build the trainer, with "
-        "`FederatedDataset.map` or with `filter` on the dataset of each client. Pass values that are computed from "
+        "`FederatedDataset.map` or `FederatedDataset.filter`. Pass values that are computed from "
         "the data, such as class weights, as arguments."
     )
+
+
+@contextmanager
+def accept_stream(trainer: Any, args: Any, dataset: Any) -> Iterator[None]:
+    """
+    Construct a trainer with the stream of a client, which has no length.
+
+    `Trainer` refuses such a dataset without `max_steps`. In a federation, `local_steps` defines the number of steps.
+
+    Args:
+        trainer (`transformers.Trainer`): The trainer, whose constructor may replace the training arguments.
+        args (`TrainingArguments`, *optional*): The training arguments.
+        dataset (`Any`): The dataset that the constructor gets.
+    """
+    if args is None or not is_stream(dataset) or args.max_steps > 0:
+        yield
+        return
+    max_steps, args.max_steps = args.max_steps, 1
+    try:
+        yield
+        trainer.args.max_steps = max_steps
+    finally:
+        args.max_steps = max_steps
 
 
 class PreparingMixin(_Base):

@@ -50,6 +50,7 @@ from .dataset_preparation import (
     Preparation,
     PreparedClients,
     PreparingMixin,
+    accept_stream,
     constructor_data_error,
 )
 from .evaluation import EvaluationMixin
@@ -123,7 +124,8 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
         )
         train, evaluation = Preparation(arguments["train_dataset"]), Preparation(arguments.get("eval_dataset"))
         self._preparations = [train, evaluation]
-        super().__init__(**arguments)
+        with accept_stream(self, arguments.get("args"), arguments["train_dataset"]):
+            super().__init__(**arguments)
         self._preparations = None
         for name, preparation, dataset in (
             ("train_dataset", train, clients),

@@ -1,4 +1,4 @@
-"""Map-style datasets of torch as clients: they train as in `Trainer`, and what is unknown about them raises an error."""
+"""Map-style datasets of torch as clients train as in `Trainer`. Operations that need columns raise an error."""
 
 from __future__ import annotations
 

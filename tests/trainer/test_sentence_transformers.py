@@ -147,3 +147,24 @@ def test_one_client_equals_the_plain_trainer(tmp_path) -> None:
     )
     federated.train()
     assert same_weights(*models)
+
+
+def test_streams_of_two_clients_continue_in_the_next_round(tmp_path) -> None:
+    model = encoder(tmp_path / "encoder")
+    rows = {"north": pairs("north", 12), "south": pairs("south", 8)}
+    trainer = federate(sentence_transformers.SentenceTransformerTrainer)(
+        model=model,
+        args=arguments(tmp_path / "run"),
+        train_dataset={name: data.to_iterable_dataset() for name, data in rows.items()},
+        loss=losses(model),
+        federation=FederatedConfig(num_rounds=2, local_steps=1),
+    )
+    seen: list[str] = []
+    model.register_forward_pre_hook(
+        lambda _, inputs: seen.extend(tokenizer().batch_decode(inputs[0]["input_ids"], skip_special_tokens=True))
+    )
+    trainer.train()
+    expected = [
+        rows[name][column][start : start + 4] for start in (0, 4) for name in rows for column in rows[name].features
+    ]
+    assert [text.strip() for text in seen] == [text for batch in expected for text in batch]
