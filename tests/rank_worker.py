@@ -156,6 +156,9 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         if name == "float16":
             # With this optimizer, the schedule does not advance in steps whose gradients overflow.
             args |= {"fp16": True, "optim": "adamw_torch"}
+    elif name == "streams":
+        federation["local_steps"] = 2
+        clients = {client_id: data.to_iterable_dataset() for client_id, data in clients.items()}
     elif name == "masked":
         with torch.random.fork_rng():
             torch.manual_seed(0)

@@ -23,6 +23,7 @@ SCENARIOS = [
     "scaffold",
     "balanced",
     "carry",
+    "streams",
     "buffers",
     "lora",
     "noise",
@@ -41,7 +42,7 @@ RUNS = [(name, 2) for name in SCENARIOS]
 RUNS += [("fedid mpl_sampled", 2), pytest.param("fedid per_example", 2, marks=SLOW)]
 RUNS += [pytest.param(name, 3, marks=[] if name in OVER_THREE else SLOW) for name in SCENARIOS]
 RESUMED = {("carry", (2, 1)), ("scaffold", (1, 2)), ("lora", (1, 2)), ("masked", (2, 1)), ("fedid", (3, 2))}
-RESUMED |= {("fedaux", (2, 1))}
+RESUMED |= {("fedaux", (2, 1)), ("streams", (2, 1))}
 
 
 # ---- Equal results over any number of processes
