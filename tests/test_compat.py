@@ -51,6 +51,7 @@ def instances(tmp_path_factory) -> dict[str, Any]:
         "accelerate.Accelerator": accelerate.Accelerator(cpu=True),
         "accelerate.state.GradientState": GradientState(),
         "datasets.Dataset": Dataset.from_dict({"column": [1]}),
+        "datasets.IterableDataset": Dataset.from_dict({"column": [1]}).to_iterable_dataset(),
         "torch.nn.Module": torch.nn.Module(),
         "torch.optim.lr_scheduler.LRScheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
         "transformers.PreTrainedModel": model,
