@@ -284,7 +284,7 @@ PRIVATE_NAMES = (
     PrivateName(
         "datasets.IterableDataset",
         "_ex_iterable",
-        "wrapper: has_shuffle_buffer",
+        "wrapper: has_exact_state",
         "The content of a shuffle buffer is not in the state of a stream, so the stream cannot resume from it.",
         "A client with a shuffled stream misses the examples of the buffer after each round.",
     ),
@@ -539,17 +539,24 @@ def indices_table(dataset: Dataset) -> Table | None:
     return dataset._indices
 
 
-def has_shuffle_buffer(dataset: IterableDataset) -> bool:
-    """Whether a stream shuffles in a buffer, whose content is not in the `state_dict` of the stream."""
+def has_exact_state(dataset: IterableDataset) -> bool:
+    """
+    Whether a stream continues exactly after the example at which its `state_dict` was read.
+
+    Before datasets 5.2, streams with `map` or `filter` repeat or skip examples. The content of a shuffle buffer is not
+    in the `state_dict` in any version.
+    """
+    if Version(importlib.metadata.version("datasets")).release < (5, 2):
+        return False
     pending: list[Any] = [dataset._ex_iterable]
     while pending:
         iterable = pending.pop()
         if type(iterable).__name__ == "BufferShuffledExamplesIterable":
-            return True
+            return False
         for value in vars(iterable).values():
             parts = value if isinstance(value, list) else [value]
             pending += [part for part in parts if type(part).__module__ == type(iterable).__module__]
-    return False
+    return True
 
 
 # ---- torch

@@ -4,10 +4,10 @@ The position in the stream is a part of the client's state. It is in the client 
 run reads the same examples as an uninterrupted run. A stream that ends starts again, as epochs of `Trainer` do.
 
 The position is exact: it is the position after the last batch that the client trained on, although data loaders read
-ahead. Most streams continue from their own `state_dict`. Two kinds of streams have no exact state: a
-`datasets.IterableDataset` with a shuffle buffer, and a `torch.utils.data.IterableDataset` without `state_dict` and
-`load_state_dict`. They start the epoch again and skip the examples that the client already trained on, so they must
-yield the same examples in the same order each time.
+ahead. Most streams continue from their own `state_dict`. Other streams have no exact state: a
+`datasets.IterableDataset` with a shuffle buffer (with datasets before 5.2, every `datasets.IterableDataset`), and a
+`torch.utils.data.IterableDataset` without `state_dict` and `load_state_dict`. They start the epoch again and skip the
+examples that the client already trained on, so they must yield the same examples in the same order each time.
 
 Streams are read in the training process, and not by several processes for one client.
 """
@@ -24,7 +24,7 @@ from typing import Any
 import datasets
 import torch
 
-from .._compat import has_shuffle_buffer
+from .._compat import has_exact_state
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class ClientStream(torch.utils.data.IterableDataset[Any]):
         self._after_batch = {0: self._next}
         self._num_used = 0
         self._batch_size = 0
-        is_exact = isinstance(dataset, datasets.IterableDataset) and not has_shuffle_buffer(dataset)
-        self._keeps_state = is_exact or _has_state(dataset)
+        of_datasets = isinstance(dataset, datasets.IterableDataset)
+        self._keeps_state = has_exact_state(dataset) if of_datasets else _has_state(dataset)
 
     # Trainers distinguish the types of datasets, and read columns and features.
     @property  # type: ignore[misc]  # `object` declares an attribute
@@ -146,6 +146,4 @@ class ClientStream(torch.utils.data.IterableDataset[Any]):
 
 def _has_state(dataset: Any) -> bool:
     """Whether a stream of torch has the two methods that save and load its position."""
-    return not isinstance(dataset, datasets.IterableDataset) and all(
-        callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict")
-    )
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -22,8 +22,8 @@ class FederatedTrainer(FederatedMixin, Trainer):
     `IterableDataset` of `datasets` or torch. Streams need `local_steps`. A client continues in each round after the
     last example of its previous round, and a stream that ends starts again. The position is part of the client's state
     and of checkpoints. A stream of torch without `state_dict` and `load_state_dict`, and a stream of `datasets` with a
-    shuffle buffer, are read from their start, and the examples before the position are skipped. Streams need
-    `dataloader_num_workers=0`, and `parallelism="clients"` over several processes.
+    shuffle buffer or with datasets before 5.2, are read from their start, and the examples before the position are
+    skipped. Streams need `dataloader_num_workers=0`, and `parallelism="clients"` over several processes.
 
     Attributes that the trainer of a client sets on itself are dropped after the client's training, as if the client
     ran on another machine. Objects that the trainer of a client changes in place (a list on the trainer, the state

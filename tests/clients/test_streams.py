@@ -11,11 +11,14 @@ import pytest
 import torch
 from datasets import Dataset
 from federations import build_federation
+from packaging.version import Version
 from tiny import arguments, rows, same_weights, tiny_model
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from hf_federated import FederatedConfig, FederatedDataset, FederatedTrainer
+from hf_federated._compat import has_exact_state
+from hf_federated.clients.streams import ClientStream
 from hf_federated.messages.serialization import pack, unpack
 
 
@@ -151,6 +154,18 @@ def test_positions_are_the_state_of_the_client_and_hold_only_plain_values(tmp_pa
     # Three rounds of two batches: the 22 examples have six batches, of which the last has two examples.
     assert (kept["epoch"], kept["num_examples"]) == (1, 0)
     assert unpack(pack(kept)) == kept
+
+
+def test_stream_of_datasets_is_not_read_again_if_its_state_is_exact():
+    exact = Version(datasets.__version__).release >= (5, 2)
+    for name in ("one shard", "shards", "mapped", "filtered"):
+        assert has_exact_state(STREAMS[name]()) == exact
+        stream = ClientStream("a", STREAMS[name]())
+        next(stream.batches(torch.utils.data.DataLoader(stream, batch_size=BATCH_SIZE)))
+        assert (stream.position()["state"] is not None) == exact
+    shuffled = STREAMS["shuffled"]()
+    for stream in (shuffled, shuffled.map(upper, batched=True), datasets.concatenate_datasets([shuffled, shuffled])):
+        assert not has_exact_state(stream)
 
 
 @pytest.mark.parametrize("name", ["shards", "shuffled", "torch", "torch with state"])
