@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..data.plots.matplotlib_helpers import COLORS, display_name, new_figure
+from ..data.plots.matplotlib_helpers import COLORS, display_name, new_figure, use_integer_ticks
 
 
 if TYPE_CHECKING:
@@ -120,9 +120,6 @@ def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[s
             reference_lines[name] = axis.axhline(mean, linewidth=1.5, zorder=1, **reference_styles[name])
         for name, curve in curves.items():
             lines[name] = _draw_curve(axis, curve, styles[name])
-        first, last = (bound(bound(rounds) for rounds, _, _ in curves.values()) for bound in (min, max))
-        if first == last:  # avoids ticks at fractions of a round
-            axis.set_xlim(first - 1, first + 1)
     figure.legend(
         [*(lines[name] for name in styles), *(reference_lines[name] for name in reference_styles)],
         [display_name(name) for name in names],
@@ -181,9 +178,7 @@ def _distinct(names: Iterable[str], maximum: int, noun: str) -> list[str]:
 
 
 def _format_axis(axis: Axes, panel: CurvePanel) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    use_integer_ticks(axis.xaxis)
     axis.set_title(display_name(panel.title, max_length=60), fontsize=10)
     axis.set_xlabel(panel.step_name)
     axis.set_ylabel(display_name(panel.metric.replace("_", " ")))

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..data.plots.matplotlib_helpers import COLORS, new_figure, require_matplotlib
+from ..data.plots.matplotlib_helpers import COLORS, new_figure, require_matplotlib, use_integer_ticks
 from ..data.plots.partition_plots import plot_partition
 
 
@@ -92,10 +92,8 @@ def _series(log_history: Sequence[Mapping[str, Any]], key: str) -> dict[int, flo
 def _draw_curve(
     axis: Axes, series: Mapping[int, float], step_name: str, quantity: str, name: str | None = None
 ) -> None:
-    from matplotlib.ticker import MaxNLocator
-
     axis.plot(list(series), list(series.values()), color=COLORS[0], marker="o", markersize=4, label=name)
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    use_integer_ticks(axis.xaxis)
     axis.set_xlabel(step_name)
     axis.set_ylabel(quantity)
     axis.grid(axis="y", color="#dddddd", linewidth=0.8)

@@ -7,8 +7,10 @@ import sys
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from hf_federated.reporting import run_plots
+from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_curves
 from hf_federated.reporting.run_plots import plot_learning_curve, plot_partition
 
 
@@ -43,6 +45,21 @@ def test_curve_has_one_point_per_round(tmp_path):
     assert run_plots._series(logs, "eval_accuracy") == {1: 0.5, 2: 0.7}
     plot_learning_curve(logs, tmp_path / "curve.png", references={"centralized": 0.8})
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2, 3, 7, 40])
+def test_ticks_are_at_integer_rounds(tmp_path, monkeypatch, num_rounds):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: figures.append(self))
+    rounds = range(1, num_rounds + 1)
+    logs = [{"step": round, "loss": 1 / round, "eval_accuracy": round / 100} for round in rounds]
+    plot_learning_curve(logs, tmp_path / "curve.png")
+    curves = {"FedAvg": [{round: round / 100 for round in rounds}]}
+    plot_learning_curves([CurvePanel("task", "accuracy", curves)], tmp_path / "curves.png")
+    for axes in (axes for figure in figures for axes in figure.axes):
+        first, last = axes.get_xlim()
+        ticks = [tick for tick in axes.get_xticks() if first <= tick <= last]
+        assert ticks and all(tick == round(tick) for tick in ticks), ticks
 
 
 def test_error_without_matplotlib_names_the_extra(tmp_path, monkeypatch):

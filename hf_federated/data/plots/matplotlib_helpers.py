@@ -9,6 +9,7 @@ import numpy as np
 
 
 if TYPE_CHECKING:
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 # Paul Tol's "bright" color scheme. Its colors are distinct for color-blind readers and in print.
@@ -42,6 +43,19 @@ def new_figure(width: float, height: float, **kwargs: Any) -> tuple[Figure, Any]
     for axis in np.ravel(axes):
         axis.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def use_integer_ticks(axis: Axis) -> None:
+    """
+    Place the ticks of a horizontal or vertical axis at integers only, such as rounds or numbers of examples.
+
+    Args:
+        axis (`matplotlib.axis.Axis`): `axes.xaxis` or `axes.yaxis`.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    # By default, an axis with a single integer, such as a run of one round, gets ticks at fractions.
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def display_name(name: str, max_length: int = MAX_NAME_LENGTH) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import numpy as np
 
 from ..statistics.label_statistics import LabelCounts
-from .matplotlib_helpers import COLORS, display_name, new_figure, require_matplotlib
+from .matplotlib_helpers import COLORS, display_name, new_figure, use_integer_ticks
 
 
 if TYPE_CHECKING:
@@ -298,9 +298,6 @@ def plot_sizes(
     settings = {name: _sorted_sizes(values, name) for name, values in _to_settings(sizes, "plot_sizes").items()}
     if len(settings) > len(COLORS):
         raise ValueError(f"plot_sizes: {len(settings)} settings, but at most {len(COLORS)} can be drawn. Draw fewer.")
-    require_matplotlib()
-    from matplotlib.ticker import MaxNLocator
-
     smallest, largest = (int(bound([bound(values) for values in settings.values()])) for bound in (min, max))
     logarithmic = largest > LOG_RATIO * smallest
     many_clients = max(map(len, settings.values())) > MAX_NAMED_CLIENTS
@@ -321,7 +318,7 @@ def plot_sizes(
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter("{x:g}")
     else:
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        use_integer_ticks(axis.xaxis)
         if smallest == largest:
             axis.set_xlim(smallest - 2, largest + 2)
     axis.set_ylim(0, 1.02)
