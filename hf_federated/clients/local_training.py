@@ -303,6 +303,9 @@ def client_arguments(args: TrainingArguments, local_epochs: int, local_steps: in
     local.push_to_hub = False
     local.skip_memory_metrics = True
     local.save_total_limit = None
+    if not torch.accelerator.is_available():
+        # torch ignores the setting then, and warns about it for each data loader.
+        local.dataloader_pin_memory = False
     return local
 
 
