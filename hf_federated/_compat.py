@@ -393,6 +393,30 @@ PRIVATE_NAMES = (
 LOSS_FUNCTION = "_loss_function"
 
 
+# The logger of `Trainer`, and the first words of the records with which it announces a training or an evaluation, in
+# all supported versions. A record with new words is shown again.
+TRAINER_LOGGER = "transformers.trainer"
+BANNER_PREFIXES = (
+    "***** Running training *****",
+    "  Num examples",
+    "  Num Epochs = ",
+    "  Num update steps per epoch = ",
+    "  Instantaneous batch size per device = ",
+    "  Training with DataParallel so batch size has been adjusted to: ",
+    "  Total train batch size (w. parallel, distributed & accumulation) = ",
+    "  Gradient Accumulation steps = ",
+    "  Total optimization steps = ",
+    "  Number of trainable parameters = ",
+    "  Continuing training from ",
+    "  Resuming training from checkpoint with epoch ",
+    "  Will skip the first ",
+    "  Fast-forwarding the dataloader past ",
+    "\n\nTraining completed. Do not forget to share your model on huggingface.co/models",
+    "\n***** Running ",
+    "  Batch size = ",
+)
+
+
 def set_signature_columns(trainer: Trainer) -> None:
     """Compute the columns that the model of a trainer takes, and store them on the trainer."""
     trainer._set_signature_columns_if_needed()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -83,15 +84,16 @@ class SlowMain(TrainerCallback):
 
 
 class TroubleInClient(TrainerCallback):
-    """Fail when client 3 trains for the second time."""
+    """Fail when a client trains for the second time: client 3, or clients with other numbers of examples."""
 
-    def __init__(self) -> None:
-        self.num_trainings = 0
+    def __init__(self, sizes: Sequence[int] = SIZES[3:4]) -> None:
+        self.num_trainings = dict.fromkeys(sizes, 0)
 
     def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
-        if state.global_step == 1 and len(train_dataloader.dataset) == SIZES[3]:
-            self.num_trainings += 1
-            if self.num_trainings == 2:
+        size = len(train_dataloader.dataset)
+        if state.global_step == 1 and size in self.num_trainings:
+            self.num_trainings[size] += 1
+            if self.num_trainings[size] == 2:
                 raise ValueError("these rows are bad")
 
 

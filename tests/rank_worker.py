@@ -296,6 +296,8 @@ def train(rank: int, request: dict[str, Any]) -> None:
     model, federation, args, trainer_args = scenario(name)
     if "differ" in request and rank == request["world_size"] - 1:
         differ(request["differ"], federation, args, trainer_args)
+    if "log_level" in request:
+        args["log_level"] = request["log_level"]
     training_arguments = arguments(RUN_DIR, save_strategy="steps", **args)
     base = Float16Trainer if training_arguments.fp16 else Trainer
     if name in ("plain", "plain float16"):
@@ -310,6 +312,9 @@ def train(rank: int, request: dict[str, Any]) -> None:
         elif trouble in ("client", "tolerated client"):
             client_callbacks.append(TroubleInClient())
             federation |= {"clients_per_round": 1.0, "min_clients": len(SIZES) if trouble == "client" else 1}
+        elif trouble == "all clients":
+            client_callbacks.append(TroubleInClient(SIZES))
+            federation |= {"clients_per_round": 1.0, "min_clients": 3}
         elif trouble in ("callback", "kill", "end"):
             callbacks.append(Trouble(trouble, rank=request.get("rank", request["world_size"] - 1)))
         elif trouble == "absent":

@@ -22,6 +22,7 @@ from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metr
 from ..messages.validation import first_non_finite
 from ..postprocessing import Postprocessor, run_client_side
 from ..utils.random import preserved_generators, seed_torch
+from ..utils.trainer_banner import trainer_banner
 from .context import ClientContext
 from .gradient_scaler import ClientScaler
 from .local_training import (
@@ -86,6 +87,8 @@ class ClientWorker:
     ) -> None:
         self.models = models
         self.last_error: Exception | None = None
+        # The class and the lines of code of each error whose traceback was logged.
+        self._logged_errors: set[tuple[Any, ...]] = set()
         self._train_datasets = train_datasets
         self._eval_datasets = eval_datasets
         self._algorithm = algorithm
@@ -106,7 +109,7 @@ class ClientWorker:
         Answer a message.
 
         An exception on the client's side is returned as a [`ClientFailure`], as from a client on another machine. It
-        is logged with its traceback and kept in `last_error`. Errors of the client store, and errors that do not
+        is kept in `last_error`, and its traceback is logged once. Errors of the client store, and errors that do not
         depend on the client, are raised.
 
         Args:
@@ -130,23 +133,33 @@ class ClientWorker:
         to_keep: dict[str, Any] = {}
         reply: Message
         try:
-            if isinstance(message, Fit):
-                reply, to_keep = self._fit(message, model, kept)
-            elif isinstance(message, Evaluate):
-                reply = self._evaluate(message, model)
-            else:
-                reply, to_keep = self._answer(message, model)
+            with trainer_banner(shown=False):
+                if isinstance(message, Fit):
+                    reply, to_keep = self._fit(message, model, kept)
+                elif isinstance(message, Evaluate):
+                    reply = self._evaluate(message, model)
+                else:
+                    reply, to_keep = self._answer(message, model)
         except (ModelMismatchError, PeerFailedError, UnsupportedTrainerError):
             # These errors do not depend on the client. They end the run.
             raise
         except Exception as error:
             self.last_error = error
-            logger.warning(f"Client {message.client_id!r} failed in round {message.round}:\n{traceback.format_exc()}")
+            self._log_traceback(error, message)
             text = f"{type(error).__name__}: {error}"
             return ClientFailure(message.round, message.client_id, text)
         if to_keep:
             self.models.set_state(message.client_id, to_keep)
         return reply
+
+    def _log_traceback(self, error: Exception, message: Message) -> None:
+        """Log the traceback of a client's error. An error with the same lines of code is not logged again."""
+        lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+        origin = (type(error), *lines)
+        if origin not in self._logged_errors:
+            self._logged_errors.add(origin)
+            text = "".join(traceback.format_exception(error))
+            logger.warning(f"Client {message.client_id!r} failed in round {message.round}:\n{text}")
 
     def _answer(self, message: Message, model: ClientModel) -> tuple[Message, dict[str, Any]]:
         """Answer a message of a distillation algorithm. Also return the client's state if it changed."""

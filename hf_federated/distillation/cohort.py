@@ -315,6 +315,8 @@ class Cohort:
             if isinstance(reply, ClientFailure):
                 reason = reply.error
             self.exclude(client_id, f"Client {client_id!r}, round {self.round}, {phase}: {reason}")
+            # The clients behind a failure that leaves too few clients were not asked.
+            self.check_enough()
         return accepted
 
     def _unpack(self, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:

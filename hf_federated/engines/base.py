@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +17,7 @@ from typing import TypeVar
 from ..aggregation import Accumulator
 from ..clients import ClientWorker
 from ..distributed.process_group import ProcessGroup
-from ..messages import Message
+from ..messages import ClientFailure, Message
 from ..messages.ledger import Ledger
 
 
@@ -44,6 +44,9 @@ class Plan:
             default the engine waits for all clients.
         min_replies (`int`, *optional*, defaults to `0`):
             Number of replies that the engine waits for, even beyond the deadline.
+        max_failures (`int`, *optional*):
+            Number of failed clients after which a further failure ends the plan. With several processes, each process
+            counts its own clients. By default every client is asked.
     """
 
     round: int
@@ -52,6 +55,7 @@ class Plan:
     phase: str = "training"
     deadline: float | None = None
     min_replies: int = 0
+    max_failures: int | None = None
 
     def is_over(self, started: float, num_replies: int, min_replies: int | None = None) -> bool:
         """
@@ -121,9 +125,18 @@ class Engine(ABC):
         self.ledger = Ledger()
         self.last_error = None
 
-    def run(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> Iterator[Message]:
+    def own_clients(self, cohort: Sequence[str]) -> Sequence[str]:
         """
-        Execute a plan.
+        The clients of a cohort whose replies `run` yields in this process, in order.
+
+        Args:
+            cohort (`Sequence[str]`): Ids of the clients to ask.
+        """
+        return cohort
+
+    def run(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> Generator[Message, None, None]:
+        """
+        Execute a plan. A caller that closes the generator early does not ask the remaining clients.
 
         Args:
             plan ([`Plan`]): The plan to execute.
@@ -142,10 +155,14 @@ class Engine(ABC):
                 on_dispatch(client_id)
             return message
 
+        num_failures = 0
         for client_id, reply in self._execute(plan, dispatch):
             self.ledger.record(plan.round, client_id, bytes_up=reply.num_bytes)
+            num_failures += isinstance(reply, ClientFailure)
             yield reply
             del reply  # Free the memory before the next client trains.
+            if plan.max_failures is not None and num_failures > plan.max_failures:
+                return
 
     def collect(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> dict[str, Message]:
         """

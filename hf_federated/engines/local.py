@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from ..clients import ClientWorker
@@ -50,7 +50,7 @@ class LocalEngine(Engine):
 
     def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
         started = time.monotonic()
-        for num_replies, client_id in enumerate(self._own_clients(plan.cohort)):
+        for num_replies, client_id in enumerate(self.own_clients(plan.cohort)):
             if self._is_over(plan, started, num_replies):
                 return
             message = dispatch(client_id)
@@ -66,10 +66,6 @@ class LocalEngine(Engine):
         if self.serialize:
             return read_message(self.worker.handle(read_message(message.to_bytes())).to_bytes())
         return self.worker.handle(message)
-
-    def _own_clients(self, cohort: Sequence[str]) -> Sequence[str]:
-        """The clients of a cohort that train in this process."""
-        return cohort
 
     def save(self, directory: Path) -> dict[str, str]:
         return self.worker.models.save(directory)

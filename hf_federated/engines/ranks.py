@@ -112,7 +112,7 @@ class RankEngine(LocalEngine):
         costs = {client_id: self._costs.get(client_id, self._mean_cost) for client_id in cohort}
         return assign(costs, self.processes.world_size, self._fixed)
 
-    def _own_clients(self, cohort: Sequence[str]) -> Sequence[str]:
+    def own_clients(self, cohort: Sequence[str]) -> Sequence[str]:
         if not self._spreads_clients:
             return cohort
         return [client_id for client_id, rank in self._ranks_of(cohort).items() if rank == self.processes.rank]
@@ -122,7 +122,7 @@ class RankEngine(LocalEngine):
             return False
         if self._spreads_clients:
             # Each rank waits for its share of the replies; the shares are rounded up.
-            own = len(self._own_clients(plan.cohort))
+            own = len(self.own_clients(plan.cohort))
             return plan.is_over(started, num_replies, math.ceil(plan.min_replies * own / len(plan.cohort)))
         # The ranks train each client together, and their clocks differ.
         label = f"{plan.phase}, round {plan.round}: deadline after {num_replies} replies"
@@ -148,7 +148,7 @@ class RankEngine(LocalEngine):
     def gather(self, plan: Plan, results: Mapping[str, T]) -> dict[str, T]:
         if not self._spreads_clients:
             return super().gather(plan, results)
-        own = self._own_clients(plan.cohort)
+        own = self.own_clients(plan.cohort)
         part = {
             "results": dict(results),
             "bytes": {client_id: self.ledger.account(plan.round, client_id) for client_id in own},

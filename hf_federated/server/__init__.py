@@ -2,6 +2,7 @@
 
 from .callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState, call_event
 from .client_metrics import RoundSummary, spread_over_clients
+from .progress import RoundProgress
 from .round_loop import RoundLoop
 
 
@@ -10,6 +11,7 @@ __all__ = [
     "DistillationCallback",
     "FederatedCallback",
     "RoundLoop",
+    "RoundProgress",
     "RoundSummary",
     "ServerState",
     "call_event",

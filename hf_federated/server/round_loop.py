@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..postprocessing import Postprocessor, cast_floating, exchange_dtype, run_s
 from ..utils.errors import RoundFailedError
 from .callbacks import ServerState
 from .client_metrics import RoundSummary
+from .progress import RoundProgress
 
 
 logger = logging.get_logger(__name__)
@@ -39,6 +41,7 @@ class RoundLoop:
         write (`Callable[[dict[str, torch.Tensor]], None]`): Writes a global state into the server's model.
         sends_state (`bool`, *optional*, defaults to `True`): Whether clients receive the global state.
         row_limit ([`RowLimit`], *optional*): Limits the number of examples that a client trains on.
+        progress ([`~hf_federated.server.progress.RoundProgress`], *optional*): Shows how far a round is.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class RoundLoop:
         write: Callable[[dict[str, torch.Tensor]], None],
         sends_state: bool = True,
         row_limit: RowLimit | None = None,
+        progress: RoundProgress | None = None,
     ) -> None:
         self.engine = engine
         self.server = server
@@ -62,6 +66,7 @@ class RoundLoop:
         self._write = write
         self._sends_state = sends_state
         self._row_limit = row_limit
+        self._progress = progress or RoundProgress(lambda: (), config.num_rounds or 1)
         server.ask = self._ask
         server.min_clients = config.min_clients
 
@@ -97,25 +102,14 @@ class RoundLoop:
             deadline=config.round_deadline,
             min_replies=config.min_clients,
         )
-        # The metrics of each accepted update, or the reason for which the server rejected it.
-        outcomes: dict[str, dict[str, float] | str] = {}
-        first_error: Exception | None = None
-        for reply in self.engine.run(plan, lambda client_id: self._fire("on_client_begin", client_id=client_id)):
-            try:
-                update = self._accept(reply)
-            except InvalidUpdateError as error:
-                first_error = first_error or self.engine.last_error or error
-                outcomes[reply.client_id] = str(error)
-                logger.warning(f"Rejected: {error}")
-                continue
-            self._fire("on_client_end", update=update)
-            outcomes[update.client_id] = update.reported_metrics
-            del update, reply  # Free the memory before the next client trains.
+        outcomes, first_error = self._collect_updates(plan)
         outcomes = self.engine.gather(plan, outcomes)
         accepted = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, dict)}
+        server.rejected = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, str)}
+        self._check_failures(first_error)
         no_reply = f"no reply within round_deadline={config.round_deadline} seconds"
         server.rejected = {
-            client_id: str(outcomes.get(client_id, f"Client {client_id!r}, round {round}: {no_reply}"))
+            client_id: server.rejected.get(client_id, f"Client {client_id!r}, round {round}: {no_reply}")
             for client_id in server.cohort
             if client_id not in accepted
         }
@@ -132,6 +126,43 @@ class RoundLoop:
             self._write(server.weights)
         return RoundSummary.from_clients(accepted, num_failed=len(server.rejected))
 
+    def _collect_updates(self, plan: Plan) -> tuple[dict[str, dict[str, float] | str], Exception | None]:
+        """
+        Train the clients of this process. Stop at a failure after which too few clients remain.
+
+        Returns:
+            `dict[str, dict[str, float] | str]`: The metrics of each accepted update, or the reason for which the
+                server rejected it.
+            `Exception`, *optional*: The error of the first rejected update.
+        """
+        outcomes: dict[str, dict[str, float] | str] = {}
+        first_error: Exception | None = None
+        num_failed = 0
+        replies = self._progress.run(
+            self.engine, plan, lambda client_id: self._fire("on_client_begin", client_id=client_id)
+        )
+        with closing(replies):
+            for reply in replies:
+                try:
+                    update = self._accept(reply)
+                except InvalidUpdateError as error:
+                    first_error = first_error or self.engine.last_error or error
+                    outcomes[reply.client_id] = str(error)
+                    logger.warning(f"Rejected: {error}")
+                    num_failed += 1
+                    if num_failed > self._num_spare:
+                        break
+                    continue
+                self._fire("on_client_end", update=update)
+                outcomes[update.client_id] = update.reported_metrics
+                del update, reply  # Free the memory before the next client trains.
+        return outcomes, first_error
+
+    @property
+    def _num_spare(self) -> int:
+        """Number of clients of the cohort that may fail."""
+        return len(self.server.cohort) - self._config.min_clients
+
     def _fit_messages(self) -> Callable[[str], Fit]:
         """Return the function that builds this round's messages, which share the tensors of the global state."""
         server = self.server
@@ -145,8 +176,14 @@ class RoundLoop:
         )
 
     def _ask(self, phase: str, client_ids: Sequence[str], message_for: Callable[[str], Message]) -> dict[str, Message]:
-        """Send additional messages within a round, and return the replies in the order of the clients."""
-        return self.engine.collect(Plan(self.server.round, tuple(client_ids), message_for, phase))
+        """
+        Send additional messages within a round, and return the replies in the order of the clients.
+
+        Clients are left out after a failure that leaves too few clients.
+        """
+        num_spare = max(len(client_ids) - self._config.min_clients, 0)
+        plan = Plan(self.server.round, tuple(client_ids), message_for, phase, max_failures=num_spare)
+        return self._progress.collect(self.engine, plan)
 
     def _seed_of(self, client_id: str) -> int:
         return client_seed(self._config.federation_seed or 0, client_id, self.server.round)
@@ -161,6 +198,19 @@ class RoundLoop:
         update = run_server_side(self._postprocessors, reply, server.expected_state, self._seed_of(reply.client_id))
         check_update(update, server.round, server.expected_state, server.expected_extra, server.extra_checks)
         return update
+
+    def _check_failures(self, cause: Exception | None) -> None:
+        """Raise an error if too few clients remain."""
+        server, num_spare, min_clients = self.server, self._num_spare, self._config.min_clients
+        if len(server.rejected) <= num_spare:
+            return
+        # Several processes may see further failures before each of them stops. The error counts the failures at which
+        # one process stops, so that all engines raise the same error.
+        raise RoundFailedError(
+            f"Round {server.round}: {num_spare + 1} of {len(server.cohort)} clients failed. The remaining "
+            f"{min_clients - 1} are fewer than min_clients={min_clients}. The first failure: "
+            f"{next(iter(server.rejected.values()))}"
+        ) from cause
 
     def _check_enough(self, num_accepted: int, cause: Exception | None) -> None:
         server, min_clients = self.server, self._config.min_clients
@@ -192,14 +242,17 @@ class RoundLoop:
         )
         results: dict[str, dict[str, float]] = {}
         try:
-            for reply in self.engine.run(plan):
-                if isinstance(reply, Metrics):
-                    results[reply.client_id] = reply.metrics
-                    continue
-                reason = reply.error if isinstance(reply, ClientFailure) else f"the reply is a {type(reply).__name__}"
-                raise RoundFailedError(
-                    f"Client {reply.client_id!r} could not be evaluated: {reason}"
-                ) from self.engine.last_error
+            with closing(self._progress.run(self.engine, plan)) as replies:
+                for reply in replies:
+                    if isinstance(reply, Metrics):
+                        results[reply.client_id] = reply.metrics
+                        continue
+                    reason = f"the reply is a {type(reply).__name__}"
+                    if isinstance(reply, ClientFailure):
+                        reason = reply.error
+                    raise RoundFailedError(
+                        f"Client {reply.client_id!r} could not be evaluated: {reason}"
+                    ) from self.engine.last_error
         finally:
             # With `exchange_dtype`, the clients evaluated a state of lower precision.
             self._write(server.weights)

@@ -29,7 +29,8 @@ from ..clients.model_factory import ClientModelBuilder
 from ..distillation import DistillationServer, Teachers
 from ..engines import EngineContext, WatchPeers
 from ..messages.ledger import Ledger
-from ..server import RoundLoop, RoundSummary, ServerState, call_event, spread_over_clients
+from ..server import RoundLoop, RoundProgress, RoundSummary, ServerState, call_event, spread_over_clients
+from .announcement import announce
 from .checkpoint import clients_directory, read_server_state, write_server_state
 from .checks import check_labelled, check_resumed
 from .client_checkpoint import TEACHERS_DIR, load_teachers, save_clients, save_teachers
@@ -68,6 +69,7 @@ class Federation:
         self.initial = (saved.get("initial") or self.exchange.read()) if self._needs_initial else None
         self.student = self._build_student()
         self._row_limit = RowLimit(setup.clients.num_rows, setup.config.balance, setup.config.max_rows_per_round)
+        self._progress = RoundProgress(lambda: self._trainer.callback_handler.callbacks, setup.num_rounds)
         self.engine = setup.engine
         self.engine.start(self._engine_context())
         setup.aggregation.setup(setup.num_rounds, len(setup.clients))
@@ -119,7 +121,11 @@ class Federation:
             distillation=setup.distillation,
             private_models=self._model_builder() if builds_private_models else None,
             postprocessors=setup.postprocessors,
-            callbacks=[*setup.client_callbacks, *([WatchPeers(setup.processes)] if setup.is_spread else [])],
+            callbacks=[
+                *setup.client_callbacks,
+                *([WatchPeers(setup.processes)] if setup.is_spread else []),
+                *self._progress.client_callbacks(),
+            ],
         )
 
     def _build_client_models(self) -> ClientModels:
@@ -222,9 +228,19 @@ class Federation:
             write=self.exchange.write,
             sends_state=setup.aggregation.exchanges_parameters or distillation_sends_parameters,
             row_limit=self._row_limit,
+            progress=self._progress,
         )
 
     # ---- Rounds
+
+    def announce(self, round: int) -> None:
+        """
+        Log the lines that announce the training.
+
+        Args:
+            round (`int`): The next round, from 0.
+        """
+        announce(self._setup, self._args, round, self._row_limit)
 
     def _fire(self, event: str, **kwargs: Any) -> None:
         """Call an event of the round on the trainer's callbacks."""

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 
@@ -108,3 +108,28 @@ class RoundScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the learning rate."""
         self.learning_rate = state_dict["learning_rate"]
+
+
+class RoundsCallback(TrainerCallback):
+    """
+    Announces the training and fires `on_round_end`.
+
+    A round is an epoch of the loop. Its end follows the logging, evaluation and saving of the round.
+
+    Args:
+        trainer ([`FederatedMixin`]): The federated trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._trainer._until_announced.close()
+        self._trainer._federation.announce(state.global_step)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._trainer._federation.end_round()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,8 +26,6 @@ from transformers import (
     PreTrainedModel,
     Trainer,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
 )
 from transformers.integrations import get_reporting_integration_callbacks
@@ -43,6 +42,7 @@ from ..engines import Engine
 from ..postprocessing import Postprocessor
 from ..tasks import Task
 from ..utils.gc import frozen_gc
+from ..utils.trainer_banner import trainer_banner
 from .checkpoint import checkpoint_to_resume, clear_staging, read_server_state, rotate
 from .checks import as_federated_dataset
 from .dataset_preparation import (
@@ -55,7 +55,7 @@ from .dataset_preparation import (
 )
 from .evaluation import EvaluationMixin
 from .federation import Federation
-from .loop_stubs import RoundDataLoader, RoundScheduler, ServerOptimizer, round_arguments
+from .loop_stubs import RoundDataLoader, RoundsCallback, RoundScheduler, ServerOptimizer, round_arguments
 from .optimizer_factories import OptimizerFactories
 from .saving import SavingMixin
 from .setup import FederationSetup
@@ -150,7 +150,9 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
             else self._prepared_datasets(evaluation, eval_clients, participants, {}),
             client_callbacks=[*self._callbacks_of_parent(user_callbacks), *client_callbacks],
         )
-        self.add_callback(_RoundEndCallback(self))
+        self.add_callback(RoundsCallback(self))
+        # Contexts that end when the training is announced.
+        self._until_announced = ExitStack()
         self._user_args = self.args
         self._resume_from: str | None = None
 
@@ -252,7 +254,10 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
             with (
                 frozen_gc(),
                 self._arguments(round_arguments(self._user_args, self._federation_setup.num_rounds)),
+                self._until_announced,
             ):
+                # The banner of `Trainer` would describe the loop over rounds.
+                self._until_announced.enter_context(trainer_banner(shown=False))
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
@@ -431,15 +436,3 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
                 "for each trial."
             )
         return super().hyperparameter_search(*args, **kwargs)
-
-
-class _RoundEndCallback(TrainerCallback):
-    """Fires `on_round_end` at the end of an epoch, which is a round, after logging, evaluation and saving."""
-
-    def __init__(self, trainer: FederatedMixin) -> None:
-        self._trainer = trainer
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._trainer._federation.end_round()

@@ -24,12 +24,13 @@ from tiny import rows, same_weights, tiny_model
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from hf_federated import (
+    DSFL,
     FederatedCallback,
     FederatedDataset,
     FederatedTrainer,
 )
 from hf_federated.adapters import Exchange
-from hf_federated.messages import ClientUpdate, Predictions
+from hf_federated.messages import ClientUpdate, Predict, Predictions
 from hf_federated.utils.errors import RoundFailedError
 
 
@@ -95,6 +96,35 @@ def test_round_fails_when_fewer_than_min_clients_are_left(tmp_path, method):
         trainer.train()
     # The server keeps the model of the last finished aggregation.
     assert same_weights(trainer.model, tiny_model())
+
+
+class UnableToPredict(DSFL.client_class):
+    """Fails when the server asks for predictions."""
+
+    def handle(self, message, context):
+        if isinstance(message, Predict):
+            raise OSError("the disk is full")
+        return super().handle(message, context)
+
+
+class WithoutPredictions(DSFL):
+    client_class = UnableToPredict
+
+
+@pytest.mark.parametrize(("min_clients", "asked"), [(3, "a"), (2, "ab"), (1, "abc")])
+def test_no_further_client_is_asked_once_too_few_clients_are_left(tmp_path, min_clients, asked):
+    recorder = Recorder()
+    trainer = distillation_trainer(
+        tmp_path, WithoutPredictions(), record=recorder, federation={"min_clients": min_clients}
+    )
+    message = (
+        f"Round 0: {min_clients - 1} clients are left for distillation, and min_clients={min_clients}. The last "
+        f"failure: Client '{asked[-1]}', round 0, prediction: OSError: the disk is full"
+    )
+    with pytest.raises(RoundFailedError) as error:
+        trainer.train()
+    assert str(error.value) == message
+    assert [sent.client_id for sent in recorder.sent if isinstance(sent, Predict)] == list(asked)
 
 
 class ReplaceMetrics(SetBiasesToNaN):

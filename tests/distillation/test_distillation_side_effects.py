@@ -106,7 +106,7 @@ class ReverseClients(FederatedCallback):
     trainer = None
 
     def on_round_begin(self, args, state, control, **kwargs):
-        self.trainer.engine._own_clients = lambda cohort: list(reversed(cohort))
+        self.trainer.engine.own_clients = lambda cohort: list(reversed(cohort))
 
 
 @pytest.mark.parametrize("method", METHODS)

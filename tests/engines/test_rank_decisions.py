@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,23 @@ def test_decision_of_one_process_applies_to_all_processes(
     for rank in range(3):
         assert same_bits(weights(single), weights(several, rank))
         assert without_timings(notes(single)["log"]) == without_timings(notes(several, rank)["log"])
+
+
+def test_main_process_logs_one_line_for_each_of_its_clients(launch, tmp_path: Path) -> None:
+    answer = launch(tmp_path, "fedavg", 2, log_level="info")
+    assert answer["codes"] == [0, 0], logs(tmp_path)
+    log = (tmp_path / "rank-0.log").read_text()
+    trained = notes(tmp_path)["trained"]
+    num_own = Counter(round for round, _ in trained)
+    position: Counter[int] = Counter()
+    expected = []
+    for round, client_id in trained:
+        position[round] += 1
+        expected.append(f"round {round + 1}/3, client {client_id} ({position[round]}/{num_own[round]})")
+    assert re.findall(r"round \d+/\d+, client [^:]*", log) == expected
+    assert 0 < len(expected) < sum(map(len, notes(tmp_path)["cohorts"]))
+    assert log.count("***** Running federated training *****") == 1 and "***** Running training" not in log
+    assert "client" not in (tmp_path / "rank-1.log").read_text()
 
 
 def test_processes_out_of_step_are_named_with_their_positions(launch, tmp_path: Path) -> None:

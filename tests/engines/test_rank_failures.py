@@ -32,6 +32,24 @@ def test_a_failing_client_ends_all_processes_with_its_name(launch, tmp_path: Pat
         assert "'client 3'" in error and "ValueError: these rows are bad" in error
 
 
+def test_processes_raise_the_error_of_one_process_if_too_few_clients_are_left(launch, tmp_path: Path) -> None:
+    """All five clients fail. One process stops at the third failure, and two processes see up to five failures."""
+    errors = [
+        error
+        for world_size in (1, 2)
+        for error in failed_in_every_process(
+            launch, tmp_path / str(world_size), world_size=world_size, trouble="all clients"
+        )
+    ]
+    expected = (
+        "RoundFailedError: Round 1: 3 of 5 clients failed. The remaining 2 are fewer than min_clients=3. The first "
+        "failure: Client 'client 0', round 1: ValueError: these rows are bad"
+    )
+    assert len(errors) == 3 and all(error.endswith(expected) for error in errors)
+    log = (tmp_path / "1" / "rank-0.log").read_text()
+    assert log.count("Rejected: ") == 3
+
+
 def test_tolerated_client_failure_gives_the_same_model_as_one_process(launch, tmp_path: Path) -> None:
     states = []
     for world_size in (1, 2):

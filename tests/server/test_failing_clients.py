@@ -134,7 +134,7 @@ def test_round_with_too_few_clients_fails_and_keeps_the_global_state(tmp_path) -
     with pytest.raises(RoundFailedError) as error:
         trainer.train()
     assert str(error.value) == (
-        "Round 1: 3 of 4 clients delivered a valid update, but min_clients=4. The first failure: "
+        "Round 1: 1 of 4 clients failed. The remaining 3 are fewer than min_clients=4. The first failure: "
         "Client 'bad', round 1: OSError: the disk of this client is full"
     )
     assert isinstance(error.value.__cause__, OSError)
@@ -150,9 +150,71 @@ def test_round_in_which_all_clients_fail_names_the_reason(tmp_path) -> None:
     trainer = build_federation(
         tmp_path, {name: marked(data) for name, data in CLIENTS.items()}, base=FailsForMarkedExamples
     )
-    with pytest.raises(RoundFailedError, match="Round 0: 0 of 3 clients.*Client 'a', round 0: OSError: the disk"):
+    with pytest.raises(RoundFailedError, match="Round 0: 3 of 3 clients failed.*Client 'a', round 0: OSError: the d"):
         trainer.train()
     assert same_weights(trainer.model, tiny_model())
+
+
+class AskedClients(FederatedCallback):
+    """Records the clients that receive a message, by round."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, list[str]] = {}
+
+    def on_client_begin(self, args, state, control, client_id, *, server, **kwargs) -> None:
+        self.asked.setdefault(server.round, []).append(client_id)
+
+
+@pytest.mark.parametrize(("min_clients", "asked"), [(4, "a"), (3, "abc"), (2, "abcd"), (1, "abcd")])
+def test_round_stops_at_the_failure_that_leaves_too_few_clients(tmp_path, min_clients, asked) -> None:
+    """The clients a and c fail. A round that cannot reach `min_clients` any more trains no further client."""
+    clients = {"a": CLIENTS["a"], "b": UNMARKED["b"], "c": CLIENTS["c"], "d": UNMARKED["a"]}
+    clients |= {name: marked(clients[name]) for name in "ac"}
+    recorder = AskedClients()
+    trainer = build_federation(
+        tmp_path,
+        clients,
+        num_rounds=1,
+        base=FailsForMarkedExamples,
+        federation={"min_clients": min_clients},
+        trainer={"callbacks": [recorder]},
+    )
+    num_allowed = 4 - min_clients
+    if num_allowed >= 2:
+        trainer.train()
+    else:
+        with pytest.raises(RoundFailedError) as error:
+            trainer.train()
+        assert str(error.value) == (
+            f"Round 0: {num_allowed + 1} of 4 clients failed. The remaining {min_clients - 1} are fewer than "
+            f"min_clients={min_clients}. The first failure: Client 'a', round 0: OSError: the disk of this client is "
+            "full"
+        )
+    assert recorder.asked == {0: list(asked)}
+
+
+class FailsInTwoWays(FailsForMarkedExamples):
+    """Raises a further error, in another line, for examples with another marker."""
+
+    def compute_loss(self, model, inputs, **kwargs):
+        if (inputs["input_ids"][:, 0] == 30).any():
+            raise OSError(f"the disk of a client with {len(inputs['input_ids'])} examples is full")
+        return super().compute_loss(model, inputs, **kwargs)
+
+
+def test_traceback_of_an_error_is_logged_once(tmp_path, caplog) -> None:
+    """Each failure of each round is one line. The traceback repeats for an error in another line of code."""
+    other = {size: rows(size).map(lambda row: {"input_ids": [30, *row["input_ids"][1:]]}) for size in (1, 2)}
+    clients = {**ONE_FAILS, "bad too": marked(rows(4, seed=5)), "small": other[1], "smaller": other[2]}
+    trainer = build_federation(tmp_path, clients, base=FailsInTwoWays, num_rounds=2)
+    trainer.train()
+    assert caplog.text.count("Traceback (most recent call last)") == 2
+    rejected = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Rejected: ")]
+    assert len(rejected) == 2 * 4
+    assert rejected[:2] == [
+        f"Rejected: Client {name!r}, round 0: OSError: the disk of this client is full" for name in ("bad", "bad too")
+    ]
+    assert rejected[3] == "Rejected: Client 'smaller', round 0: OSError: the disk of a client with 2 examples is full"
 
 
 class ChangesTrainableParameters(TrainerCallback):
