@@ -61,7 +61,7 @@ class LowRankUpdates(Postprocessor):
         try:
             changes = decompress(update.state, reference=state)
         except ValueError as error:
-            raise InvalidUpdateError(f"Client {update.client_id!r}, round {update.round}: {error}") from error
+            raise InvalidUpdateError(f"Client {update.client_id!r}, round {update.round + 1}: {error}") from error
         values = {
             name: state[name] + value.to(state[name]) if value.is_floating_point() else value
             for name, value in changes.items()

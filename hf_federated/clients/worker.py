@@ -159,7 +159,7 @@ class ClientWorker:
         if origin not in self._logged_errors:
             self._logged_errors.add(origin)
             text = "".join(traceback.format_exception(error))
-            logger.warning(f"Client {message.client_id!r} failed in round {message.round}:\n{text}")
+            logger.warning(f"Client {message.client_id!r} failed in round {message.round + 1}:\n{text}")
 
     def _answer(self, message: Message, model: ClientModel) -> tuple[Message, dict[str, Any]]:
         """Answer a message of a distillation algorithm. Also return the client's state if it changed."""

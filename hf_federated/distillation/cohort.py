@@ -103,7 +103,7 @@ class Cohort:
             try:
                 check(metrics)
             except ValueError as error:
-                self.exclude(client_id, f"Client {client_id!r}, round {self.round}: {error}")
+                self.exclude(client_id, f"Client {client_id!r}, round {self.round + 1}: {error}")
         self.check_enough()
 
     def predict(self, rows: PublicRows, shape: tuple[int, ...], keeps_graph: bool = False) -> dict[str, torch.Tensor]:
@@ -172,7 +172,7 @@ class Cohort:
                     )
                 found[client_id], absent[client_id] = predictions, missing
             except ValueError as error:
-                self.exclude(client_id, f"Client {client_id!r}, round {self.round}: {error}")
+                self.exclude(client_id, f"Client {client_id!r}, round {self.round + 1}: {error}")
         self.check_enough()
         return found, {} if self.positions is None else _narrow(self.positions, rows, absent)
 
@@ -295,7 +295,7 @@ class Cohort:
             except (KeyError, TypeError, ValueError, OverflowError):
                 self.exclude(
                     client_id,
-                    f"Client {client_id!r}, round {self.round}, {phase}: the reply has no number "
+                    f"Client {client_id!r}, round {self.round + 1}, {phase}: the reply has no number "
                     "`distillation_loss`. The client side of the distillation must add it to the metrics.",
                 )
         self.check_enough()
@@ -314,7 +314,7 @@ class Cohort:
             reason = "no answer" if reply is None else f"answered with a {type(reply).__name__}"
             if isinstance(reply, ClientFailure):
                 reason = reply.error
-            self.exclude(client_id, f"Client {client_id!r}, round {self.round}, {phase}: {reason}")
+            self.exclude(client_id, f"Client {client_id!r}, round {self.round + 1}, {phase}: {reason}")
             # The clients behind a failure that leaves too few clients were not asked.
             self.check_enough()
         return accepted
@@ -354,7 +354,7 @@ class Cohort:
         if len(self.metrics) < self.min_clients:
             reason = next(reversed(self.rejected.values()), "")
             raise RoundFailedError(
-                f"Round {self.round}: {len(self.metrics)} clients are left for distillation, and "
+                f"Round {self.round + 1}: {len(self.metrics)} clients are left for distillation, and "
                 f"min_clients={self.min_clients}. The last failure: {reason}"
             )
 
@@ -370,7 +370,7 @@ class Cohort:
         """
         if not num_positions:
             raise RoundFailedError(
-                f"Round {self.round}: the tokenizers of the server and of all {len(self.metrics)} clients keep no "
+                f"Round {self.round + 1}: the tokenizers of the server and of all {len(self.metrics)} clients keep no "
                 "word of the public examples in common. Raise `max_length` of the task, or use other public examples."
             )
 

@@ -358,12 +358,12 @@ class FedDRS(Distillation):
         found = teachers.gather_results(place, made, asked)
         for client_id, result in found.items():
             if "error" in result:
-                cohort.exclude(client_id, f"Client {client_id!r}, round {cohort.round}: {result['error']}")
+                cohort.exclude(client_id, f"Client {client_id!r}, round {cohort.round + 1}: {result['error']}")
         server_errors = [result["server_error"] for result in found.values() if "server_error" in result]
         if server_errors:
             names = ", ".join(map(repr, cohort.rejected))
             left_out = f" Excluded in this round, but possibly averaged before: {names}." if names else ""
-            raise FloatingPointError(f"Round {cohort.round}: {server_errors[0]}{left_out}")
+            raise FloatingPointError(f"Round {cohort.round + 1}: {server_errors[0]}{left_out}")
         cohort.check_enough()
         return {client_id: result for client_id, result in found.items() if "error" not in result}
 

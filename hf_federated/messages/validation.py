@@ -82,9 +82,9 @@ def check_update(
         InvalidUpdateError: If a key, shape or dtype differs, if a value is not finite, if the algorithm cannot use a
             value, if a count or metric is invalid, or if the update is a reply to another round.
     """
-    where = f"Client {update.client_id!r}, round {round}"
+    where = f"Client {update.client_id!r}, round {round + 1}"
     if update.round != round:
-        raise InvalidUpdateError(f"{where}: the update is a reply to round {update.round}.")
+        raise InvalidUpdateError(f"{where}: the update is a reply to round {update.round + 1}.")
     if update.num_examples < 1 or update.num_tokens < 0 or update.num_steps < 1:
         raise InvalidUpdateError(
             f"{where}: {update.num_examples} examples, {update.num_tokens} tokens and {update.num_steps} steps; "

@@ -69,7 +69,7 @@ class SendChanges(Postprocessor):
         for name, value in (*update.state.items(), *update.extra.items()):
             if value.is_floating_point() and value.dtype != self.dtype:
                 raise InvalidUpdateError(
-                    f"Client {update.client_id!r}, round {update.round}: {name!r} was sent as {value.dtype}, "
+                    f"Client {update.client_id!r}, round {update.round + 1}: {name!r} was sent as {value.dtype}, "
                     f"expected {self.dtype}. Set the same `exchange_dtype` on the server and on all clients."
                 )
         # `check_update` rejects unexpected names and shapes later.

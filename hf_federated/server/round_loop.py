@@ -109,7 +109,7 @@ class RoundLoop:
         self._check_failures(first_error)
         no_reply = f"no reply within round_deadline={config.round_deadline} seconds"
         server.rejected = {
-            client_id: server.rejected.get(client_id, f"Client {client_id!r}, round {round}: {no_reply}")
+            client_id: server.rejected.get(client_id, f"Client {client_id!r}, round {round + 1}: {no_reply}")
             for client_id in server.cohort
             if client_id not in accepted
         }
@@ -191,7 +191,7 @@ class RoundLoop:
     def _accept(self, reply: Message) -> ClientUpdate:
         server = self.server
         if isinstance(reply, ClientFailure):
-            raise InvalidUpdateError(f"Client {reply.client_id!r}, round {server.round}: {reply.error}")
+            raise InvalidUpdateError(f"Client {reply.client_id!r}, round {server.round + 1}: {reply.error}")
         if not isinstance(reply, ClientUpdate):
             raise TypeError(f"Client {reply.client_id!r} answered a Fit with {type(reply).__name__}.")
         reply = reply.to(server.device)
@@ -207,7 +207,7 @@ class RoundLoop:
         # Several processes may see further failures before each of them stops. The error counts the failures at which
         # one process stops, so that all engines raise the same error.
         raise RoundFailedError(
-            f"Round {server.round}: {num_spare + 1} of {len(server.cohort)} clients failed. The remaining "
+            f"Round {server.round + 1}: {num_spare + 1} of {len(server.cohort)} clients failed. The remaining "
             f"{min_clients - 1} are fewer than min_clients={min_clients}. The first failure: "
             f"{next(iter(server.rejected.values()))}"
         ) from cause
@@ -218,7 +218,7 @@ class RoundLoop:
             return
         reason = next(iter(server.rejected.values()), "the cohort is too small")
         raise RoundFailedError(
-            f"Round {server.round}: {num_accepted} of {len(server.cohort)} clients delivered a valid update, but "
+            f"Round {server.round + 1}: {num_accepted} of {len(server.cohort)} clients delivered a valid update, but "
             f"min_clients={min_clients}. The first failure: {reason}"
         ) from cause
 

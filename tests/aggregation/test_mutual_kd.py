@@ -427,5 +427,5 @@ def test_update_of_another_shape_is_rejected_with_the_client_id():
     bad = ClientUpdate(
         3, "north", {"w/u": torch.zeros(9, 1), "w/s": torch.zeros(1), "w/v": torch.zeros(1, 6)}, 1, 0, 1
     )
-    with pytest.raises(ValueError, match="Client 'north', round 3: 'w' has shape"):
+    with pytest.raises(ValueError, match="Client 'north', round 4: 'w' has shape"):
         LowRankUpdates().server_side(bad, state)

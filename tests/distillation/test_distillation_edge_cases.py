@@ -66,7 +66,7 @@ def test_client_with_nan_predictions_is_left_out_and_named(tmp_path, method):
     trainer, callback = trainer_with_nan_clients(tmp_path, method, "b", federation={"num_rounds": 1})
     trainer.train()
     assert list(callback.rejected[0]) == ["b"]
-    assert "Client 'b', round 0" in callback.rejected[0]["b"] and "NaN" in callback.rejected[0]["b"]
+    assert "Client 'b', round 1" in callback.rejected[0]["b"] and "NaN" in callback.rejected[0]["b"]
     weights = client_weights(trainer)
     assert all(value.isfinite().all() for client_id in "ac" for value in weights[client_id].values())
     assert all(value.isfinite().all() for value in trainer.exchange.read().values())
@@ -92,7 +92,7 @@ def test_left_out_client_does_not_affect_the_result(tmp_path):
 @pytest.mark.parametrize("method", ["dsfl", "fedid"])
 def test_round_fails_when_fewer_than_min_clients_are_left(tmp_path, method):
     trainer, _ = trainer_with_nan_clients(tmp_path, method, "a", "b", federation={"min_clients": 2})
-    with pytest.raises(RoundFailedError, match="Round 0: 1 clients are left for distillation, and min_clients=2.*'b'"):
+    with pytest.raises(RoundFailedError, match="Round 1: 1 clients are left for distillation, and min_clients=2.*'b'"):
         trainer.train()
     # The server keeps the model of the last finished aggregation.
     assert same_weights(trainer.model, tiny_model())
@@ -118,8 +118,8 @@ def test_no_further_client_is_asked_once_too_few_clients_are_left(tmp_path, min_
         tmp_path, WithoutPredictions(), record=recorder, federation={"min_clients": min_clients}
     )
     message = (
-        f"Round 0: {min_clients - 1} clients are left for distillation, and min_clients={min_clients}. The last "
-        f"failure: Client '{asked[-1]}', round 0, prediction: OSError: the disk is full"
+        f"Round 1: {min_clients - 1} clients are left for distillation, and min_clients={min_clients}. The last "
+        f"failure: Client '{asked[-1]}', round 1, prediction: OSError: the disk is full"
     )
     with pytest.raises(RoundFailedError) as error:
         trainer.train()
@@ -161,7 +161,7 @@ def test_client_with_an_invalid_loss_is_left_out_and_named(tmp_path, weighting, 
     trainer.train()
     assert list(record.rejected[0]) == ["b"]
     reported = None if loss is ABSENT else loss
-    assert f"Client 'b', round 0: it reports {reported!r} as the smallest mean loss" in record.rejected[0]["b"]
+    assert f"Client 'b', round 1: it reports {reported!r} as the smallest mean loss" in record.rejected[0]["b"]
     assert list(trainer.distillation.weights) == ["a", "c"]
     assert sum(trainer.distillation.weights.values()) == pytest.approx(1)
 
@@ -192,7 +192,7 @@ def test_client_with_invalid_class_counts_is_left_out_and_named(tmp_path, counts
     trainer = distillation_trainer(tmp_path / "a", "fedkd", record=record)
     trainer.train()
     assert list(record.rejected[0]) == ["b"]
-    assert "Client 'b', round 0: it reports {" in record.rejected[0]["b"]
+    assert "Client 'b', round 1: it reports {" in record.rejected[0]["b"]
     assert "as its numbers of examples of each class" in record.rejected[0]["b"]
     # Weighting by size does not use class counts.
     record = ReplaceMetrics(**counts)

@@ -387,13 +387,13 @@ def test_client_with_invalid_scores_is_left_out_and_the_round_continues(tmp_path
     trainer.train()
     (reasons,) = rejected.reasons
     assert list(reasons) == ["b"]
-    assert re.match(f"Client 'b', round 0, additional tensors: .*{words}", reasons["b"])
+    assert re.match(f"Client 'b', round 1, additional tensors: .*{words}", reasons["b"])
     assert same_weights(trainer.model, without_b)
 
 
 def test_round_fails_when_all_scores_are_invalid(tmp_path):
     trainer = one_round_trainer(tmp_path, ["b"], postprocessors=[ChangeExtra(certainty=torch.zeros_like)])
-    with pytest.raises(RoundFailedError, match="0 of 1 clients .*'b', round 0, .*score of public example 0 is 0"):
+    with pytest.raises(RoundFailedError, match="0 of 1 clients .*'b', round 1, .*score of public example 0 is 0"):
         trainer.train()
 
 

@@ -91,7 +91,7 @@ class OverflowingServer(FederatedCallback):
 )
 def test_server_model_with_nan_raises_an_error_about_the_server(tmp_path, callback, named):
     trainer = feddrs_trainer(tmp_path, callbacks=[callback], federation={"num_rounds": 1})
-    with pytest.raises(FloatingPointError, match=f"Round 0: the server's model gives NaN.*{named}"):
+    with pytest.raises(FloatingPointError, match=f"Round 1: the server's model gives NaN.*{named}"):
         trainer.train()
 
 
@@ -125,7 +125,7 @@ def test_client_with_an_invalid_histogram_is_left_out_and_named(tmp_path, classe
     miscount = ReplaceHistogram(classes)
     trainer = feddrs_trainer(tmp_path, callbacks=[miscount], federation={"num_rounds": 1}, post_only=post_only)
     trainer.train()
-    assert miscount.reasons == {"a": f"Client 'a', round 0: its label histogram {message}"}
+    assert miscount.reasons == {"a": f"Client 'a', round 1: its label histogram {message}"}
     assert trainer.state.log_history[0]["federated/post_num_clients"] == 2
 
 

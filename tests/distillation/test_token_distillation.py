@@ -436,7 +436,7 @@ def test_clients_with_invalid_predictions_are_left_out_and_named(is_packed):
     }
     assert set(cohort.rejected) == set(reasons)
     for client_id, words in reasons.items():
-        assert re.search(f"{client_id!r}, round 0.*{words}", cohort.rejected[client_id])
+        assert re.search(f"{client_id!r}, round 1.*{words}", cohort.rejected[client_id])
 
 
 def test_client_without_a_distillation_loss_is_left_out_and_named():
@@ -446,7 +446,7 @@ def test_client_without_a_distillation_loss_is_left_out_and_named():
         client_id: Metrics(0, client_id, num_examples=2, metrics=metrics[client_id]) for client_id in client_ids
     }
     assert cohort.distill(PublicRows(0, 2), {}, num_epochs=1, num_training_epochs=1) == {"a": 0.5}
-    assert "Client 'b', round 0, distillation: the reply has no number `distillation_loss`" in cohort.rejected["b"]
+    assert "Client 'b', round 1, distillation: the reply has no number `distillation_loss`" in cohort.rejected["b"]
 
 
 def test_round_fails_when_no_word_is_kept_by_all_clients():

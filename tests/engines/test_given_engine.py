@@ -85,7 +85,7 @@ def test_round_ends_at_its_deadline_once_min_clients_have_replied(tmp_path, min_
     late = [client_id for client_id in CLIENTS if client_id not in accepted]
     assert list(rejected.reasons) == late
     assert all(
-        f"Client {name!r}, round 0: no reply within round_deadline=0.2" in rejected.reasons[name] for name in late
+        f"Client {name!r}, round 1: no reply within round_deadline=0.2" in rejected.reasons[name] for name in late
     )
     log = next(entry for entry in trainer.state.log_history if "federated/num_clients" in entry)
     assert (log["federated/num_clients"], log["federated/num_failed"]) == (len(accepted), len(late))

@@ -42,8 +42,8 @@ def test_processes_raise_the_error_of_one_process_if_too_few_clients_are_left(la
         )
     ]
     expected = (
-        "RoundFailedError: Round 1: 3 of 5 clients failed. The remaining 2 are fewer than min_clients=3. The first "
-        "failure: Client 'client 0', round 1: ValueError: these rows are bad"
+        "RoundFailedError: Round 2: 3 of 5 clients failed. The remaining 2 are fewer than min_clients=3. The first "
+        "failure: Client 'client 0', round 2: ValueError: these rows are bad"
     )
     assert len(errors) == 3 and all(error.endswith(expected) for error in errors)
     log = (tmp_path / "1" / "rank-0.log").read_text()
@@ -152,7 +152,7 @@ def test_killed_process_is_not_reported_as_a_client_failure(launch, tmp_path: Pa
 
 def test_client_error_with_data_parallelism_names_the_client(launch, tmp_path: Path) -> None:
     for error in failed_in_every_process(launch, tmp_path, "data many", trouble="client"):
-        assert "Client 'client 3', round 1: ValueError: these rows are bad" in error
+        assert "Client 'client 3', round 2: ValueError: these rows are bad" in error
 
 
 def test_run_resumes_after_a_killed_process(launch, finished, tmp_path: Path) -> None:

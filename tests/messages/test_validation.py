@@ -30,7 +30,7 @@ def rejection_message(bad: ClientUpdate) -> str:
     with pytest.raises(InvalidUpdateError) as error:
         check_update(bad, 2, REFERENCE, EXTRA)
     text = str(error.value)
-    assert text.startswith("Client 'north', round 2")
+    assert text.startswith("Client 'north', round 3")
     return text
 
 
@@ -104,7 +104,7 @@ def test_wrong_dtype_is_rejected_with_the_expected_dtype(dtype):
 
 
 def test_reply_to_another_round_is_rejected():
-    assert "the update is a reply to round 1" in rejection_message(dataclasses.replace(update(), round=1))
+    assert "the update is a reply to round 2" in rejection_message(dataclasses.replace(update(), round=1))
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_update_in_another_dtype_is_rejected(part) -> None:
     start = {"w": torch.ones(2)}
     parts = {"state": {"w": torch.zeros(2).bfloat16()}, part: {"w": torch.ones(2)}}
     update = ClientUpdate(3, "north", num_examples=1, num_tokens=0, num_steps=1, **parts)
-    with pytest.raises(InvalidUpdateError, match="'north', round 3: 'w' .* torch.float32, expected torch.bf"):
+    with pytest.raises(InvalidUpdateError, match="'north', round 4: 'w' .* torch.float32, expected torch.bf"):
         SendChanges(torch.bfloat16).server_side(update, start)
 
 

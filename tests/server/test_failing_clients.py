@@ -68,7 +68,7 @@ def test_round_continues_without_a_client_that_raises(tmp_path) -> None:
     assert same_weights(trainer.model, without.model)
     for round in range(2):
         assert recorder.rejected[round] == {
-            "bad": f"Client 'bad', round {round}: OSError: the disk of this client is full"
+            "bad": f"Client 'bad', round {round + 1}: OSError: the disk of this client is full"
         }
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert all(entry["federated/num_failed"] == 1 and entry["federated/num_clients"] == 3 for entry in entries)
@@ -104,7 +104,7 @@ def test_non_finite_update_is_rejected_by_name_and_the_round_continues(tmp_path,
     for round in range(2):
         (name, reason), *remaining = recorder.rejected[round].items()
         assert (name, remaining) == ("big", [])
-        assert f"Client 'big', round {round}: " in reason
+        assert f"Client 'big', round {round + 1}: " in reason
         assert "holds NaN or infinite values, expected finite values" in reason
         assert postprocessors or "'bert.embeddings.word_embeddings.weight'" in reason
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
@@ -134,8 +134,8 @@ def test_round_with_too_few_clients_fails_and_keeps_the_global_state(tmp_path) -
     with pytest.raises(RoundFailedError) as error:
         trainer.train()
     assert str(error.value) == (
-        "Round 1: 1 of 4 clients failed. The remaining 3 are fewer than min_clients=4. The first failure: "
-        "Client 'bad', round 1: OSError: the disk of this client is full"
+        "Round 2: 1 of 4 clients failed. The remaining 3 are fewer than min_clients=4. The first failure: "
+        "Client 'bad', round 2: OSError: the disk of this client is full"
     )
     assert isinstance(error.value.__cause__, OSError)
     assert all(torch.equal(parameter, starts[1][name]) for name, parameter in trainer.model.named_parameters())
@@ -150,7 +150,7 @@ def test_round_in_which_all_clients_fail_names_the_reason(tmp_path) -> None:
     trainer = build_federation(
         tmp_path, {name: marked(data) for name, data in CLIENTS.items()}, base=FailsForMarkedExamples
     )
-    with pytest.raises(RoundFailedError, match="Round 0: 3 of 3 clients failed.*Client 'a', round 0: OSError: the d"):
+    with pytest.raises(RoundFailedError, match="Round 1: 3 of 3 clients failed.*Client 'a', round 1: OSError: the d"):
         trainer.train()
     assert same_weights(trainer.model, tiny_model())
 
@@ -186,8 +186,8 @@ def test_round_stops_at_the_failure_that_leaves_too_few_clients(tmp_path, min_cl
         with pytest.raises(RoundFailedError) as error:
             trainer.train()
         assert str(error.value) == (
-            f"Round 0: {num_allowed + 1} of 4 clients failed. The remaining {min_clients - 1} are fewer than "
-            f"min_clients={min_clients}. The first failure: Client 'a', round 0: OSError: the disk of this client is "
+            f"Round 1: {num_allowed + 1} of 4 clients failed. The remaining {min_clients - 1} are fewer than "
+            f"min_clients={min_clients}. The first failure: Client 'a', round 1: OSError: the disk of this client is "
             "full"
         )
     assert recorder.asked == {0: list(asked)}
@@ -212,9 +212,9 @@ def test_traceback_of_an_error_is_logged_once(tmp_path, caplog) -> None:
     rejected = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Rejected: ")]
     assert len(rejected) == 2 * 4
     assert rejected[:2] == [
-        f"Rejected: Client {name!r}, round 0: OSError: the disk of this client is full" for name in ("bad", "bad too")
+        f"Rejected: Client {name!r}, round 1: OSError: the disk of this client is full" for name in ("bad", "bad too")
     ]
-    assert rejected[3] == "Rejected: Client 'smaller', round 0: OSError: the disk of a client with 2 examples is full"
+    assert rejected[3] == "Rejected: Client 'smaller', round 1: OSError: the disk of a client with 2 examples is full"
 
 
 class ChangesTrainableParameters(TrainerCallback):
@@ -254,7 +254,7 @@ def test_client_that_trains_other_parameters_is_rejected_by_name(tmp_path, chang
     )
     trainer.train()
     assert list(recorder.rejected[0]) == list(recorder.rejected[1]) == ["big"] or change == "adds"
-    assert f"Client 'big', round 0: ValueError: {words}" in recorder.rejected[0]["big"]
+    assert f"Client 'big', round 1: ValueError: {words}" in recorder.rejected[0]["big"]
     assert "before the trainer is built" in recorder.rejected[0]["big"]
     if change != "adds":
         without = build_federation(tmp_path / "two", CLIENTS, federation=settings)
@@ -283,7 +283,7 @@ def test_update_with_other_parameter_names_is_rejected_by_name(tmp_path) -> None
     with pytest.raises(RoundFailedError) as error:
         trainer(min_clients=3).train()
     for words in (
-        "Client 'b', round 0: 1 keys are missing, the first is 'classifier.bias'",
+        "Client 'b', round 1: 1 keys are missing, the first is 'classifier.bias'",
         "1 keys are unexpected, the first is 'lora_B.other'",
         "Train the same adapter or layers on all clients",
     ):
