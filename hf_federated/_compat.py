@@ -245,6 +245,13 @@ PRIVATE_NAMES = (
         "As for `_prepare_dataset`, for the log probabilities of the reference model.",
         "`precompute_ref_log_probs=True` of DPO is refused.",
     ),
+    PrivateName(
+        "trl.SFTTrainer",
+        "_total_train_tokens",
+        "wrapper: train_tokens, set_train_tokens",
+        "TRL counts the tokens of a run in the trainer. Clients train in copies of the trainer, which count alone.",
+        "`num_tokens` and `eval_num_tokens` in the logs of `federate(SFTTrainer)` and `federate(DPOTrainer)` are 0.",
+    ),
     # ---- accelerate: wrapped
     *(
         PrivateName(
@@ -644,3 +651,14 @@ def check_trl_splits_sft_trainer() -> None:
             f"A split SFTTrainer needs trl>=1.16, but trl {installed} is installed. Upgrade TRL, which needs Python "
             "3.11 or newer."
         )
+
+
+def train_tokens(trainer: Trainer) -> int | None:
+    """Number of training tokens that a trainer of TRL has counted; `None` for trainers that do not count them."""
+    return vars(trainer).get("_total_train_tokens")
+
+
+def set_train_tokens(trainer: Trainer, num_tokens: int) -> None:
+    """Replace the number that [`train_tokens`] returns. Trainers that do not count tokens are unchanged."""
+    if "_total_train_tokens" in vars(trainer):
+        vars(trainer)["_total_train_tokens"] = num_tokens

@@ -16,6 +16,7 @@ import torch
 import transformers
 from accelerate.state import GradientState
 from datasets import Dataset
+from language import language_model, texts, tokenizer
 from packaging.version import Version
 from tiny import arguments, rows, tiny_model
 
@@ -47,7 +48,7 @@ def instances(tmp_path_factory) -> dict[str, Any]:
     output_dir = tmp_path_factory.mktemp("trainer")
     trainer = transformers.Trainer(model=model, args=arguments(output_dir), train_dataset=rows(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return {
+    objects = {
         "accelerate.Accelerator": accelerate.Accelerator(cpu=True),
         "accelerate.state.GradientState": GradientState(),
         "datasets.Dataset": Dataset.from_dict({"column": [1]}),
@@ -58,6 +59,19 @@ def instances(tmp_path_factory) -> dict[str, Any]:
         "transformers.PretrainedConfig": transformers.BertConfig(_commit_hash="0" * 40),
         "transformers.Trainer": trainer,
     }
+    if importlib.util.find_spec("trl") is not None:
+        objects["trl.SFTTrainer"] = sft_trainer(output_dir)
+    return objects
+
+
+def sft_trainer(output_dir: Path) -> Any:
+    trl = importlib.import_module("trl")
+    return trl.SFTTrainer(
+        model=language_model(),
+        args=trl.SFTConfig(output_dir=str(output_dir), bf16=False, use_cpu=True, report_to=[]),
+        train_dataset=texts("north", 2),
+        processing_class=tokenizer(),
+    )
 
 
 @pytest.mark.parametrize("private", PRIVATE_NAMES, ids=lambda private: f"{private.owner}.{private.name}")
@@ -102,7 +116,7 @@ def private_attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_package_uses_no_private_name_outside_the_table(instances):
     # TRL is optional.
     owners = [resolve(private.owner) for private in PRIVATE_NAMES if not private.owner.startswith("trl.")]
-    owners += instances.values()
+    owners += [instance for path, instance in instances.items() if not path.startswith("trl.")]
     in_place = {private.name for private in PRIVATE_NAMES if not re.fullmatch(r"(wrapper|constant): .*", private.use)}
     wrong = []
     for path in sorted(PACKAGE.rglob("*.py")):

@@ -9,9 +9,10 @@ import os
 import re
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import peft
 from datasets import Dataset
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
@@ -52,6 +53,10 @@ class ModelFacts:
             Pipeline tag of the class.
         num_parameters (`int`):
             Number of parameters of the full model.
+        peft_version (`str`, *optional*):
+            Version of PEFT that saved the adapter.
+        tags (`list[str]`):
+            Tags that a trainer or a user added to the model with `add_model_tags`.
     """
 
     class_name: str
@@ -63,6 +68,8 @@ class ModelFacts:
     adapter: str | None
     task: str | None
     num_parameters: int
+    peft_version: str | None = None
+    tags: list[str] = field(default_factory=list)
 
     @classmethod
     def from_model(cls, model: Any, finetuned_from: str | None = None) -> ModelFacts:
@@ -84,7 +91,7 @@ class ModelFacts:
         adapter = None if peft_config is None else peft_config.peft_type.value
         name = (peft_config and peft_config.base_model_name_or_path) or base.config.name_or_path
         class_name = type(base).__name__
-        base_model = finetuned_from or (name if name and _is_hub_id(name) else None)
+        base_model = finetuned_from or (name if name and is_hub_id(name) else None)
         return cls(
             class_name=class_name,
             is_transformers_class=type(base).__module__.startswith("transformers."),
@@ -96,6 +103,8 @@ class ModelFacts:
             adapter=adapter,
             task=next((task for task, mapping in TASK_MAPPING.items() if class_name in mapping.values()), None),
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            peft_version=peft.__version__ if adapter else None,
+            tags=list(getattr(base, "model_tags", None) or []),
         )
 
 
@@ -188,7 +197,8 @@ def _recorded_source(data: Any, name: str | None) -> dict[str, Any]:
     }
 
 
-def _is_hub_id(name: str) -> bool:
+def is_hub_id(name: str) -> bool:
+    """Whether a name can be the id of a repository on the Hub and is not a local directory."""
     if os.path.isdir(name):
         return False
     try:

@@ -14,6 +14,9 @@ from .facts import DataFacts, ModelFacts
 from .tables import format_count, metric_name, table
 
 
+# The number of training tokens of the run, which trainers of TRL log with an evaluation.
+NUM_TOKENS = "eval_num_tokens"
+
 TAGS = ("federated-learning", "hf_federated", "generated_from_trainer")
 
 
@@ -56,20 +59,29 @@ def card_metadata(record: CardRecord, tags: Sequence[str]) -> ModelCardData:
             Tags of the method.
     """
     metadata, model = record.metadata, record.model
-    adapter_tags = [model.adapter.lower()] if model.adapter else []
+    all_tags = [*TAGS, *tags, *_adapter_tags(model), *model.tags, *metadata["tags"]]
     names = [data.name for data in (record.train_data, record.eval_data) if data is not None and data.name]
     return ModelCardData(
         language=metadata["language"],
         license=metadata["license"],
         library_name=model.library_name,
         base_model=model.base_model,
-        tags=[*TAGS, *tags, *adapter_tags, *metadata["tags"]],
+        tags=list(dict.fromkeys(all_tags)),
         datasets=metadata["dataset_tags"] or list(dict.fromkeys(names)) or None,
         pipeline_tag=_task(record),
         metrics=[result.metric_type for result in _eval_results(record)] or None,
         model_name=record.title,
         eval_results=_eval_results(record) or None,
+        peft_version=model.peft_version,
     )
+
+
+def _adapter_tags(model: ModelFacts) -> list[str]:
+    """Return the tags with which PEFT marks an adapter on the Hub, and its type."""
+    if model.adapter is None:
+        return []
+    of_base = [f"base_model:adapter:{model.base_model}"] if model.base_model else []
+    return [model.adapter.lower(), "transformers", *of_base]
 
 
 def _task(record: CardRecord) -> str | None:
@@ -97,7 +109,7 @@ def _eval_results(record: CardRecord) -> list[EvalResult]:
             metric_value=value,
         )
         for key, value in record.results.get("metrics", {}).items()
-        if isinstance(value, (int, float))
+        if isinstance(value, (int, float)) and key != NUM_TOKENS
     ]
 
 
@@ -117,7 +129,8 @@ def _results(record: CardRecord) -> str:
     metrics = record.results.get("metrics", {})
     if not metrics:
         return ""
-    return table(["Metric", "Value"], [[metric_name(key), value] for key, value in metrics.items()], numeric=True)
+    rows = [[metric_name(key), _cell(key, value)] for key, value in metrics.items()]
+    return table(["Metric", "Value"], rows, numeric=True)
 
 
 def metrics_table(steps: Sequence[dict[str, Any]], first_columns: dict[str, str], last_columns: dict[str, str]) -> str:
@@ -142,7 +155,8 @@ def metrics_table(steps: Sequence[dict[str, Any]], first_columns: dict[str, str]
 
 
 def _cell(key: str, value: Any) -> Any:
-    return format_count(int(value)) if value is not None and key.startswith("federated/") else value
+    is_count = key.startswith("federated/") or key == NUM_TOKENS
+    return format_count(int(value)) if value is not None and is_count else value
 
 
 def settings_table(rows: Sequence[Sequence[Any]]) -> str:

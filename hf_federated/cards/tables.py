@@ -84,6 +84,8 @@ def metric_name(key: str) -> str:
     """Return the displayed name of a metric: `eval_f1_macro` becomes `F1 macro`, `eval_loss` `Evaluation loss`."""
     if key == "eval_loss":  # the same table has the training loss
         return "Evaluation loss"
+    if key == "eval_num_tokens":  # TRL counts the tokens of the training
+        return "Training tokens"
     words = key.removeprefix("eval_").replace("_", " ").strip()
     return words[:1].upper() + words[1:]
 

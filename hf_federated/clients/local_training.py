@@ -30,7 +30,13 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
-from .._compat import gradient_state, num_items_in_batch, prepared_objects, set_prepared_objects
+from .._compat import (
+    gradient_state,
+    num_items_in_batch,
+    prepared_objects,
+    set_prepared_objects,
+    set_train_tokens,
+)
 from ..utils.random import derived_seed, isolated_rng, seed_generators
 from .gradient_scaler import ClientScaler
 from .sampling import limit_examples
@@ -367,6 +373,7 @@ def local_trainer(
     )
     client.neftune_noise_alpha = args.neftune_noise_alpha
     client.current_flos = 0
+    set_train_tokens(client, 0)
     client.hub_model_id = None
     client.push_in_progress = None
     client.hp_search_backend = None

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
+from .._compat import train_tokens
 from ..adapters import Exchange, ModelMismatchError
 from ..config import FederatedConfig
 from ..data.client_ids import similar_ids_hint
@@ -206,7 +207,7 @@ class ClientWorker:
             client_id=message.client_id,
             state=model.exchange.read() if message.returns_state else {},
             num_examples=_num_examples(trainer),
-            num_tokens=trainer.state.num_input_tokens_seen,
+            num_tokens=_num_tokens(trainer),
             num_steps=trainer.state.global_step,
             metrics=metrics,
             extra=extra,
@@ -305,6 +306,8 @@ class ClientWorker:
         trainer.is_in_train = trainer.is_in_train or isinstance(model, OwnModel)
         with preserved_process_state(model.trainer), preserved_generators():
             metrics = trainer.evaluate(dataset)
+        # TRL reports the number of training tokens of the run as `eval_num_tokens`, which a client does not know.
+        metrics.pop("eval_num_tokens", None)
         values = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         return Metrics(message.round, message.client_id, num_examples=len(dataset), metrics=values)
 
@@ -315,6 +318,14 @@ def _num_examples(trainer: Trainer) -> int:
     except TypeError:  # A stream has no length.
         args = trainer.args
         return trainer.state.global_step * args.train_batch_size * args.gradient_accumulation_steps
+
+
+def _num_tokens(trainer: Trainer) -> int:
+    """Return the number of tokens of a local training, if `Trainer` or a trainer of TRL counts them."""
+    counted = train_tokens(trainer)
+    if counted is None or trainer.args.include_num_input_tokens_seen != "no":
+        return trainer.state.num_input_tokens_seen
+    return counted
 
 
 def _training_metrics(trainer: Trainer) -> dict[str, float]:

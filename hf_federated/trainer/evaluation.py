@@ -53,18 +53,15 @@ class EvaluationMixin(RoleMixin):
         finally:
             self.data_collator = user_collator
 
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-        **kwargs: Any,
-    ) -> dict[str, float]:
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         """
         Evaluate as `Trainer.evaluate`, and with `evaluate_clients=True` also each client on its own examples.
 
-        A [`FederatedDataset`] is evaluated as one dataset of the examples of all clients. Additional arguments, such
-        as `max_length` of `Seq2SeqTrainer`, are passed to the parent class.
+        Args:
+            eval_dataset (`Dataset` or [`FederatedDataset`], *optional*): As in `Trainer.evaluate`. A federated dataset
+                is evaluated as one dataset of the examples of all clients.
+            args, kwargs: Further arguments of the method of the parent class: `ignore_keys` and `metric_key_prefix` of
+                `Trainer`, `max_length` of `Seq2SeqTrainer`.
 
         Returns:
             `dict[str, float]`: The metrics of the parent class over all examples. With `evaluate_clients=True`, also
@@ -75,9 +72,9 @@ class EvaluationMixin(RoleMixin):
             eval_dataset = eval_dataset.pooled_examples()
         setup = self._setup
         if setup is None or self.local_training is not None:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+            return super().evaluate(eval_dataset, *args, **kwargs)
         with setup.processes.fail_together(), setup.independent():
-            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+            metrics = super().evaluate(eval_dataset, *args, **kwargs)
             if eval_dataset is not None or not setup.config.evaluate_clients:
                 return metrics
             if self._running is None:

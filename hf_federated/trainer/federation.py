@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import Trainer, TrainerControl, TrainingArguments
 
-from .._compat import set_signature_columns
+from .._compat import set_signature_columns, train_tokens
 from ..adapters import Exchange
 from ..clients import (
     ClientModels,
@@ -297,6 +297,8 @@ class Federation:
         logs: dict[str, float] = dict(summary.other_metrics)
         if summary.grad_norm is not None:
             logs["grad_norm"] = summary.grad_norm
+        if (num_tokens := train_tokens(self._trainer)) is not None:
+            logs["num_tokens"] = float(num_tokens)
         logs["federated/num_clients"] = summary.num_clients
         logs["federated/num_failed"] = summary.num_failed
         logs["federated/bytes_up"] = self.engine.ledger.bytes_up

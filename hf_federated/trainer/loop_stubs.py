@@ -14,6 +14,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
+from .._compat import set_train_tokens
+
 
 # Default of `logging_steps`, `eval_steps` and `save_steps` in `TrainingArguments`. With this value, the loop over
 # rounds logs, evaluates or saves after every round.
@@ -114,7 +116,7 @@ class RoundsCallback(TrainerCallback):
     """
     Announces the training and fires `on_round_end`.
 
-    A round is an epoch of the loop. Its end follows the logging, evaluation and saving of the round.
+    At the start, it restores the number of training tokens of a resumed run in a trainer of TRL. A round is an epoch of the loop. Its end follows the logging, evaluation and saving of the round.
 
     Args:
         trainer ([`FederatedMixin`]): The federated trainer.
@@ -127,6 +129,7 @@ class RoundsCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._trainer._until_announced.close()
+        set_train_tokens(self._trainer, state.num_input_tokens_seen)
         self._trainer._federation.announce(state.global_step)
 
     def on_epoch_end(

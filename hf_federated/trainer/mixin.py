@@ -33,6 +33,7 @@ from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import TrainOutput
 
+from .._compat import set_train_tokens
 from ..clients import ClientSpec
 from ..clients.participants import FROM_TASK, EncodedClients, Participants, encode_for_server
 from ..config import FederatedConfig
@@ -290,6 +291,7 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
         if self._is_federating:
             summary = self._federation.run_round(self.state.global_step)
             self.state.num_input_tokens_seen += summary.num_tokens
+            set_train_tokens(self, self.state.num_input_tokens_seen)
             if summary.learning_rate is not None:
                 self.lr_scheduler.learning_rate = summary.learning_rate
             return torch.tensor(summary.loss, device=self.args.device)

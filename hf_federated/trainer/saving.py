@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from peft import PeftModel
@@ -11,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .._compat import push_from_checkpoint
 from ..cards import render_model_card
+from ..cards.facts import is_hub_id
 from .base import RoleMixin
 from .checkpoint import (
     check_weights,
@@ -26,8 +29,15 @@ from .checkpoint import (
 class SavingMixin(RoleMixin):
     """Overrides of the methods that write to the output directory."""
 
+    # The arguments of the last call of `create_model_card`.
+    _card_arguments: Mapping[str, Any] = MappingProxyType({})
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the global model as `Trainer.save_model` does, with `federated_config.json` and the ledger."""
+        """
+        Save the global model as `Trainer.save_model` does, with `federated_config.json` and the ledger.
+
+        PEFT saves a model card with an adapter. The card of the run replaces this card.
+        """
         if self.federation is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -37,6 +47,8 @@ class SavingMixin(RoleMixin):
             self.ledger.save(output_dir)
         with self._arguments(self._user_args):
             super().save_model(output_dir, _internal_call)
+        if self.args.should_save and isinstance(self.model, PeftModel):
+            self._save_card(output_dir)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the parent's checkpoint and the federation's state to a staging directory, then rename it."""
@@ -97,9 +109,14 @@ class SavingMixin(RoleMixin):
         dataset_tags: str | list[str] | None = None,
         dataset: str | list[str] | None = None,
         dataset_args: str | list[str] | None = None,
+        **kwargs: Any,
     ) -> None:
-        """Write the model card of `Trainer`, or for a federation a card with the logged results of the run."""
-        arguments: dict[str, Any] = {
+        """
+        Write the model card of the parent class, or for a federation a card with the logged results of the run.
+
+        `dataset_name` of TRL is accepted, too. If it is the id of a dataset on the Hub, it is added to `dataset_tags`.
+        """
+        named = {
             "language": language,
             "license": license,
             "tags": tags,
@@ -110,10 +127,18 @@ class SavingMixin(RoleMixin):
             "dataset": dataset,
             "dataset_args": dataset_args,
         }
+        # The method of a subclass, such as those of TRL, can have fewer arguments.
+        arguments = {name: value for name, value in named.items() if value is not None} | kwargs
         # Other models, such as those of sentence-transformers, have their own model cards.
         if self.federation is None or not isinstance(self.model, (PreTrainedModel, PeftModel)):
             super().create_model_card(**arguments)
             return
+        dataset_name = arguments.pop("dataset_name", None)
+        if dataset_name is not None and is_hub_id(dataset_name):
+            arguments.setdefault("dataset_tags", dataset_name)
+        self._card_arguments = arguments
         if self.is_world_process_zero():
-            card = render_model_card(self, **arguments)
-            card.save(os.path.join(self._user_args.output_dir, "README.md"))
+            self._save_card(self._user_args.output_dir)
+
+    def _save_card(self, directory: str) -> None:
+        render_model_card(self, **self._card_arguments).save(os.path.join(directory, "README.md"))

@@ -7,6 +7,7 @@ import itertools
 import re
 
 import numpy as np
+import peft
 import pytest
 import torch
 from datasets import Dataset
@@ -329,6 +330,52 @@ def test_card_of_an_adapter_names_peft_and_the_base_model(tmp_path):
     assert card.data.pipeline_tag == "text-classification"
     assert "the adapter's parameters" in card.text
     assert 'BertForSequenceClassification.from_pretrained("owner/tiny-bert")' in card.text
+
+
+def adapter_model(name="owner/tiny-bert"):
+    base = tiny_model()
+    base.name_or_path = base.config.name_or_path = name  # as `from_pretrained` sets both
+    base.add_model_tags("reviews")
+    return get_peft_model(base, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+
+
+def test_saved_adapter_has_the_card_of_the_run_with_the_header_of_peft(tmp_path):
+    model = adapter_model()
+    model.save_pretrained(tmp_path / "plain")
+    of_peft = ModelCard.load(tmp_path / "plain" / "README.md").data
+    run = trained(tmp_path / "run", model=model, federation=FederatedConfig(num_rounds=1), save_strategy="epoch")
+    for folder in (tmp_path / "run", tmp_path / "elsewhere", tmp_path / "run" / "checkpoint-1"):
+        if "checkpoint" not in folder.name:
+            run.save_model(str(folder))
+        card = ModelCard.load(folder / "README.md")
+        assert card.text.lstrip().startswith("# run\n") and "## Federation" in card.text
+        assert card.data.base_model == of_peft.base_model == "owner/tiny-bert"
+        assert card.data.library_name == of_peft.library_name == "peft"
+        assert card.data.peft_version == peft.__version__
+        assert set(of_peft.tags) == {"base_model:adapter:owner/tiny-bert", "lora", "reviews", "transformers"}
+        assert {*of_peft.tags, "federated-learning", "hf_federated", "fedavg"} <= set(card.data.tags)
+        assert len(card.data.tags) == len(set(card.data.tags))
+
+
+def test_saved_adapter_keeps_the_arguments_of_the_written_card(tmp_path):
+    run = trained(tmp_path / "run", model=adapter_model(), federation=FederatedConfig(num_rounds=1))
+    run.create_model_card(license="mit", tags="hospital", dataset_tags="owner/reports")
+    run.save_model()
+    data = ModelCard.load(tmp_path / "run" / "README.md").data
+    assert (data.license, data.datasets) == ("mit", ["owner/reports"]) and "hospital" in data.tags
+
+
+def test_card_of_a_saved_adapter_names_no_local_base_model(tmp_path):
+    run = trained(tmp_path / "run", model=adapter_model(str(tmp_path)), federation=FederatedConfig(num_rounds=1))
+    run.save_model()
+    text = (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
+    assert str(tmp_path) not in text and "base_model" not in text
+
+
+def test_saving_a_full_model_writes_no_card(tmp_path):
+    run = trained(tmp_path / "run", federation=FederatedConfig(num_rounds=1))
+    run.save_model()
+    assert not (tmp_path / "run" / "README.md").exists()
 
 
 def test_card_names_postprocessors(tmp_path):

@@ -22,6 +22,21 @@ from transformers import (
 from hf_federated import FederatedConfig, FederatedDataset, FederatedTrainer, federate
 
 
+def test_custom_evaluate_gets_its_own_arguments(tmp_path) -> None:
+    class WithExamples(Trainer):
+        """Takes further arguments between those of `Trainer.evaluate`, as the trainer of `run_qa.py`."""
+
+        def evaluate(self, eval_dataset=None, eval_examples=None, ignore_keys=None, metric_key_prefix="eval"):
+            metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            return {**metrics, f"{metric_key_prefix}_examples": eval_examples}
+
+    trainer = federate(WithExamples)(
+        model=tiny_model(), args=arguments(tmp_path), train_dataset=CLIENTS, eval_dataset=rows(4)
+    )
+    assert trainer.evaluate()["eval_examples"] is None
+    assert trainer.evaluate(rows(4), ["first"], metric_key_prefix="test")["test_examples"] == ["first"]
+
+
 def test_custom_loss_is_used(tmp_path) -> None:
     class Halved(Trainer):
         """Halves the loss of the parent class."""

@@ -82,7 +82,7 @@ def uninterrupted(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 def contents(directory: Path) -> dict[str, Any]:
-    """Read every file below a directory, by path. JSON files with a log are parsed, and timings are removed."""
+    """Read every file below a directory, by path. Logs and cards are parsed, and timings are removed."""
     files: dict[str, Any] = {}
     for path in sorted(directory.rglob("*")):
         if not path.is_file():
@@ -93,6 +93,8 @@ def contents(directory: Path) -> dict[str, Any]:
             value["log_history"] = without_timings(value["log_history"], "train_loss")
         elif path.name == "log_history.json":
             value = without_timings(json.loads(value), "train_loss")
+        elif path.name == "README.md":  # the card of an adapter
+            value = [line for line in value.splitlines() if not line.startswith(b"| Training time in seconds |")]
         files[str(path.relative_to(directory))] = value
     return files
 

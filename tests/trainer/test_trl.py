@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from huggingface_hub import ModelCard
 from language import SPECIAL, WORDS, language_model, preferences, texts, tokenizer
 from peft import LoraConfig, PeftModel
 from tiny import same_weights
@@ -154,6 +155,82 @@ def test_sft_with_one_client_equals_the_plain_trainer(tmp_path, peft_config) -> 
     federated = sft(tmp_path / "federated", clients=examples, federation=settings, peft_config=peft_config)
     federated.train()
     assert same_weights(plain.model, federated.model)
+
+
+def token_counts(trainer: Any) -> dict[str, list[float]]:
+    """The logged numbers of training tokens, in the order of the log."""
+    log_history = trainer.state.log_history
+    return {name: [e[name] for e in log_history if name in e] for name in ("num_tokens", "eval_num_tokens")}
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "config_class", "rows_of"),
+    [(trl.SFTTrainer, trl.SFTConfig, texts), (trl.DPOTrainer, trl.DPOConfig, preferences)],
+    ids=["sft", "dpo"],
+)
+def test_token_counts_of_one_client_equal_those_of_the_plain_trainer(
+    tmp_path, trainer_class, config_class, rows_of
+) -> None:
+    settings = {"train_dataset": rows_of("north", 10), "eval_dataset": rows_of("south", 3), "peft_config": LORA}
+    plain, federated = (
+        factory(
+            model=language_model(),
+            args=arguments(config_class, tmp_path, num_train_epochs=2, eval_strategy="epoch"),
+            processing_class=tokenizer(),
+            **settings,
+            **options,
+        )
+        for factory, options in (
+            (trainer_class, {}),
+            (federate(trainer_class), {"federation": FederatedConfig(client_optimizer_state="carry")}),
+        )
+    )
+    plain.train()
+    federated.train()
+    counts = token_counts(plain)
+    assert counts["num_tokens"] == counts["eval_num_tokens"] and 0 < counts["num_tokens"][0] < counts["num_tokens"][1]
+    assert token_counts(federated) == counts
+
+
+def test_training_tokens_of_all_clients_are_counted_across_a_resume(tmp_path) -> None:
+    eval_clients = FederatedDataset.from_dict({"north": texts("north", 3), "south": texts("south", 2)})
+    options = {"eval_strategy": "epoch", "save_strategy": "epoch", "federation": {"evaluate_clients": True}}
+    trainer = sft(tmp_path, eval_dataset=eval_clients, **options)
+    trainer.train()
+    in_a_round = sum(len(tokens) for dataset in trainer.loaded[:2] for tokens in dataset["input_ids"])
+    expected = {name: [in_a_round, 2 * in_a_round] for name in ("num_tokens", "eval_num_tokens")}
+    assert token_counts(trainer) == expected
+    # A client does not know the number of the other clients' tokens.
+    assert all("eval_num_tokens" not in metrics for metrics in trainer.client_metrics.values())
+    resumed = sft(tmp_path, eval_dataset=eval_clients, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert token_counts(resumed) == expected
+    finished = sft(tmp_path, eval_dataset=eval_clients, **options)
+    finished.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert finished.evaluate()["eval_num_tokens"] == 2 * in_a_round
+
+
+def test_card_of_an_sft_run_shows_the_training_tokens_and_its_dataset(tmp_path) -> None:
+    trainer = sft(tmp_path / "chat", eval_dataset=texts("south", 3), eval_strategy="epoch", save_strategy="epoch")
+    trainer.train()
+    trainer.create_model_card(model_name="chat", dataset_name="trl-lib/Capybara")  # as `push_to_hub` of TRL's scripts
+    card = ModelCard.load(tmp_path / "chat" / "README.md")
+    assert f"| Training tokens | {token_counts(trainer)['num_tokens'][-1]:,.0f} |" in card.text
+    assert card.data.datasets == ["trl-lib/Capybara"]
+    assert {"federated-learning", "hf_federated", "fedavg", "lora", "trl", "sft"} <= set(card.data.tags)
+    assert "num_tokens" not in card.data.metrics
+
+
+def test_trl_trainer_without_a_federation_writes_the_card_of_trl(tmp_path) -> None:
+    trainer = federate(trl.SFTTrainer)(
+        model=language_model(),
+        args=arguments(trl.SFTConfig, tmp_path, save_strategy="epoch", num_train_epochs=1),
+        train_dataset=texts("north", 4),
+        processing_class=tokenizer(),
+    )
+    trainer.train()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.tags and "federated-learning" not in card.data.tags and "with SFT" in card.text
 
 
 class ScoringDPOTrainer(trl.DPOTrainer):
