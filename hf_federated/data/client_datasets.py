@@ -315,7 +315,6 @@ def _check_same_rows(before: int, after: int, where: str) -> None:
     if before != after:
         raise ValueError(
             f"The function changed the number of rows{where} from {before} to {after}, so rows can no longer be"
-            " assigned to clients. Map each client separately: FederatedDataset.from_dict({client_id:"
-            " clients[client_id].map(...) for client_id in clients}), or change the number of rows before"
-            " partitioning."
+            " assigned to clients. Map each client separately with map(..., by_client=True), or change the number of"
+            " rows before partitioning."
         )

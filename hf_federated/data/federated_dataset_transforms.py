@@ -44,7 +44,9 @@ class FederatedDatasetTransformsMixin(ABC):
     def naming_columns(self) -> list[str]:
         """The columns that name the client of a row, whether they were kept or dropped."""
 
-    def map(self, function: Callable[..., Any] | None = None, **kwargs: Any) -> FederatedDataset:
+    def map(
+        self, function: Callable[..., Any] | None = None, *, by_client: bool = False, **kwargs: Any
+    ) -> FederatedDataset:
         """
         Apply [`datasets.Dataset.map`] to all rows and keep the assignment of rows to clients.
 
@@ -57,13 +59,17 @@ class FederatedDatasetTransformsMixin(ABC):
 
         Args:
             function (`Callable`, *optional*):
-                As in `datasets.Dataset.map`. It must return one row for each row.
+                As in `datasets.Dataset.map`. It must return one row for each row, unless `by_client=True`.
+            by_client (`bool`, *optional*, defaults to `False`):
+                Whether to map the clients one after the other, so that all rows of a batch belong to one client. The
+                number of rows may then change, as with a function that joins the texts of a batch and cuts them into
+                blocks. Each client then has a separate dataset.
             kwargs (*optional*):
                 Passed to `datasets.Dataset.map`.
 
         Raises:
-            `ValueError`: If the number of rows changes, or if separate client datasets would share a cache file or
-                fingerprint.
+            `ValueError`: If the number of rows changes without `by_client=True`, if no row of a client remains, or if
+                separate client datasets would share a cache file or fingerprint.
             `TypeError`: If a client has a dataset of torch.
 
         Example:
@@ -81,8 +87,13 @@ class FederatedDatasetTransformsMixin(ABC):
 
         ```
         """
-        self._check_cache_arguments("map", kwargs)
+        self._check_cache_arguments("map", kwargs, by_client)
         label = kwargs.get("desc") or "Map"
+        if by_client:
+            separate = SeparateDatasets({client_id: self._rows.open(client_id) for client_id in self._rows.client_ids})
+            return self._with_rows(
+                SeparateDatasets({i: rows.map(function, **kwargs) for i, rows in separate._with_progress(label)})
+            )
         return self._transform(lambda dataset: dataset.map(function, **kwargs), label)
 
     def filter(
@@ -365,8 +376,8 @@ class FederatedDatasetTransformsMixin(ABC):
     def _transform(self, function: Callable[[Any], Any], label: str | None = None) -> FederatedDataset:
         return self._with_rows(self._rows.transform(function, label))
 
-    def _check_cache_arguments(self, method: str, kwargs: Mapping[str, Any]) -> None:
-        is_separate = isinstance(self._rows, SeparateDatasets) and len(self._rows.client_ids) > 1
+    def _check_cache_arguments(self, method: str, kwargs: Mapping[str, Any], by_client: bool = False) -> None:
+        is_separate = (by_client or isinstance(self._rows, SeparateDatasets)) and len(self._rows.client_ids) > 1
         for name in ("cache_file_name", "new_fingerprint"):
             if is_separate and kwargs.get(name) is not None:
                 raise ValueError(

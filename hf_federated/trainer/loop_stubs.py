@@ -116,7 +116,8 @@ class RoundsCallback(TrainerCallback):
     """
     Announces the training and fires `on_round_end`.
 
-    At the start, it restores the number of training tokens of a resumed run in a trainer of TRL. A round is an epoch of the loop. Its end follows the logging, evaluation and saving of the round.
+    At the start, it restores the number of training tokens of a resumed run in a trainer of TRL. A round is an epoch
+    of the loop. Its end follows the logging, evaluation and saving of the round.
 
     Args:
         trainer ([`FederatedMixin`]): The federated trainer.

@@ -385,7 +385,7 @@ def test_transformations_keep_the_assignment_to_clients(clients):
 
 
 def test_map_that_changes_the_number_of_rows_raises_value_error(clients):
-    with pytest.raises(ValueError, match=r"FederatedDataset.from_dict\(\{client_id: clients\[client_id\].map"):
+    with pytest.raises(ValueError, match=r"map\(\.\.\., by_client=True\)"):
         clients.map(lambda rows: {"text": rows["text"] * 2}, batched=True, remove_columns=["speaker", "label"])
 
 
@@ -401,6 +401,30 @@ def test_map_that_changes_the_number_of_rows_raises_value_error(clients):
 def test_transformation_of_missing_column_lists_existing_columns(clients, change):
     with pytest.raises(ValueError, match="no column 'texts'. The columns are: speaker, text, label"):
         change(clients)
+
+
+def blocks_of_two(rows):
+    """Join the texts of a batch and cut them into blocks of two letters. The remainder is dropped."""
+    joined = "".join(rows["text"])
+    return {"text": [joined[start : start + 2] for start in range(0, len(joined) - 1, 2)]}
+
+
+def test_map_by_client_does_not_mix_rows_of_clients_and_can_change_their_number():
+    rows = Dataset.from_dict({"site": ["n", "s", "n", "s", "n"], "text": ["a", "xy", "bc", "zuv", "de"]})
+    clients = FederatedDataset.from_column(rows, "site").select_columns("text")
+    mapped = clients.map(blocks_of_two, batched=True, by_client=True)
+    assert {client_id: mapped[client_id]["text"][:] for client_id in mapped} == {"n": ["ab", "cd"], "s": ["xy", "zu"]}
+    assert mapped.partitioning == clients.partitioning
+    # A batch is never larger than `batch_size`.
+    assert clients.map(blocks_of_two, batched=True, batch_size=1, by_client=True)["n"]["text"][:] == ["bc", "de"]
+    with pytest.raises(ValueError, match="cache_file_name would give all clients the rows of the first client"):
+        clients.map(blocks_of_two, batched=True, by_client=True, cache_file_name="cache")
+
+
+def test_map_by_client_that_leaves_a_client_without_rows_names_the_client():
+    clients = FederatedDataset.from_column(Dataset.from_dict({"site": ["n", "s"], "text": ["ab", "x"]}), "site")
+    with pytest.raises(ValueError, match="A client without rows cannot train: 's'"):
+        clients.select_columns("text").map(blocks_of_two, batched=True, by_client=True)
 
 
 def test_map_processes_only_rows_that_belong_to_a_client():
