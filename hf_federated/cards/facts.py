@@ -80,7 +80,7 @@ class ModelFacts:
             model (`PreTrainedModel`, `PeftModel` or [`SplitModel`]):
                 The trained model.
             finetuned_from (`str`, *optional*):
-                Hub id of the base model. Overrides the id in the model's configuration.
+                Hub id of the base model. Overrides the id in the model's configuration. A local directory is ignored.
         """
         base, peft_config = model, None
         if isinstance(model, PeftModel):
@@ -91,7 +91,7 @@ class ModelFacts:
         adapter = None if peft_config is None else peft_config.peft_type.value
         name = (peft_config and peft_config.base_model_name_or_path) or base.config.name_or_path
         class_name = type(base).__name__
-        base_model = finetuned_from or (name if name and is_hub_id(name) else None)
+        base_model = next((each for each in (finetuned_from, name) if each and is_hub_id(each)), None)
         return cls(
             class_name=class_name,
             is_transformers_class=type(base).__module__.startswith("transformers."),

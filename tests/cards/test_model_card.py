@@ -148,6 +148,8 @@ def test_base_model_is_a_hub_id_and_never_a_local_path(trainer, record, tmp_path
     card = ModelCard(render(dataclasses.replace(record, model=ModelFacts.from_model(local))))
     assert card.data.base_model == "owner/tiny-bert"
     assert render_model_card(trainer, finetuned_from="owner/other").data.base_model == "owner/other"
+    # The example scripts of transformers pass `--model_name_or_path`, which can be a directory.
+    assert render_model_card(trainer, finetuned_from=str(tmp_path / "weights")).data.base_model is None
 
 
 def test_header_has_no_results_if_the_task_is_unknown(record):
