@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from .facts import DataFacts, ModelFacts
+from .facts import DataFacts, ModelFacts, is_hub_id
 from .log_history import LoggedRun, final_results, final_weight_logs, to_json_value
 
 
@@ -57,7 +57,7 @@ class CardRun(LoggedRun, Protocol):
 @dataclass(frozen=True)
 class CardArguments:
     """
-    Arguments of `Trainer.create_model_card`, in the same order.
+    Arguments of `Trainer.create_model_card`, in the same order, and `dataset_name` of the trainers of TRL.
 
     Args:
         language (`str` or `list[str]`, *optional*):
@@ -78,6 +78,8 @@ class CardArguments:
             Display names of the datasets.
         dataset_args (`str` or `list[str]`, *optional*):
             Arguments that were used to load the datasets.
+        dataset_name (`str`, *optional*):
+            Hub id of the dataset, if `dataset_tags` is not set. Local directories are not named.
     """
 
     language: str | list[str] | None = None
@@ -89,6 +91,14 @@ class CardArguments:
     dataset_tags: str | list[str] | None = None
     dataset: str | list[str] | None = None
     dataset_args: str | list[str] | None = None
+    dataset_name: str | None = None
+
+    @property
+    def hub_datasets(self) -> list[str]:
+        """The Hub ids of the datasets."""
+        if self.dataset_tags is not None or self.dataset_name is None:
+            return _as_list(self.dataset_tags)
+        return [self.dataset_name] if is_hub_id(self.dataset_name) else []
 
 
 @dataclass(frozen=True)
@@ -156,13 +166,14 @@ def common_fields(trainer: CardRun, eval_data: Any, step_name: str, card_argumen
         card_arguments ([`CardArguments`]):
             The arguments of the caller.
     """
-    dataset_name = next(iter(_as_list(card_arguments.dataset_tags)), None)
-    lists = ("tags", "tasks", "dataset_tags", "dataset", "dataset_args")
+    dataset_name = next(iter(card_arguments.hub_datasets), None)
+    lists = ("tags", "tasks", "dataset", "dataset_args")
     return {
         "title": card_arguments.model_name or Path(trainer.run_args.output_dir).name or type(trainer.model).__name__,
         "metadata": {
             "language": card_arguments.language,
             "license": card_arguments.license,
+            "dataset_tags": card_arguments.hub_datasets,
             **{name: _as_list(getattr(card_arguments, name)) for name in lists},
         },
         "model": ModelFacts.from_model(trainer.model, card_arguments.finetuned_from),

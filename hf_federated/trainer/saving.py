@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from .._compat import push_from_checkpoint
 from ..cards import render_model_card
-from ..cards.facts import is_hub_id
 from .base import RoleMixin
 from .checkpoint import (
     check_weights,
@@ -114,7 +113,7 @@ class SavingMixin(RoleMixin):
         """
         Write the model card of the parent class, or for a federation a card with the logged results of the run.
 
-        `dataset_name` of TRL is accepted, too. If it is the id of a dataset on the Hub, it is added to `dataset_tags`.
+        `kwargs` are further arguments of the method of the parent class. A federation accepts `dataset_name` of TRL.
         """
         named = {
             "language": language,
@@ -133,9 +132,6 @@ class SavingMixin(RoleMixin):
         if self.federation is None or not isinstance(self.model, (PreTrainedModel, PeftModel)):
             super().create_model_card(**arguments)
             return
-        dataset_name = arguments.pop("dataset_name", None)
-        if dataset_name is not None and is_hub_id(dataset_name):
-            arguments.setdefault("dataset_tags", dataset_name)
         self._card_arguments = arguments
         if self.is_world_process_zero():
             self._save_card(self._user_args.output_dir)

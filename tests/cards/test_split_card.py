@@ -283,4 +283,13 @@ def test_card_written_during_training_has_the_users_arguments(tmp_path):
 
 def test_card_arguments_match_those_of_trainer():
     names = list(inspect.signature(Trainer.create_model_card).parameters)[1:]
-    assert [item.name for item in dataclasses.fields(CardArguments)] == names
+    assert [item.name for item in dataclasses.fields(CardArguments)] == [*names, "dataset_name"]
+
+
+def test_dataset_name_of_trl_is_the_dataset_of_the_card(trainer, tmp_path):
+    assert SplitRecord.from_trainer(trainer, dataset_name="trl-lib/Capybara").metadata["dataset_tags"] == [
+        "trl-lib/Capybara"
+    ]
+    assert SplitRecord.from_trainer(trainer, dataset_name=str(tmp_path)).metadata["dataset_tags"] == []
+    both = SplitRecord.from_trainer(trainer, dataset_name="trl-lib/Capybara", dataset_tags="owner/chats")
+    assert both.metadata["dataset_tags"] == ["owner/chats"]
