@@ -1,6 +1,6 @@
 """Run example notebooks and store their outputs.
 
-    pip install -e '.[plots,trl,notebooks]'
+    pip install -e '.[metrics,plots,trl,notebooks]'
     python examples/execute.py examples/text_classification.ipynb
     python examples/execute.py examples/text_classification.ipynb --set MODEL=DIR --set NUM_ROUNDS=1
 
