@@ -5,13 +5,36 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from causal import bytes_tokenizer, llama
 from datasets import Dataset
 from recipe_data_fixtures import reviews_dir
 from recipe_model_fixtures import model_dir
+from transformers import AutoTokenizer, BertConfig, BertModel
 
 
 __all__ = ["model_dir", "reviews_dir"]
+
+
+def save_encoder(model_dir: Path, folder: Path, **config: int) -> Path:
+    """Save an encoder with the tokenizer of `model_dir` and weights that are the same in every run."""
+    AutoTokenizer.from_pretrained(model_dir).save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        BertModel(BertConfig.from_pretrained(model_dir, initializer_range=0.2, **config)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_encoder_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder with three layers."""
+    return save_encoder(model_dir, tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="session")
+def large_encoder_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder with four layers and a larger hidden size."""
+    return save_encoder(model_dir, tmp_path_factory.mktemp("large"), num_hidden_layers=4, hidden_size=24)
 
 
 @pytest.fixture(scope="session")

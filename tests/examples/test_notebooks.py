@@ -147,7 +147,7 @@ def run(name: str, directory: Path, results: str, **values: Any) -> dict[str, An
 
 
 @pytest.mark.slow
-def test_text_classification_notebook_learns_over_clients(tmp_path, model_dir, reviews_dir):
+def test_text_classification_notebook_learns_over_clients(tmp_path, small_encoder_dir, reviews_dir):
     results = run(
         "text_classification.ipynb",
         tmp_path,
@@ -159,12 +159,12 @@ def test_text_classification_notebook_learns_over_clients(tmp_path, model_dir, r
             "parameters": parameters,
             "labels": [row["label"] for row in classify(["a dull film", "a bright film"])],
         }""",
-        MODEL=model_dir,
+        MODEL=small_encoder_dir,
         DATA=reviews_dir,
         NUM_TRAIN=120,
         NUM_TEST=40,
         NUM_ROUNDS=20,
-        LEARNING_RATE=2e-2,
+        LEARNING_RATE=3e-3,
         ALPHA=10.0,
     )
     # The word "dull" or "bright" decides the label, so both runs learn to separate the labels.
@@ -210,14 +210,7 @@ def test_lora_notebook_lowers_loss_and_sends_adapter_only(tmp_path, chat_model_d
 
 
 @pytest.mark.slow
-def test_different_models_notebook_teaches_the_server(tmp_path, model_dir, reviews_dir):
-    from transformers import BertConfig, BertForSequenceClassification
-
-    large_dir = tmp_path / "large"
-    config = BertConfig.from_pretrained(model_dir, num_hidden_layers=4, hidden_size=24)
-    BertForSequenceClassification(config).save_pretrained(large_dir)
-    for path in model_dir.glob("tokenizer*"):
-        (large_dir / path.name).write_bytes(path.read_bytes())
+def test_different_models_notebook_teaches_the_server(tmp_path, small_encoder_dir, large_encoder_dir, reviews_dir):
     results = run(
         "different_models.ipynb",
         tmp_path,
@@ -231,24 +224,25 @@ def test_different_models_notebook_teaches_the_server(tmp_path, model_dir, revie
             "alone_sent": alone.ledger.bytes_up,
             "parameters": trainer.model.num_parameters(),
         }""",
-        LARGE_MODEL=large_dir,
-        SMALL_MODEL=model_dir,
+        LARGE_MODEL=large_encoder_dir,
+        SMALL_MODEL=small_encoder_dir,
         DATA=reviews_dir,
         NUM_PRIVATE=80,
         NUM_PUBLIC=40,
         NUM_TEST=40,
-        NUM_ROUNDS=8,
-        LOCAL_EPOCHS=8,
-        LEARNING_RATE=1e-2,
+        NUM_ROUNDS=10,
+        LOCAL_EPOCHS=6,
+        LEARNING_RATE=3e-3,
     )
     assert results["layers"] == [4, 4, 3, 3]
     assert results["scores"] == 4 * 40 * 2
     for row in results["sent"].values():
         # Scores and headers of a few messages, and no parameters.
-        assert results["scores"] < row["bytes_up"] / 8 < 4 * results["parameters"] / 4
+        assert results["scores"] < row["bytes_up"] / 10 < 4 * results["parameters"] / 4
     # The word "dull" or "bright" decides the label. The server learns it from scores alone.
     assert results["server"] > 0.9
-    assert len(results["alone"]) == len(results["clients"]) == 4
+    assert min(results["alone"]) > 0.9 and min(results["clients"]) > 0.9 and len(results["clients"]) == 4
+    assert results["alone_sent"] < sum(row["bytes_up"] for row in results["sent"].values())
 
 
 def test_unknown_setting_is_refused(tmp_path):
