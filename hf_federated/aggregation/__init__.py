@@ -20,10 +20,10 @@ from .mutual_kd import LowRankUpdates, MutualKD
 from .scaffold import Scaffold
 
 
-# The built-in algorithms by name.
 AGGREGATIONS: Mapping[str, type[Aggregation]] = MappingProxyType(
     {name: import_reference(reference) for name, reference in AGGREGATION_NAMES.built_in.items()}
 )
+"""The averaging algorithms, by the name that `aggregation` of [`FederatedConfig`] accepts."""
 
 
 def build_aggregation(aggregation: str | Aggregation, kwargs: Any = None) -> Aggregation:

@@ -283,7 +283,7 @@ class Aggregation:
         """
         Create an empty accumulator for one round.
 
-        An override may add means with their references to [`~Accumulator.means`].
+        An override may add means with their references to `means` of [`Accumulator`].
 
         Args:
             state (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of the state of an update.

@@ -60,10 +60,10 @@ from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surroga
 from .teachers import Teachers
 
 
-# The built-in algorithms by name.
 DISTILLATIONS: Mapping[str, type[Distillation]] = MappingProxyType(
     {name: import_reference(reference) for name, reference in DISTILLATION_NAMES.built_in.items()}
 )
+"""The distillation algorithms, by the name that `distillation` of [`FederatedConfig`] accepts."""
 
 
 def build_distillation(distillation: str | Distillation | None, kwargs: Any = None) -> Distillation | None:
