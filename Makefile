@@ -1,6 +1,7 @@
 # make demo   federated fine-tuning of MiniLM on movie reviews, with everything it needs
 # make test   the suite; make test PYTEST_ARGS="-m slow" for the long tests
 # make lint   ruff, mypy and tests/check_prose.py
+# make docs   the documentation site, in outputs/site; a warning is an error
 # Each target makes its own virtual environment in .venv; after that nothing is downloaded.
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ PYTEST_ARGS ?= -n 2
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: .venv/demo.stamp
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python recipes/quickstart/prepare_data.py --output-dir outputs/quickstart-inputs
@@ -30,6 +31,9 @@ lint: .venv/test.stamp
 	$(BIN)/mypy
 	$(BIN)/python tests/check_prose.py
 
+docs: .venv/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 clean:
 	rm -rf .venv outputs
 
@@ -40,6 +44,10 @@ clean:
 	$(PIP) --editable '.[test]'
 	# It asks for datasets<5, and runs with 5; what else it needs is in the extra.
 	$(PIP) --no-deps flwr-datasets==0.6.1
+	touch $@
+
+.venv/docs.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(PIP) --editable '.[docs]'
 	touch $@
 
 .venv/demo.stamp: pyproject.toml constraints.txt | .venv/bin/python
