@@ -10,11 +10,11 @@ from typing import Any
 import offline_world
 import page_objects
 import pytest
-import yaml
 from doc_blocks import PAGES, ROOT, Block, blocks, blocks_of
 
 from hf_federated.cli.main import build_parser
 from hf_federated.experiments.recipe import check_recipe, load_recipe
+from hf_federated.experiments.recipe_yaml import parse_yaml
 
 
 def python_pages() -> list[Any]:
@@ -114,7 +114,7 @@ YAML = [block for block in blocks_of("yaml") if not block.is_skipped]
 @pytest.mark.parametrize("block", YAML, ids=lambda block: f"{block.page.removeprefix('docs/')}:{block.line}")
 def test_recipes_are_valid(block) -> None:
     """A fragment of a recipe is completed with a model and a dataset."""
-    values = yaml.safe_load(block.code)
+    values = parse_yaml(block.code, block.page)
     check_recipe({"model": {"name_or_path": "model"}, "data": {"path": "data"}, **values})
 
 
