@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -30,7 +31,9 @@ def recipe_fields() -> str:
     long = {name: others.pop(name) for name in ("training",)}
     head = [f"## Top level\n\n{field_table(top_level.values())}"]
     head += [section_text(name, INTRODUCTIONS[name], fields.values()) for name, fields in others.items()]
-    tail = [section_text("benchmark", "the runs of `hf-federated benchmark`", dataclass_fields(BenchmarkSection).values())]
+    tail = [
+        section_text("benchmark", "the runs of `hf-federated benchmark`", dataclass_fields(BenchmarkSection).values())
+    ]
     tail += [section_text(name, INTRODUCTIONS[name], fields.values()) for name, fields in long.items()]
     return "\n\n".join([*head, *parts, *tail])
 
@@ -70,7 +73,8 @@ def as_yaml(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if dataclasses.is_dataclass(value) or callable(value):
         return type(value).__name__
-    return str(value) or '""'
+    # Quotes show line breaks and spaces at the end.
+    return json.dumps(value) if isinstance(value, str) and value != value.strip() or value == "" else str(value)
 
 
 def commands() -> str:

@@ -23,7 +23,7 @@ from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from docstrings import link_names  # noqa: E402
+from docstring_markdown import link_names  # noqa: E402
 from generated import commands, recipe_fields  # noqa: E402
 
 

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in DOCS.glob("**/*.md"))
 BLOCK = re.compile(
-    r"(?:^[ ]*<!-- test: (?P<option>.*?) -->\n\n?)?^(?P<indent>[ ]*)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
+    r"(?:^[ ]*<!-- test: (?P<option>.*?) -->\n\n?)?"
+    r"^(?P<indent>[ ]*)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,
 )
 

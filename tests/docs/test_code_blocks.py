@@ -127,7 +127,9 @@ def test_skipped_blocks_name_a_reason() -> None:
 
 def test_all_blocks_have_a_language() -> None:
     languages = {"python", "bash", "yaml", "text", "json", "diff", "pycon"}
-    wrong = [f"{block.page}:{block.line}" for page in PAGES for block in blocks(page) if block.language not in languages]
+    wrong = [
+        f"{block.page}:{block.line}" for page in PAGES for block in blocks(page) if block.language not in languages
+    ]
     assert not wrong
 
 

@@ -1,0 +1,195 @@
+"""The site documents every public name, field and option, and its links and its navigation are complete."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from doc_blocks import DOCS, PAGES, ROOT
+
+import hf_federated
+from hf_federated.cli.main import build_parser
+from hf_federated.data.partitioners import PARTITIONERS
+from hf_federated.experiments.grid import BenchmarkSection
+from hf_federated.experiments.recipe import named_section_fields, section_fields
+from hf_federated.experiments.recipe_schema import dataclass_fields
+
+
+REPOSITORY = "https://github.com/hf-federated/hf-federated/"
+LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)\)")
+PAPERS = {"fednlp": "fednlp", "fedid": "fedid", "adafd": "adafd", "feddrs": "feddrs", "fl-glm": "fl_glm"}
+
+
+def hook(name: str) -> ModuleType:
+    """A module of `docs/hooks` that does not need MkDocs."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / "hooks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(hf_federated.__all__))
+def test_public_name_is_in_the_reference(name) -> None:
+    pages = [page for page in PAGES if page.startswith("docs/reference/")]
+    assert sum(f"\n::: hf_federated.{name}\n" in text(page) for page in pages) == 1
+
+
+def documented_variables(source: str) -> set[str]:
+    """Names of the variables of a module that a docstring follows."""
+    body = ast.parse(source).body
+    return {
+        before.target.id
+        for before, after in zip(body, body[1:], strict=False)
+        if isinstance(before, ast.AnnAssign)
+        and isinstance(before.target, ast.Name)
+        and isinstance(after, ast.Expr)
+        and isinstance(after.value, ast.Constant)
+    }
+
+
+@pytest.mark.parametrize("name", sorted(hf_federated.__all__))
+def test_public_name_has_a_docstring(name) -> None:
+    item = getattr(hf_federated, name)
+    if inspect.isclass(item) or inspect.isroutine(item):
+        assert inspect.getdoc(item)
+    else:
+        package = {"AGGREGATIONS": "aggregation", "DISTILLATIONS": "distillation"}[name]
+        assert name in documented_variables(text(f"hf_federated/{package}/__init__.py"))
+
+
+def nav_pages(entries: Any) -> Iterator[str]:
+    for entry in entries:
+        for value in entry.values():
+            if isinstance(value, str):
+                yield f"docs/{value}"
+            else:
+                yield from nav_pages(value)
+
+
+def test_navigation_holds_every_page_once() -> None:
+    assert sorted(nav_pages(yaml.safe_load(text("mkdocs.yml"))["nav"])) == PAGES
+
+
+def anchors(markdown: str) -> set[str]:
+    """The anchors of the headings of a page, as GitHub and MkDocs compute them."""
+    prose = re.sub(r"^```.*?^```", "", markdown, flags=re.DOTALL | re.MULTILINE)
+    headings = [heading.strip("# ").lower() for heading in re.findall(r"^#+ .*", prose, flags=re.MULTILINE)]
+    return {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}
+
+
+def target_of(page: str, link: str) -> tuple[Path, str] | None:
+    """The file and the anchor of an internal link, or `None` for an external link."""
+    link = re.sub(rf"^{REPOSITORY}(?:blob|tree)/main/", f"{ROOT}/", link)
+    if re.match(r"\w+:", link):
+        return None
+    path, _, anchor = link.partition("#")
+    folder = (ROOT / page).parent
+    file = folder / path if path else ROOT / page
+    # The site has the pictures of the recipes' results under `results`.
+    match = re.search(r"\.\./results/(\w+)/(.*)", path)
+    return (ROOT / "recipes" / match[1] / "results" / match[2] if match else file), anchor
+
+
+@pytest.mark.parametrize("page", [*PAGES, "README.md", "CONTRIBUTING.md"])
+def test_internal_links_resolve(page) -> None:
+    markdown = re.sub(r"^```.*?^```", "", text(page), flags=re.DOTALL | re.MULTILINE)
+    links = [*LINK.findall(markdown), *re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", markdown)]
+    for link in links:
+        target = target_of(page, link)
+        if target is None:
+            continue
+        file, anchor = target
+        assert file.exists(), f"{page}: {link}"
+        if anchor:
+            assert anchor in anchors(file.read_text(encoding="utf-8")), f"{page}: {link}"
+
+
+def test_broken_links_are_found(tmp_path) -> None:
+    target = target_of("docs/index.md", "get-started/missing.md")
+    assert target is not None and not target[0].exists()
+    assert target_of("docs/index.md", f"{REPOSITORY}blob/main/README.md#x") == (ROOT / "README.md", "x")
+    assert target_of("docs/index.md", "https://example.org") is None
+
+
+def test_recipe_page_has_every_field() -> None:
+    page = hook("generated").recipe_fields()
+    sections = {**section_fields(), "benchmark": dataclass_fields(BenchmarkSection)}
+    for classes in named_section_fields().values():
+        sections |= classes
+    for section, fields in sections.items():
+        for name in fields:
+            assert f"| `{name}` |" in page, f"{section}.{name}"
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 5 for row in rows)
+
+
+def subparsers(parser: ArgumentParser) -> dict[str, ArgumentParser]:
+    return next(action.choices for action in parser._actions if isinstance(action.choices, dict))
+
+
+def test_command_page_has_every_option() -> None:
+    page = hook("generated").commands()
+    for partitioner in (None, *PARTITIONERS):
+        for command, parser in subparsers(build_parser(partitioner)).items():
+            assert f"## `hf-federated {command}`" in page
+            for action in parser._actions:
+                names = action.option_strings or [action.metavar or action.dest]
+                assert all(name in page for name in names), f"{command} {names}"
+
+
+def test_docstring_becomes_markdown() -> None:
+    module = hook("docstring_markdown")
+    docstring = (
+        "A mean.\n\nArgs:\n    alpha (`float`, *optional*, defaults to `(0.5, 1.0)`):\n        See [`FedAvg`].\n"
+        "    kwargs (*optional*): As in [`~hf_federated.nowhere.Unknown`].\n\nRaises:\n    `ValueError`: If not.\n\n"
+        "Example:\n\n```python\n>>> 1\n1\n```\n"
+    )
+    assert module.to_markdown(docstring) == (
+        "A mean.\n\n**Args**\n\n- **alpha** (`float`, *optional*, defaults to `(0.5, 1.0)`): \n    See"
+        " [`FedAvg`][hf_federated.FedAvg].\n- **kwargs** (*optional*): As in `Unknown`.\n\n**Raises**\n\n"
+        "- **ValueError**: If not.\n\n**Example**\n\n```pycon\n>>> 1\n1\n```\n\n"
+    )
+
+
+def test_reference_to_a_method_links_the_method() -> None:
+    module = hook("docstring_markdown")
+    assert module.link_names("[`~Ledger.save`]") == "[`save`][hf_federated.Ledger.save]"
+    assert module.link_names("[`Ledger`](page.md)") == "[`Ledger`](page.md)"
+
+
+@pytest.mark.parametrize("page", PAPERS)
+def test_numbers_of_a_paper_page_are_in_the_readme_of_its_recipes(page) -> None:
+    numbers = re.findall(r"[+−]?\d\.\d+ ± \d\.\d+", text(f"docs/papers/{page}.md"))
+    readme = " ".join(text(f"recipes/{PAPERS[page]}/README.md").split())
+    assert len(numbers) > 5
+    assert [number for number in numbers if number not in readme] == []
+
+
+@pytest.mark.slow
+def test_site_builds_without_a_warning(tmp_path) -> None:
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr[-4000:]
+    pages = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").glob("**/index.html")}
+    assert {"index.html", "reference/recipes/index.html", "papers/fedid/index.html"} <= pages
+    html = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "site").glob("**/*.html"))
+    assert not re.search(r"<(?:script|link|img)[^>]*(?:src|href)=\"https?://(?!hf-federated\.github\.io)", html)
