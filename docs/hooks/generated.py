@@ -64,7 +64,8 @@ def field_table(fields: Iterable[Any]) -> str:
 
 def cell(text: str) -> str:
     """Text that is safe in a cell of a table."""
-    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+    escaped = {"|": "\\|", "<": "&lt;", "*": "\\*", "{": "&#123;"}  # Braces are attributes of Markdown's attr_list.
+    return "".join(escaped.get(character, character) for character in text)
 
 
 def as_yaml(value: Any) -> str:
@@ -75,6 +76,15 @@ def as_yaml(value: Any) -> str:
         return type(value).__name__
     # Quotes show line breaks and spaces at the end.
     return json.dumps(value) if isinstance(value, str) and value != value.strip() or value == "" else str(value)
+
+
+def algorithms(package: str) -> str:
+    """A table of the names in `AGGREGATIONS` or `DISTILLATIONS`, with links to the classes."""
+    from hf_federated import AGGREGATIONS, DISTILLATIONS
+
+    classes = {"aggregation": AGGREGATIONS, "distillation": DISTILLATIONS}[package]
+    lines = [f"| `{name}` | [`{cls.__name__}`] |" for name, cls in classes.items()]
+    return "\n".join([f"| `{package}` | class |", "|---|---|", *lines])
 
 
 def commands() -> str:

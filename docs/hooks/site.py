@@ -4,6 +4,7 @@ A page contains a comment where generated text belongs:
 
 - `<!-- generated: recipe-fields -->`: the fields of a recipe, from the dataclasses.
 - `<!-- generated: commands -->`: the help of each command, from the argument parser.
+- `<!-- generated: aggregation -->`, `<!-- generated: distillation -->`: the names of the algorithms.
 - `<!-- include: recipes/fedid/README.md#differences-from-the-paper -->`: a section of a Markdown file.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,17 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parent))
 
 from docstring_markdown import link_names  # noqa: E402
-from generated import commands, recipe_fields  # noqa: E402
+from generated import algorithms, commands, recipe_fields  # noqa: E402
 
 
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://github.com/hf-federated/hf-federated/blob/main"
-GENERATED = {"recipe-fields": recipe_fields, "commands": commands}
+GENERATED = {
+    "recipe-fields": recipe_fields,
+    "commands": commands,
+    "aggregation": partial(algorithms, "aggregation"),
+    "distillation": partial(algorithms, "distillation"),
+}
 
 log = logging.getLogger("mkdocs.hooks.site")
 
@@ -48,7 +55,7 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
     markdown = re.sub(r"<!-- generated: ([\w-]+) -->", lambda match: GENERATED[match[1]](), markdown)
     markdown = re.sub(r"<!-- include: (\S+)#([\w-]+) -->", lambda match: section(match[1], match[2]), markdown)
     return "".join(
-        part if part.startswith("```") else link_names(part)
+        part if part.startswith("```") else link_names(part).replace(" ± ", "\u00a0±\u00a0")
         for part in re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     )
 

@@ -140,6 +140,13 @@ def test_recipe_page_has_every_field() -> None:
     assert all(len(re.findall(r"(?<!\\)\|", row)) == 5 for row in rows)
 
 
+@pytest.mark.parametrize("package", ["aggregation", "distillation"])
+def test_reference_lists_the_names_of_all_algorithms(package) -> None:
+    classes = {"aggregation": hf_federated.AGGREGATIONS, "distillation": hf_federated.DISTILLATIONS}[package]
+    table = hook("generated").algorithms(package)
+    assert all(f"| `{name}` | [`{cls.__name__}`] |" in table for name, cls in classes.items())
+
+
 def subparsers(parser: ArgumentParser) -> dict[str, ArgumentParser]:
     return next(action.choices for action in parser._actions if isinstance(action.choices, dict))
 
