@@ -18,6 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in DOCS.glob("**/*.md"))
+# The pages of the site, and the other file with code that is not tested elsewhere.
+CODE_PAGES = [*PAGES, "README.md"]
 BLOCK = re.compile(
     r"(?:^[ ]*<!-- test: (?P<option>.*?) -->\n\n?)?"
     r"^(?P<indent>[ ]*)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
@@ -67,4 +69,4 @@ def blocks(page: str) -> list[Block]:
 
 def blocks_of(language: str) -> list[Block]:
     """The blocks of all pages in one language."""
-    return [block for page in PAGES for block in blocks(page) if block.language == language]
+    return [block for page in CODE_PAGES for block in blocks(page) if block.language == language]

@@ -10,17 +10,18 @@ from typing import Any
 import offline_world
 import page_objects
 import pytest
-from doc_blocks import PAGES, ROOT, Block, blocks, blocks_of
+from doc_blocks import CODE_PAGES, ROOT, Block, blocks, blocks_of
 
 from hf_federated.cli.main import build_parser
-from hf_federated.experiments.recipe import check_recipe, load_recipe
+from hf_federated.experiments.grid import plan_runs, read_section
+from hf_federated.experiments.recipe import check_recipe, load_recipe, partitioner_has_seed
 from hf_federated.experiments.recipe_yaml import parse_yaml
 
 
 def python_pages() -> list[Any]:
     """The pages with Python blocks that run, with the marker `slow` where a block has the option."""
     pages = []
-    for page in PAGES:
+    for page in CODE_PAGES:
         found = [block for block in blocks(page) if block.language == "python" and not block.is_skipped]
         if found:
             marks = [pytest.mark.slow] if any(block.option == "slow" for block in found) else []
@@ -115,11 +116,15 @@ YAML = [block for block in blocks_of("yaml") if not block.is_skipped]
 def test_recipes_are_valid(block) -> None:
     """A fragment of a recipe is completed with a model and a dataset."""
     values = parse_yaml(block.code, block.page)
-    check_recipe({"model": {"name_or_path": "model"}, "data": {"path": "data"}, **values})
+    values = {"model": {"name_or_path": "model"}, "data": {"path": "data"}, **values}
+    check_recipe(values)
+    if "benchmark" in values:
+        for planned in plan_runs(values, read_section(values), partitioner_has_seed):
+            check_recipe(planned.values)
 
 
 def test_skipped_blocks_name_a_reason() -> None:
-    for page in PAGES:
+    for page in CODE_PAGES:
         for block in blocks(page):
             if block.is_skipped:
                 assert re.fullmatch(r"skip, \w.{8,}", block.option), f"{block.page}:{block.line}: {block.option}"
