@@ -99,8 +99,7 @@ def check_hf_federated(words: list[str]) -> None:
     """Parse a command. Recipes of the repository are validated together with their overrides."""
     if words == ["--help"] or words[1:] == ["--help"]:
         return
-    partitioner = words[words.index("--partitioner") + 1] if "--partitioner" in words else None
-    arguments = build_parser(partitioner).parse_args(words)
+    arguments = build_parser().parse_args(words)
     recipe = getattr(arguments, "recipe", None)
     for name in [recipe] if isinstance(recipe, str) else recipe or []:
         if name.startswith("recipes/"):

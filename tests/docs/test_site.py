@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from argparse import ArgumentParser
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +19,7 @@ import yaml
 from doc_blocks import DOCS, PAGES, ROOT
 
 import hf_federated
-from hf_federated.cli.main import build_parser
+from hf_federated.cli.main import build_parsers
 from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.experiments.grid import BenchmarkSection
 from hf_federated.experiments.recipe import named_section_fields, section_fields
@@ -147,14 +146,11 @@ def test_reference_lists_the_names_of_all_algorithms(package) -> None:
     assert all(f"| `{name}` | [`{cls.__name__}`] |" in table for name, cls in classes.items())
 
 
-def subparsers(parser: ArgumentParser) -> dict[str, ArgumentParser]:
-    return next(action.choices for action in parser._actions if isinstance(action.choices, dict))
-
-
 def test_command_page_has_every_option() -> None:
     page = hook("generated").commands()
-    for partitioner in (None, *PARTITIONERS):
-        for command, parser in subparsers(build_parser(partitioner)).items():
+    for partitioner in PARTITIONERS:
+        for command, parser in build_parsers()[1].items():
+            parser.add_command_arguments(["--partitioner", partitioner])
             assert f"## `hf-federated {command}`" in page
             for action in parser._actions:
                 names = action.option_strings or [action.metavar or action.dest]
