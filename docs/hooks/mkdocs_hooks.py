@@ -38,7 +38,7 @@ GENERATED = {
     "distillation": partial(algorithms, "distillation"),
 }
 
-log = logging.getLogger("mkdocs.hooks.site")
+log = logging.getLogger("mkdocs.hooks.federated")
 
 
 def on_files(files: Files, config: MkDocsConfig, **kwargs: Any) -> Files:
