@@ -12,14 +12,12 @@ from doc_blocks import blocks
 from transformers import AutoModelForSequenceClassification
 
 from hf_federated.cli.main import main
-from hf_federated.experiments.recipe import section_fields
 
 
 PAGE = "docs/get-started/csv-files.md"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("test_examples" not in section_fields()["data"], reason="TODO-RUN: needs data.test_examples")
 def test_commands_of_the_page_train_four_sites_and_test_on_a_share_of_each(tmp_path, monkeypatch, capsys) -> None:
     offline_world.build(tmp_path)
     monkeypatch.chdir(tmp_path)
