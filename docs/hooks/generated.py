@@ -45,6 +45,7 @@ def section_text(name: str, introduction: str, fields: Iterable[Any]) -> str:
 
 def sentence(text: str) -> str:
     """A phrase of the command line's help as a sentence."""
+    text = re.sub(r"\bhf_federated\.(\w+Config)\b", r"[`\1`]", text)
     text = re.sub(r"\b((?:hf_federated|transformers|Trainer)\.[\w.]+\w)", r"`\1`", text)
     return f"{text[0].upper()}{text[1:]}."
 
