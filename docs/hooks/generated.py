@@ -17,7 +17,7 @@ def recipe_fields() -> str:
     """A table of fields for each section of a recipe."""
     from hf_federated.cli.field_help import INTRODUCTIONS
     from hf_federated.experiments.grid import BenchmarkSection
-    from hf_federated.experiments.recipe import named_section_fields, section_fields
+    from hf_federated.experiments.recipe_fields import named_section_fields, section_fields
     from hf_federated.experiments.recipe_schema import dataclass_fields
 
     parts = []
@@ -57,6 +57,8 @@ def field_table(fields: Iterable[Any]) -> str:
     lines = []
     for field in fields:
         default = "required" if field.required else f"`{as_yaml(field.default)}`"
+        if field.default is ...:
+            default = "computed"  # by the library
         # The help of TrainingArguments has several paragraphs; the first sentence describes the field.
         text = " ".join(field.help.split()).partition(". ")[0].rstrip(".")
         lines.append(f"| `{field.name}` | {cell(type_name(field.annotation))} | {default} | {cell(text)} |")

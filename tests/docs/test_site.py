@@ -22,7 +22,7 @@ import hf_federated
 from hf_federated.cli.main import build_parsers
 from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.experiments.grid import BenchmarkSection
-from hf_federated.experiments.recipe import named_section_fields, section_fields
+from hf_federated.experiments.recipe_fields import named_section_fields, section_fields
 from hf_federated.experiments.recipe_schema import dataclass_fields
 
 
