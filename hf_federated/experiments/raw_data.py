@@ -8,7 +8,7 @@ from typing import Any
 
 from datasets import ClassLabel, Dataset, DatasetDict
 
-from hf_federated.data import FederatedDataset, FederatedDatasetDict, split_for_distillation
+from hf_federated.data import FederatedDataset, FederatedDatasetDict, NaturalPartitioner, split_for_distillation
 from hf_federated.experiments.data_files import check_local_path
 from hf_federated.experiments.held_out import (
     hold_out_clients,
@@ -154,6 +154,9 @@ def _partition(
     """Partition the training examples, and select the test examples."""
     data = recipe.data
     partitioner = build("partition", section.cls, section.arguments)
+    if isinstance(partitioner, NaturalPartitioner):
+        # The task may read the column of the clients. It removes the columns that it does not read.
+        partitioner = dataclasses.replace(partitioner, keep_column=True)
     with recipe_errors("partition"):
         if loaded.test is None or not by_client:
             clients = FederatedDataset.from_dataset(splits[data.train_split], partitioner)

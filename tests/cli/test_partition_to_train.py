@@ -59,7 +59,8 @@ def test_string_labels_train_from_the_file_and_from_the_partitioned_folder(news,
     assert "Training: 4 clients with 36 examples." in capsys.readouterr().out
 
     # The examples of the clients are in a different order in the file, but these are the same examples.
-    assert main(["train", recipe_for("news.csv", {"name": "natural", "column": "site"})]) == 0
+    recipe = recipe_for("news.csv", {"name": "natural", "column": "site"})
+    assert main(["train", recipe, "--overwrite"]) == 0
     loaded = results(news)
     for name in ("num_train_clients", "num_train_rows", "num_test_rows", "test_source"):
         assert stored[name] == loaded[name]
@@ -98,7 +99,10 @@ def partition_and_train(file: str, recipe: str, folder: str):
     settings[1].append("data.test_split=validation")
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
-        codes += [main("inspect anna/news".split()), main(["train", recipe, "--set", "data.path=anna/news"])]
+        codes += [
+            main("inspect anna/news".split()),
+            main(["train", recipe, "--output-dir", "other", "--set", "data.path=anna/news"]),
+        ]
         codes += [main("inspect anna/nothing".split())]
     loaded = [load_raw_data(load_recipe(recipe, changes)) for changes in settings]
     return {

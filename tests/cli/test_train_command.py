@@ -248,7 +248,7 @@ def test_questions_with_duplicate_ids_are_rejected_before_training(recipe_path, 
 def test_failed_round_is_reported_in_one_line(recipe_path, capsys):
     assert main(["train", str(recipe_path), *set_all("training.learning_rate=-1")]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "hf-federated: error: Round 1: 0 of 2 clients" in error and "Invalid learning rate: -1" in error
+    assert "hf-federated: error: Round 1: 2 of 2 clients failed" in error and "Invalid learning rate: -1" in error
 
 
 def test_integer_labels_with_gaps_are_converted_to_named_labels(recipe_path, tmp_path):

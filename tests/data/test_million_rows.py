@@ -91,7 +91,7 @@ def test_every_partitioner_partitions_a_million_rows_in_100_mb(partitioner):
 def test_a_million_rows_are_partitioned_without_copying_rows():
     dataset = million_rows()
     before = pa.total_allocated_bytes()
-    clients = FederatedDataset.from_column(dataset, "speaker")
+    clients = FederatedDataset.from_column(dataset, "speaker", keep_column=True)
     assert clients.partition.indices.nbytes == 4 * 1_000_000  # one int32 per row
     assert pa.total_allocated_bytes() - before < 1_000_000
     assert set(clients["speaker-007"]["speaker"][:]) == {"speaker-007"}
