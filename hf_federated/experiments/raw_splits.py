@@ -101,8 +101,8 @@ def load_federated_splits(recipe: Recipe) -> RawSplits:
             if type(error) is not FileNotFoundError:  # an error of the Hub
                 raise
             raise RecipeError(
-                f"partition is missing, and {data.path} is not a federated dataset. Set partition, or use a federated"
-                " dataset."
+                f"partition is missing, and {data.path} is not a federated dataset. Set partition, or run"
+                " `hf-federated partition` first (with --client-per-file if each file is a client)."
             ) from error
     names = _named_splits(data)
     for split in names:
