@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -10,9 +12,18 @@ from typing import Any
 from transformers.utils import logging
 
 from ..security.encrypted_session import ServerSession
+from .admission import Admission, CallDeadlines
 from .credentials import TlsCredentials, check_credentials, host_of, require_grpc
 from .errors import RequestRejectedError
-from .protocol import DEFAULT_MAX_MESSAGE_BYTES, HEADER_KEY, KINDS, MAX_STATUS_CHARACTERS, SERVICE, Outcome
+from .protocol import (
+    DEFAULT_MAX_MESSAGE_BYTES,
+    HEADER_KEY,
+    KINDS,
+    MAX_STATUS_CHARACTERS,
+    SERVICE,
+    Outcome,
+    bad_request,
+)
 from .service import Answer, Service
 from .session_config import SessionConfig
 from .session_registry import SessionRegistry
@@ -20,8 +31,12 @@ from .session_registry import SessionRegistry
 
 logger = logging.get_logger(__name__)
 
-# A client can have four concurrent calls: a message in progress, its repetition, a heartbeat, and a connect or leave.
-_CALLS_PER_CLIENT = 4
+# A client needs four concurrent calls: a message in progress, its repetition, a heartbeat, and a connect or leave. The
+# calls of a broken connection add to these until they end, at the latest after `message_timeout`.
+_CALLS_PER_CLIENT = 8
+# Threads for calls that are refused at once, and number of calls that may wait for these threads.
+_SPARE_THREADS = 4
+_MAX_WAITING_CALLS = 1024
 
 
 class SplitServer:
@@ -66,6 +81,9 @@ class SplitServer:
             larger value than the clients' `reconnect_timeout`.
         max_message_bytes (`int`, *optional*, defaults to 1 GiB):
             Size of the largest message that a client may send.
+        message_timeout (`float`, *optional*, defaults to `30`):
+            Seconds until the first message of a call and each further part of a message must arrive. A part has 1 MiB.
+            The server ends calls that stay silent longer. The client sends the message again.
         max_exchanges (`int`, *optional*):
             Number of clients whose messages are read and processed concurrently. Defaults to all clients. Further
             clients must try again. Choose at least the number of clients that wait for each other in `answer`.
@@ -109,12 +127,18 @@ class SplitServer:
         on_lost: Callable[[str], None] | None = None,
         heartbeat_timeout: float = 60.0,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        message_timeout: float = 30.0,
         max_exchanges: int | None = None,
     ) -> None:
         grpc = require_grpc(type(self).__name__)
         check_credentials(credentials, insecure, address)
         _check_clients(clients)
-        for name, value in (("heartbeat_timeout", heartbeat_timeout), ("max_message_bytes", max_message_bytes)):
+        limits = {
+            "heartbeat_timeout": heartbeat_timeout,
+            "max_message_bytes": max_message_bytes,
+            "message_timeout": message_timeout,
+        }
+        for name, value in limits.items():
             if not value > 0:
                 raise ValueError(f"{name}={value} is not allowed. Set it to more than 0.")
         if max_exchanges is not None and max_exchanges < 1:
@@ -130,22 +154,29 @@ class SplitServer:
             on_connected=on_connected,
             on_left=on_left,
         )
-        self._handlers = _GrpcHandlers(self._service, grpc, has_certificates=credentials is not None)
-        num_calls = _CALLS_PER_CLIENT * len(clients) + 2
+        self._deadlines = CallDeadlines(message_timeout)
+        self._handlers = _GrpcHandlers(
+            self._service,
+            grpc,
+            Admission(clients, _CALLS_PER_CLIENT),
+            self._deadlines,
+            has_certificates=credentials is not None,
+        )
+        num_threads = _CALLS_PER_CLIENT * len(clients) + _SPARE_THREADS
         self._grpc_server = grpc.server(
-            ThreadPoolExecutor(num_calls, thread_name_prefix="split-server"),
+            ThreadPoolExecutor(num_threads, thread_name_prefix="split-server"),
             handlers=[self._handlers.generic_handler()],
-            # Without this limit, calls that exceed the number of threads would wait in a queue. With the limit the
-            # server refuses these calls, and the clients try again.
-            maximum_concurrent_rpcs=num_calls,
-            # Without this option, a second server could use the same port and receive some of the clients.
-            options=[("grpc.so_reuseport", 0)],
+            # The admission bounds the calls that hold a thread. This limit bounds the calls that wait for a thread to
+            # be refused. Beyond the limit the server refuses calls unseen, and the clients try again.
+            maximum_concurrent_rpcs=num_threads + _MAX_WAITING_CALLS,
+            options=_server_options(heartbeat_timeout),
         )
         self.address = _listen(self._grpc_server, grpc, address, credentials)
 
     def start(self) -> None:
         """Start to accept clients."""
         self._sessions.start()
+        self._deadlines.start()
         self._grpc_server.start()
 
     def close(self, grace: float = 1.0) -> None:
@@ -157,6 +188,7 @@ class SplitServer:
                 of a message is not aborted.
         """
         self._grpc_server.stop(grace).wait()
+        self._deadlines.close()
         self._sessions.close()
 
     def is_alive(self, client_id: str) -> bool:
@@ -184,50 +216,78 @@ class _GrpcHandlers:
     Args:
         service ([`Service`]): Processes the requests.
         grpc (`Any`): The module `grpc`.
+        admission ([`Admission`]): Admits the calls.
+        deadlines ([`CallDeadlines`]): Ends silent calls.
         has_certificates (`bool`): Whether clients have certificates, which contain their ids.
     """
 
-    def __init__(self, service: Service, grpc: Any, has_certificates: bool) -> None:
+    def __init__(
+        self, service: Service, grpc: Any, admission: Admission, deadlines: CallDeadlines, has_certificates: bool
+    ) -> None:
         self._service = service
         self._grpc = grpc
+        self._admission = admission
+        self._deadlines = deadlines
         self._has_certificates = has_certificates
 
     def generic_handler(self) -> Any:
-        """Return the handler of all methods for `grpc.server`."""
+        """
+        Return the handler of all methods for `grpc.server`.
+
+        All methods are streams. gRPC starts the handler of a stream before a message arrives, so that the handler can
+        refuse a stranger at once. The handler of a unary method would hold its thread until the message arrives. A
+        client sees no difference.
+        """
         grpc, service = self._grpc, self._service
-        unary = {"Connect": service.connect, "Heartbeat": service.heartbeat, "Leave": service.leave}
-        methods = {
-            name: grpc.unary_unary_rpc_method_handler(self._unary_method(process)) for name, process in unary.items()
-        }
+        methods: dict[str, Any] = {}
+        for name, process in (
+            ("Connect", service.connect),
+            ("Heartbeat", service.heartbeat),
+            ("Leave", service.leave),
+        ):
+            methods[name] = functools.partial(self._answer_request, process)
         for name, kind in KINDS.items():
-            methods[name] = grpc.stream_stream_rpc_method_handler(self._stream_method(kind))
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
+            methods[name] = functools.partial(self._answer_message, kind)
+        handlers = {
+            name: grpc.stream_stream_rpc_method_handler(functools.partial(self._handle, method))
+            for name, method in methods.items()
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
-    def _unary_method(self, process: Callable[[bytes, str | None], bytes]) -> Callable[[bytes, Any], bytes]:
-        def method(request: bytes, context: Any) -> bytes:
+    def _handle(
+        self, method: Callable[..., Iterator[bytes]], chunks: Iterator[bytes], context: Any
+    ) -> Iterator[bytes]:
+        """Admit a call and answer it. The call counts until its answer is sent: it holds a thread until then."""
+        with contextlib.ExitStack() as stack:
             try:
-                return process(request, self._certificate_owner(context))
-            except Exception as error:
-                self._abort(context, error)
-                return b""
-
-        return method
-
-    def _stream_method(self, kind: str) -> Callable[[Iterator[bytes], Any], Iterator[bytes]]:
-        def method(chunks: Iterator[bytes], context: Any) -> Iterator[bytes]:
-            try:
-                outcome = self._exchange(kind, chunks, context)
+                owner = self._certificate_owner(context)
+                stack.enter_context(self._admission.admit(owner))
+                name = "A connection without TLS" if owner is None else f"Client {owner!r}"
+                timed_chunks = self._deadlines.watch(chunks, context.cancel, name)
+                frames = method(timed_chunks, context, owner)
             except Exception as error:
                 self._abort(context, error)
                 return
-            if outcome is not None:
-                yield from outcome.frames()
+            yield from frames
 
-        return method
+    def _answer_request(
+        self,
+        process: Callable[[bytes, str | None], bytes],
+        chunks: Iterator[bytes],
+        context: Any,
+        owner: str | None,
+    ) -> Iterator[bytes]:
+        request = next(chunks, None)
+        if request is None:
+            raise bad_request(ValueError("The call has no request."))
+        return iter([process(request, owner)])
 
-    def _exchange(self, kind: str, chunks: Iterator[bytes], context: Any) -> Outcome | None:
-        header_text = _header_text(context)
-        session, header = self._service.session_of_message(header_text, self._certificate_owner(context))
+    def _answer_message(self, kind: str, chunks: Iterator[bytes], context: Any, owner: str | None) -> Iterator[bytes]:
+        outcome = self._exchange(kind, chunks, context, owner)
+        return iter(()) if outcome is None else outcome.frames()
+
+    def _exchange(self, kind: str, chunks: Iterator[bytes], context: Any, owner: str | None) -> Outcome | None:
+        session, header = self._service.session_of_message(_header_text(context), owner)
         # When the call ends, a thread that waits for the outcome must notice that the client no longer waits.
         context.add_callback(session.executor.notify_waiters)
         with session.register_call(context.cancel):
@@ -259,6 +319,22 @@ class _GrpcHandlers:
             context.abort(self._grpc.StatusCode[error.code], str(error)[:MAX_STATUS_CHARACTERS])
         logger.error("The server failed to process a call.", exc_info=error)
         context.abort(self._grpc.StatusCode.ABORTED, "The server failed. See the log of the server.")
+
+
+def _server_options(heartbeat_timeout: float) -> list[tuple[str, int]]:
+    """Return the options of the gRPC server that bound what a connection can hold."""
+    return [
+        # Without this option, a second server could use the same port and receive some of the clients.
+        ("grpc.so_reuseport", 0),
+        # A connection that does not complete its TLS handshake ends after this time.
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        # Clients send heartbeats. A connection without calls is not the connection of a client.
+        ("grpc.max_connection_idle_ms", int(max(2 * heartbeat_timeout, 10.0) * 1000)),
+        ("grpc.max_concurrent_streams", 2 * _CALLS_PER_CLIENT),
+        # A connection whose other end vanished ends within a minute.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    ]
 
 
 def _header_text(context: Any) -> str | bytes:
