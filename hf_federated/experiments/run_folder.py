@@ -47,7 +47,8 @@ class RunFolder:
         path (`str` or `os.PathLike`): The folder. It can be missing.
         values (`Mapping[str, Any]`): The recipe, as returned by
             [`~hf_federated.experiments.recipe_yaml.read_values`].
-        resume (`bool`, *optional*, defaults to `False`): Whether the run continues from the last checkpoint.
+        resume (`bool`, *optional*, defaults to `False`): Whether the run keeps its finished baselines and continues
+            from the last checkpoint, or from the first round if there is no checkpoint.
         overwrite (`bool`, *optional*, defaults to `False`): Whether the run replaces another run.
 
     Raises:
@@ -86,7 +87,7 @@ class RunFolder:
         elif overwrite:
             self._check_overwritten(saved)
         elif reason := self._describe_run(saved):
-            resume_option = "" if self.last_checkpoint is None else "--resume to continue the run, "
+            resume_option = "--resume to continue the run, " if self._can_resume(saved) else ""
             raise CommandError(
                 f"{self.path} already contains a run ({reason}). Pass {resume_option}--overwrite to delete the run "
                 "and start anew, or --output-dir to use another folder."
@@ -141,6 +142,12 @@ class RunFolder:
         if not self._has_begun and not self.resumes:
             return "interrupted before the training started."
         checkpoint = self.last_checkpoint
+        if checkpoint is None and self._baselines:
+            finished = ", ".join(self._baselines)
+            return (
+                f"interrupted before the first checkpoint. Continue after the finished baselines ({finished}) with: "
+                f"{command} --resume"
+            )
         if checkpoint is None:
             return f"interrupted before the first checkpoint. Start anew with: {command} --overwrite"
         return f"interrupted. The last checkpoint is {checkpoint}. Continue with: {command} --resume"
@@ -158,11 +165,18 @@ class RunFolder:
         has_results = saved is not None and (saved.get("baselines") or saved.get("files"))
         return "without a checkpoint" if has_results else ""
 
+    def _can_resume(self, saved: Mapping[str, Any] | None) -> bool:
+        """Whether the folder contains a checkpoint, or finished baselines of an interrupted run."""
+        if self.last_checkpoint is not None:
+            return True
+        return saved is not None and bool(saved.get("baselines")) and not (self.path / RESULTS_NAME).is_file()
+
     def _check_resumed(self, saved: Mapping[str, Any] | None) -> None:
-        if self.last_checkpoint is None:
+        if not self._can_resume(saved):
             found = "contains no checkpoint" if self.path.is_dir() else "does not exist"
+            advice = "Pass --overwrite instead" if self._describe_run(saved) else "Leave --resume out"
             raise CommandError(
-                f"--resume: the folder {self.path} {found}. Leave --resume out to start a new run, or pass the "
+                f"--resume: the folder {self.path} {found}. {advice} to start a new run, or pass the "
                 "--output-dir of the run. Checkpoints are saved unless training.save_strategy is 'no'."
             )
         if saved is None:

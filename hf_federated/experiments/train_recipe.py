@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_federated.cards import RunRecord, SplitRecord
+from hf_federated.cards.tables import plural
 from hf_federated.data import label_counts, plot_sizes
 from hf_federated.experiments.baselines import BaselineResult
 from hf_federated.experiments.execution import Run, build_run, run_baseline, run_federated
@@ -55,16 +56,18 @@ def train_recipe(
     for line in run.describe():
         echo(line)
     if folder is not None:
-        if folder.resumes:
+        if folder.resumes and folder.last_checkpoint is not None:
             run.trainer.args.resume_from_checkpoint = str(folder.last_checkpoint)
         folder.begin()
     baselines = _train_baselines(run, echo, folder)
-    if folder is not None and folder.resumes:
+    if run.trainer.args.resume_from_checkpoint and folder is not None:
         echo(f"The run resumes from {folder.last_checkpoint}.")
+    num_rounds = run.federation.num_rounds
+    assert num_rounds is not None, "num_rounds is resolved when the trainer is created"
     if recipe.split is not None:
-        echo(f"Split model ({run.federation.num_rounds} epochs; the progress bar and the logs count optimizer steps):")
+        echo(f"Split model ({plural(num_rounds, 'epoch')}; the progress bar and the logs count optimizer steps):")
     else:
-        echo(f"Federated ({run.federation.num_rounds} rounds; the progress bar and the logs count rounds):")
+        echo(f"Federated ({plural(num_rounds, 'round')}; the progress bar and the logs count rounds):")
     federated = run_federated(run)
     raw = run.data.raw
     held_out = raw.test_clients if raw.holds_out_clients else None

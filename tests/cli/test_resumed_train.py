@@ -222,6 +222,23 @@ def test_resuming_a_folder_without_a_checkpoint_is_refused(command, capsys, tmp_
     assert (
         f"--resume: the folder {tmp_path / 'run'} contains no checkpoint" in error and "save_strategy is 'no'" in error
     )
+    assert "Pass --overwrite instead to start a new run" in error
+
+
+def test_run_that_is_interrupted_before_its_first_checkpoint_keeps_its_baselines(command, capsys):
+    settings = (*INTERRUPTED, "training.save_strategy=no", "compare=[centralized]")
+    interrupt(command, settings=settings)
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "interrupted before the first checkpoint. Continue after the finished baselines (centralized) with:" in line
+    assert line.endswith(" --resume")
+    assert command(settings=settings) == 2
+    assert "(without a checkpoint). Pass --resume to continue the run, --overwrite" in capsys.readouterr().err
+    assert command("--resume", settings=settings) == 0
+    printed = capsys.readouterr().out
+    assert "finished before the interruption" in printed and "The run resumes from" not in printed
+    record = json.loads(Path("run/results.json").read_text())
+    assert "centralized" in record["baselines"] and record["federated"]["num_epochs"] > 0
+    assert command("--resume", settings=settings) == 2  # the run is finished and has no checkpoint
 
 
 def test_resuming_with_another_recipe_names_the_differing_fields(command, capsys):
@@ -287,7 +304,7 @@ def test_run_that_failed_before_its_first_result_can_be_repeated(command, tmp_pa
     interrupt(command, settings=("training.save_strategy=no", "compare=[centralized]"))
     capsys.readouterr()
     assert command() == 2  # the result of the baseline would be lost
-    assert "contains a run (without a checkpoint). Pass --overwrite to delete" in capsys.readouterr().err
+    assert "contains a run (without a checkpoint). Pass --resume to continue the run" in capsys.readouterr().err
 
 
 def test_overwrite_deletes_what_the_run_wrote_and_nothing_else(command, tmp_path):

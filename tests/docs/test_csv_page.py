@@ -31,7 +31,7 @@ def test_commands_of_the_page_train_four_sites_and_test_on_a_share_of_each(tmp_p
     assert main([*commands[2][1:], *(word for override in overrides for word in ("--set", override))]) == 0
     output = capsys.readouterr().out
     # Each site has 12 examples. A tenth, rounded up, is 2 test examples.
-    assert "4 clients with 40 examples" in output
+    assert "4 clients with 40 examples" in output and "Federated (1 round;" in output
     ledger = json.loads(Path("outputs/sites/federated_ledger.json").read_text())
     assert sorted(ledger["rounds"]["0"]) == sorted(offline_world.SITES)
     model = AutoModelForSequenceClassification.from_pretrained("outputs/sites")
