@@ -123,9 +123,11 @@ def open_clients(data: str, split: str | None, revision: str | None) -> Federate
 
 
 def _not_partitioned(data: str) -> CommandError:
+    is_folder = Path(data).is_dir()
+    files = " (--client-per-file in place of --partitioner NAME if each file is a client)" if is_folder else ""
     return CommandError(
         f"{data} is not a federated dataset: its examples are not partitioned into clients. Run `hf-federated"
-        f" partition {shlex.quote(data)} --partitioner NAME --output DIR` first, and inspect DIR."
+        f" partition {shlex.quote(data)} --partitioner NAME --output DIR` first{files}, and inspect DIR."
     )
 
 

@@ -101,7 +101,7 @@ def partition(arguments: argparse.Namespace) -> None:
             clients.save_to_disk(
                 arguments.output, label_column=arguments.publish_label_counts, index_only=arguments.index_only
             )
-        print(f"\nWrote {arguments.output}. To inspect it, run: hf-federated inspect {arguments.output}")
+        print(f"\nWrote {arguments.output}. {_next_step(arguments)}")
     else:
         with command_errors(f"--push-to-hub {arguments.push_to_hub}"):
             commit = clients.push_to_hub(
@@ -113,6 +113,16 @@ def partition(arguments: argparse.Namespace) -> None:
         print(
             f"\n{arguments.push_to_hub} is already up to date." if commit is None else f"\nPushed: {commit.commit_url}"
         )
+
+
+def _next_step(arguments: argparse.Namespace) -> str:
+    """The command or the code that reads the written folder. Row numbers of local data need the data."""
+    if arguments.index_only and Path(arguments.data).exists():
+        return (
+            "It contains row numbers without the rows. To load it with the rows, run in Python:"
+            f" FederatedDataset.load_from_disk({arguments.output!r}, source=rows)"
+        )
+    return f"To inspect it, run: hf-federated inspect {arguments.output}"
 
 
 def _partitioned(arguments: argparse.Namespace) -> tuple[FederatedDatasetDict, str | None]:
@@ -146,6 +156,7 @@ def _client_files(arguments: argparse.Namespace) -> tuple[FederatedDatasetDict, 
 
 def _check_output(output: str | None, overwrite: bool) -> None:
     """Check before the data is loaded that the output folder is new, or that it may be replaced."""
+    from hf_federated.data.storage.folder import check_replaceable
     from hf_federated.data.storage.partition_file import PARTITION_FILE
 
     if overwrite and output is None:
@@ -155,6 +166,9 @@ def _check_output(output: str | None, overwrite: bool) -> None:
             f"--output {output}: the folder contains a federated dataset. Choose another folder, or add --overwrite to"
             " replace the dataset."
         )
+    if output is not None:
+        with command_errors(f"--output {output}"):
+            check_replaceable(output)
 
 
 def load_splits(data: str, name: str | None, split: str | None, revision: str | None) -> Mapping[str, Any]:

@@ -83,6 +83,18 @@ def test_row_indices_and_label_counts_are_written_on_request(folder, capsys):
     assert stored["label_names"] == ["bad", "fair", "good"]
     assert all(sum(client["splits"]["train"]["label_counts"]) == 30 for client in stored["clients"])
     assert not (folder / "clients" / "data").exists()
+    assert "load_from_disk('clients', source=rows)" in capsys.readouterr().out  # `inspect` cannot read the folder
+    assert main(["inspect", "clients"]) == 2
+    assert "Pass these rows with source=dataset of load_from_disk" in capsys.readouterr().err
+
+
+def test_output_that_contains_other_files_is_refused_before_the_data_is_read(folder, capsys):
+    (folder / "thesis").mkdir()
+    (folder / "thesis" / "main.tex").write_text("...")
+    assert main("partition nowhere --partitioner iid --num-clients 2 --output thesis --overwrite".split()) == 2
+    printed = capsys.readouterr()
+    assert "--output thesis" in printed.err and "(main.tex), which would be replaced" in printed.err
+    assert printed.out == ""
 
 
 @pytest.mark.parametrize(

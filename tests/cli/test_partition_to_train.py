@@ -168,6 +168,7 @@ def test_inspect_says_how_to_partition_data_that_has_no_clients(news, name, caps
     quoted = f"'{name}'" if " " in name else name
     assert f"{name} is not a federated dataset" in error
     assert f"Run `hf-federated partition {quoted} --partitioner NAME --output DIR` first" in error
+    assert ("--client-per-file" in error) == (name == "my news")
 
 
 @pytest.mark.parametrize(

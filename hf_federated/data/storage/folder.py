@@ -159,16 +159,7 @@ def save_folder(path: str | os.PathLike[str], write: Callable[[Path], object]) -
         `ValueError`: If the target is or contains the current directory.
     """
     target = Path(path).resolve()
-    if target in (Path.cwd(), *Path.cwd().parents):
-        raise ValueError(
-            f"{target} is or contains the current directory, which would be replaced. Save to another folder."
-        )
-    foreign = _foreign_file(target)
-    if foreign is not None:
-        raise FileExistsError(
-            f"{target} is or contains something else than a federated dataset ({foreign}), which would be replaced."
-            " Choose another folder, or remove the content first."
-        )
+    check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     new, old = temporary / "new", temporary / "old"
@@ -188,6 +179,30 @@ def save_folder(path: str | os.PathLike[str], write: Callable[[Path], object]) -
         shutil.rmtree(new, ignore_errors=True)
         with suppress(OSError):
             temporary.rmdir()  # not empty if the old version could not be restored; `open_folder` reports its location
+
+
+def check_replaceable(path: str | os.PathLike[str]) -> None:
+    """
+    Check that a folder is new, empty, or a federated dataset that a save may replace.
+
+    Args:
+        path (`str`): The target folder.
+
+    Raises:
+        `FileExistsError`: If the target contains other files than those of a federated dataset.
+        `ValueError`: If the target is or contains the current directory.
+    """
+    target = Path(path).resolve()
+    if target in (Path.cwd(), *Path.cwd().parents):
+        raise ValueError(
+            f"{target} is or contains the current directory, which would be replaced. Save to another folder."
+        )
+    foreign = _foreign_file(target)
+    if foreign is not None:
+        raise FileExistsError(
+            f"{target} is or contains something else than a federated dataset ({foreign}), which would be replaced."
+            " Choose another folder, or remove the content first."
+        )
 
 
 def _move_aside(target: Path, old: Path) -> None:

@@ -91,7 +91,7 @@ def open_row_numbers(
         if index.source is None:
             raise ValueError(
                 f"The split {split!r} is stored as row numbers of data that is not on the Hub. Pass these rows with"
-                " source=dataset."
+                " source=dataset of load_from_disk. The command line cannot read this dataset."
             )
         source, name = index.source.load(token), f"{index.source.repo_id} at {index.source.revision}"
     else:
