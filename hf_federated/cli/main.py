@@ -24,7 +24,7 @@ COMMANDS = {
         "train",
         "train",
         "train a recipe",
-        "Train a recipe: a YAML file with the sections model, data, training, federation and card.",
+        "Train a recipe: a YAML file with the sections model, data, task, training and federation.",
     ),
     "benchmark": Command(
         "benchmark",

@@ -8,6 +8,7 @@ The fields of `TrainingArguments`, tasks and partitioners are read from source c
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,7 +193,9 @@ def _check_class_section(section: str, values: Any, fields: dict[str, dict[str, 
     name = named_class(values, fields)
     if name is None:
         given = values.get("name") if isinstance(values, dict) else values
-        raise RecipeError(f"{section}.name is {given!r}; it must be one of {', '.join(fields)}.")
+        similar = difflib.get_close_matches(str(given), fields, n=1)
+        hint = f"did you mean {similar[0]}? Allowed:" if similar else "it must be one of"
+        raise RecipeError(f"{section}.name is {given!r}; {hint} {', '.join(fields)}.")
     check_section(section, {key: value for key, value in values.items() if key != "name"}, fields[name])
     return values
 

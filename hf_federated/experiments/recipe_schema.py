@@ -337,8 +337,8 @@ def unknown_field_error(given: str, key: str, known: list[str]) -> RecipeError:
     """
     usual = [name for name in USUAL_NAMES.get(key.lower(), ()) if name in known]
     similar = usual or difflib.get_close_matches(key, known, n=3)
-    hint = f"did you mean {' or '.join(similar)}? " if similar else ""
+    hint = f"; did you mean {' or '.join(similar)}? " if similar else ". "
     allowed = ", ".join(known) if len(known) <= 30 else "the fields that `hf-federated train --help` lists"
     section = given.rpartition(".")[0]
     where = f"the section {section}" if section else "a recipe"
-    return RecipeError(f"{given} is not a field of {where}; {hint}Allowed: {allowed}.")
+    return RecipeError(f"{given} is not a field of {where}{hint}Allowed: {allowed}.")

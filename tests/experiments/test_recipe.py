@@ -96,6 +96,8 @@ def test_overrides_replace_and_add_fields_and_sections(tmp_path):
         (["data.max_train_rows=0"], ["data.max_train_rows", "at least 1"]),
         (["task.name=regression"], ["task.name", "'regression'", "sequence-tagging"]),
         (["task=qa"], ["task.name", "'qa'", "question-answering"]),
+        (["task.name=text-clasification"], ["did you mean text-classification?", "sequence-tagging"]),
+        (["lr=1"], ["lr is not a field of a recipe. Allowed: model, data"]),
         (["task.max_length=0", "task.label_names=[a, b]"], ["task", "max_length", "at least 1"]),
         (["task.tokens_column=words"], ["task.tokens_column", "text_column"]),
         (["task={name: question-answering, max_length: 9, stride: 9}"], ["task", "max_length", "at least 10"]),
