@@ -56,7 +56,7 @@ if TYPE_CHECKING:
         text_generation,
     )
     from .messages.ledger import Ledger
-    from .postprocessing import ClipUpdate, Postprocessor
+    from .postprocessing import ClipUpdate, GaussianNoise, Postprocessor
     from .server.callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState
     from .split import SplitModel
     from .split_training import SplitConfig, SplitFederatedTrainer, split_federate
@@ -97,6 +97,7 @@ __all__ = [
     "FederatedDataset",
     "FederatedDatasetDict",
     "FederatedTrainer",
+    "GaussianNoise",
     "IidPartitioner",
     "LabelDirichletPartitioner",
     "Ledger",
@@ -154,6 +155,7 @@ _MODULES = {
     "FederatedDataset": ".data",
     "FederatedDatasetDict": ".data",
     "FederatedTrainer": ".trainer.federate",
+    "GaussianNoise": ".postprocessing",
     "IidPartitioner": ".data",
     "LabelDirichletPartitioner": ".data",
     "Ledger": ".messages.ledger",

@@ -47,7 +47,7 @@ def exchange_text(record: RunRecord) -> str:
 
 
 def _disclosures(record: RunRecord) -> str:
-    """Return the table of the values that the algorithm sends in addition to parameters, predictions and updates."""
+    """Return the table of the values that the server learns in addition to parameters, predictions and updates."""
     disclosures = record.exchanged.get("disclosures")
     if not disclosures:
         return ""
@@ -58,7 +58,13 @@ def _disclosures(record: RunRecord) -> str:
             privacy = f"ε={item['dp_epsilon']} and δ={item['dp_delta']}, for this value alone"
         rows.append([item["value"], item["per"], item["recipient"], privacy])
     columns = ["Value", "One for each", "Recipient", "Differential privacy"]
-    return "\n\nThe method also sends these values of a client:\n\n" + table(columns, rows)
+    remedy = ""
+    if any("word embeddings" in item["value"] for item in disclosures):
+        remedy = (
+            '\n\nFrozen embeddings (`freeze="embeddings"`) and adapters (LoRA) send no change of the word embeddings.'
+            " Sufficient noise hides the change. Clipping, weight decay and narrower dtypes do not hide it."
+        )
+    return "\n\nThe server also learns these values of a client:\n\n" + table(columns, rows) + remedy
 
 
 def _update_fields(record: RunRecord, *method_fields: str) -> str:

@@ -12,11 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from datasets import Dataset
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
 
 from ..adapters import Exchange
 from ..audits import PseudoSampleAudit
 from ..config import FederatedConfig
 from ..data import FederatedDataset
+from ..messages import Disclosure
 from ..messages.ledger import Ledger
 from .card_record import CardArguments, CardRecord, CardRun, common_fields
 from .facts import DataFacts
@@ -143,6 +147,8 @@ def _exchanged(trainer: FederatedRun) -> dict[str, Any]:
     returned = trainer.aggregation.exchanges_parameters
     sent = returned or (distillation is not None and distillation.sends_parameters)
     disclosures = trainer.aggregation.disclosures if distillation is None else distillation.disclosures
+    if returned:
+        disclosures = (*disclosures, *_vocabulary(trainer.model, exchange))
     return {
         "kind": exchange.kind,
         "parameters_sent": sent,
@@ -156,6 +162,20 @@ def _exchanged(trainer: FederatedRun) -> dict[str, Any]:
         "bytes_down": trainer.ledger.bytes_down,
         "bytes_up": trainer.ledger.bytes_up,
     }
+
+
+def _vocabulary(model: Any, exchange: Exchange) -> tuple[Disclosure, ...]:
+    """Return what the change of the word embeddings reveals, if clients train and send them."""
+    table = model.get_input_embeddings() if isinstance(model, (PreTrainedModel, PeftModel)) else None
+    if not isinstance(table, nn.Embedding) or not any(table.weight is value for value in exchange.trainable.values()):
+        return ()
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is table.weight
+    rows = (
+        "the rows of the word embeddings that changed most" if is_tied else "the changed rows of the word embeddings"
+    )
+    share = "most of the tokens" if is_tied else "the exact set of tokens"
+    return (Disclosure(f"{share} in its examples, read from {rows}", "client"),)
 
 
 def _pseudo_samples(trainer: FederatedRun) -> dict[str, dict[str, Any]]:
