@@ -63,6 +63,9 @@ class ClientStream(torch.utils.data.IterableDataset[Any]):
         # that the trainer has used.
         self._after_batch = {0: self._next}
         self._num_used = 0
+        # The number of examples in these batches, and the number that the trainer has used of earlier epochs.
+        self._examples_until_batch = {0: 0}
+        self._num_examples = 0
         self._batch_size = 0
         of_datasets = isinstance(dataset, datasets.IterableDataset)
         self._keeps_state = has_exact_state(dataset) if of_datasets else _has_state(dataset)
@@ -84,6 +87,11 @@ class ClientStream(torch.utils.data.IterableDataset[Any]):
         """Return the position after the last batch that the trainer used, as the client keeps it."""
         return asdict(self._after_batch[self._num_used])
 
+    @property
+    def num_examples(self) -> int:
+        """Number of examples that the trainer has used. An example counts again if the stream started again."""
+        return self._num_examples + self._examples_until_batch[self._num_used]
+
     def batches(self, loader: Any) -> Iterator[Any]:
         """
         Iterate over the batches of one epoch, or of the rest of an epoch.
@@ -97,7 +105,7 @@ class ClientStream(torch.utils.data.IterableDataset[Any]):
         self._batch_size = loader.batch_size
         # The rest of an epoch may have no batch. The next epoch then follows.
         for _ in range(2):
-            self._num_used = 0
+            self._num_examples, self._num_used, self._examples_until_batch = self.num_examples, 0, {0: 0}
             for batch in loader:
                 self._num_used += 1
                 yield batch
@@ -119,16 +127,20 @@ class ClientStream(torch.utils.data.IterableDataset[Any]):
         if first is None:
             raise ValueError(f"The stream of client {self._client_id!r} has no example. Leave the client out.")
         self._after_batch = {0: start}
+        self._examples_until_batch = {0: 0}
         number = 0
         for number, example in enumerate(itertools.chain([first], examples), start=1):
             if number % self._batch_size == 0:
                 read = StreamPosition(start.epoch, start.num_examples + number, self._state())
                 self._after_batch[number // self._batch_size] = read
+                self._examples_until_batch[number // self._batch_size] = number
                 for batch in [batch for batch in self._after_batch if batch < self._num_used]:
-                    del self._after_batch[batch]
+                    del self._after_batch[batch], self._examples_until_batch[batch]
             yield example
         self._next = StreamPosition(start.epoch + 1)
-        self._after_batch[math.ceil(number / self._batch_size)] = self._next
+        last_batch = math.ceil(number / self._batch_size)
+        self._after_batch[last_batch] = self._next
+        self._examples_until_batch[last_batch] = number
 
     def _open(self, position: StreamPosition) -> Iterator[Any]:
         """Iterate over the examples after a position."""

@@ -312,12 +312,9 @@ class ClientWorker:
         return Metrics(message.round, message.client_id, num_examples=len(dataset), metrics=values)
 
 
-def _num_examples(trainer: Trainer) -> int:
-    try:
-        return len(trainer.train_dataset)
-    except TypeError:  # A stream has no length.
-        args = trainer.args
-        return trainer.state.global_step * args.train_batch_size * args.gradient_accumulation_steps
+def _num_examples(trainer: Any) -> int:
+    stream = trainer.local_training.stream
+    return len(trainer.train_dataset) if stream is None else stream.num_examples
 
 
 def _num_tokens(trainer: Trainer) -> int:

@@ -16,7 +16,7 @@ from tiny import arguments, rows, same_weights, tiny_model
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
-from hf_federated import FederatedConfig, FederatedDataset, FederatedTrainer
+from hf_federated import FederatedCallback, FederatedConfig, FederatedDataset, FederatedTrainer
 from hf_federated._compat import has_exact_state
 from hf_federated.clients.streams import ClientStream
 from hf_federated.messages.serialization import pack, unpack
@@ -154,6 +154,35 @@ def test_positions_are_the_state_of_the_client_and_hold_only_plain_values(tmp_pa
     # Three rounds of two batches: the 22 examples have six batches, of which the last has two examples.
     assert (kept["epoch"], kept["num_examples"]) == (1, 0)
     assert unpack(pack(kept)) == kept
+
+
+class CountRecorder(FederatedCallback):
+    """Records the number of examples of each update, by client."""
+
+    def __init__(self) -> None:
+        self.num_examples: dict[str, list[int]] = {}
+
+    def on_client_end(self, args: Any, state: Any, control: Any, update: Any, **kwargs: Any) -> None:
+        self.num_examples.setdefault(update.client_id, []).append(update.num_examples)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_update_of_a_stream_counts_the_examples_of_its_batches(tmp_path, accumulation):
+    """The average weights the updates by these numbers. The last batch before the end of a stream is smaller."""
+    recorder = CountRecorder()
+    trainer = build_federation(
+        tmp_path,
+        {"short": rows(6).to_iterable_dataset(), "long": rows(100, seed=1).to_iterable_dataset()},
+        num_rounds=2,
+        federation={"local_steps": 3},
+        trainer={"callbacks": [recorder]},
+        gradient_accumulation_steps=accumulation,
+    )
+    trainer.train()
+    # Batches of the short stream: 4, 2, 4 in the first round and 2, 4, 2 in the second one. With two batches per step,
+    # each step takes an epoch.
+    short = [10, 8] if accumulation == 1 else [18, 18]
+    assert recorder.num_examples == {"short": short, "long": [12 * accumulation] * 2}
 
 
 def test_stream_of_datasets_is_not_read_again_if_its_state_is_exact():
