@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset
+from datasets.exceptions import DatasetsError
 
 from hf_federated.experiments.errors import CommandError, command_errors
 
@@ -32,14 +35,17 @@ def load_file(path: Path, split: str) -> DatasetDict:
         split (`str`): Name of the split.
 
     Raises:
-        CommandError: If the format of the file is unknown.
+        CommandError: If the format of the file is unknown, or the file cannot be read.
     """
     suffix = data_suffix(path)
     if suffix is None:
         kind = f"a {path.suffix} file" if path.suffix else "a file without a suffix"
         raise CommandError(f"{path} is {kind}. Allowed formats are {', '.join(READERS)}.")
     options: dict[str, Any] = {"delimiter": "\t"} if suffix == ".tsv" else {}
-    return load_dataset(READERS[suffix], data_files={split: glob.escape(str(path))}, **options)
+    try:
+        return load_dataset(READERS[suffix], data_files={split: glob.escape(str(path))}, **options)
+    except DatasetsError as error:
+        raise CommandError(f"{path} cannot be read: {' '.join(str(error.__cause__ or error).split())}") from error
 
 
 def is_missing_path(data: str) -> bool:
@@ -92,10 +98,11 @@ def load_client_files(folder: Path) -> dict[str, Dataset]:
     Load each file of a folder as the dataset of one client.
 
     Args:
-        folder (`Path`): The folder. Files in its subfolders are not read.
+        folder (`Path`): The folder. Hidden files and files in subfolders are not read.
 
     Returns:
-        `dict[str, datasets.Dataset]`: Client id, which is the name of the file without its suffix, to dataset.
+        `dict[str, datasets.Dataset]`: Client id, which is the name of the file without its suffix, to dataset. A
+        column without values, and a column of integers with a missing value, have the type of the other files.
 
     Raises:
         CommandError: If the path is not a folder, if it has no data files, or if two files have the same name without
@@ -105,9 +112,9 @@ def load_client_files(folder: Path) -> dict[str, Dataset]:
         raise CommandError(f"{folder} is not a folder. Give a folder with one file for each client.")
     clients: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        suffix = data_suffix(path)
-        if path.is_file() and suffix is not None:
-            client_id = path.name[: path.name.lower().rindex(suffix)]
+        # Hidden files are files of the system, such as `._north.csv` on macOS.
+        if path.is_file() and data_suffix(path) is not None and not path.name.startswith("."):
+            client_id = _client_id(path)
             if client_id in clients:
                 raise CommandError(f"{clients[client_id]} and {path} name the same client {client_id}. Rename a file.")
             clients[client_id] = path
@@ -119,7 +126,41 @@ def load_client_files(folder: Path) -> dict[str, Dataset]:
     for client_id, path in clients.items():
         with command_errors(str(path)):
             loaded[client_id] = load_file(path, "train")["train"]
-    return loaded
+    return _with_same_types(loaded)
+
+
+def _client_id(path: Path) -> str:
+    """The name of a file up to its data suffix, such as `st. mary` for `st. mary.csv.gz`."""
+    position = max(number for number, suffix in enumerate(path.suffixes) if suffix.lower() in READERS)
+    return path.name.removesuffix("".join(path.suffixes[position:]))
+
+
+def _with_same_types(clients: dict[str, Dataset]) -> dict[str, Dataset]:
+    """
+    Give a column the same type in all files, if only the guess of the reader differs.
+
+    CSV and JSON files have no types. The reader guesses a type from the values of one file: a column without values
+    becomes a column of floats, as does a column of integers with a missing value. Numbers do not become texts, because
+    the numbers `007` and `7` are equal and the texts are not.
+    """
+    for column in next(iter(clients.values())).column_names:
+        features = {client_id: rows.features.get(column) for client_id, rows in clients.items()}
+        if len(set(map(repr, features.values()))) == 1 or not all(isinstance(f, Value) for f in features.values()):
+            continue
+        values = {client_id: rows.data.column(column) for client_id, rows in clients.items()}
+        filled = [client_id for client_id in clients if values[client_id].null_count < len(values[client_id])]
+        dtypes = dict.fromkeys(features[client_id].dtype for client_id in filled)
+        if set(dtypes) == {"int64", "float64"}:
+            is_integer = all(_are_integers(values[i]) for i in filled if features[i].dtype == "float64")
+            dtypes = {"int64" if is_integer else "float64": None}
+        if len(dtypes) == 1 or set(dtypes) == {"string", "large_string"}:
+            feature = Value(next(iter(dtypes)))
+            clients = {client_id: rows.cast_column(column, feature) for client_id, rows in clients.items()}
+    return clients
+
+
+def _are_integers(values: pa.ChunkedArray) -> bool:
+    return pc.all(pc.equal(pc.floor(values), values)).as_py()
 
 
 def check_same_schema(folder: Path) -> None:

@@ -43,6 +43,42 @@ def test_compressed_files_and_other_files_of_the_folder(sites):
     assert set(FederatedDatasetDict.load_from_disk("clients")["train"]) == {*SITES, "west"}
 
 
+def test_client_is_named_as_its_file(sites):
+    for path in sites.iterdir():
+        path.unlink()
+    for name in ("İzmir.csv", "Köln.CSV", "日本.csv.gz", "._north.csv"):
+        write = gzip.compress if name.endswith("gz") else bytes
+        (sites / name).write_bytes(write("text,label\nhello,good\n".encode()))
+    assert main("partition sites --client-per-file --output clients".split()) == 0
+    assert set(FederatedDatasetDict.load_from_disk("clients")["train"]) == {"İzmir", "Köln", "日本"}
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ({"a": ["1", "0"], "b": ["", "1"]}, "int64"),
+        ({"a": ["1", "0"], "b": ["", ""]}, "int64"),
+        ({"a": ["1", "0"], "b": ["0.5", ""]}, "float64"),
+        ({"a": ["", ""], "b": ["good", ""]}, "string"),
+        ({"a": ["", ""], "b": ["", ""]}, "float64"),
+    ],
+)
+def test_missing_values_in_one_file_do_not_change_the_type_of_a_column(sites, values, dtype):
+    for path in sites.iterdir():
+        path.unlink()
+    for site, column in values.items():
+        (sites / f"{site}.csv").write_text("\n".join(["text,score", *(f"film,{value}" for value in column)]) + "\n")
+    assert main("partition sites --client-per-file --output clients".split()) == 0
+    clients = FederatedDatasetDict.load_from_disk("clients")["train"]
+    assert clients.features["score"].dtype.removeprefix("large_") == dtype  # pandas 3 reads large strings
+    for site, column in values.items():
+        found = clients[site]["score"][:]
+        assert [value is None for value in found] == [value == "" for value in column]
+        assert [str(value) for value in found if value is not None] == [
+            str(float(value)) if dtype == "float64" else value for value in column if value
+        ]
+
+
 @pytest.mark.parametrize(
     ("change", "line", "words"),
     [
@@ -57,6 +93,16 @@ def test_compressed_files_and_other_files_of_the_folder(sites):
             lambda folder: (folder / "north.csv").write_text("text,lable\na,good\n"),
             "partition sites --client-per-file",
             ["north", "lable"],
+        ),
+        (
+            lambda folder: (folder / "west.csv").write_text(""),
+            "partition sites --client-per-file",
+            ["west.csv cannot be read"],
+        ),
+        (
+            lambda folder: (folder / "west.csv").write_text("text,label\n007,good\n"),
+            "partition sites --client-per-file",
+            ["'text'", "west", "int64"],
         ),
         (
             lambda folder: [path.unlink() for path in folder.iterdir()],
