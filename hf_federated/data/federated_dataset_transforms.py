@@ -344,7 +344,12 @@ class FederatedDatasetTransformsMixin(ABC):
 
         def convert(dataset: Dataset) -> Dataset:
             features = Features({**dataset.features, column: ClassLabel(names=list(names))})
-            return dataset.map(encode, batched=True, features=features, desc="Encoding classes")
+            # With a format, the function would receive tensors or transformed rows instead of the values.
+            plain = dataset.with_format(None)
+            encoded = plain.map(encode, batched=True, features=features, desc="Encoding classes")
+            form = dataset.format
+            columns = None if form["columns"] == dataset.column_names else form["columns"]
+            return encoded.with_format(form["type"], columns, form["output_all_columns"], **form["format_kwargs"])
 
         return self._transform(convert, "Encoding classes")
 

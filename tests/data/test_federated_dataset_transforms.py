@@ -246,6 +246,22 @@ def test_columns_that_cannot_name_classes_are_refused(clients):
 # formats and columns
 
 
+@pytest.mark.parametrize("column", ["word", "score"])
+def test_class_encode_column_reads_the_stored_values_and_keeps_the_format(clients, column):
+    """With the format `torch`, a column of integers with a missing value has the values 1.0 and nan."""
+    scores = {"good": 7, "bad": 70, None: None}
+    clients = clients.map(lambda row: {"score": scores[row["word"]]})
+    encoded = clients.with_format("torch", columns=["number"]).class_encode_column(column)
+    assert list(encoded["c"][0]) == ["number"] and encoded["c"][0]["number"].item() == 0
+    expected = clients.class_encode_column(column)
+    assert encoded.features == expected.features
+    assert {i: rows.with_format(None)[column][:] for i, rows in encoded.items()} == {
+        i: rows[column][:] for i, rows in expected.items()
+    }
+    upper = clients.with_transform(lambda batch: {"upper": [number + 1 for number in batch["number"]]})
+    assert upper.class_encode_column(column)["c"][:2] == {"upper": [1, 2]}
+
+
 def test_transform_runs_when_rows_are_read(clients):
     doubled = clients.with_transform(lambda batch: {"double": [2 * number for number in batch["number"]]})
     assert doubled["c"][:2] == {"double": [0, 2]}
