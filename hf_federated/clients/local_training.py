@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler
 from transformers import (
     DataCollatorForLanguageModeling,
     Trainer,
@@ -187,7 +187,12 @@ def place_schedule(scheduler: LRScheduler, position: int) -> None:
         scheduler (`LRScheduler`): The schedule. It is unchanged if it already is at or after `position`.
         position (`int`): Number of steps from the start of the schedule.
     """
-    if position <= scheduler.last_epoch:
+    if isinstance(scheduler, ChainedScheduler):
+        # It has no `last_epoch`. Its schedules take their steps together.
+        last_epoch = scheduler.state_dict()["_schedulers"][0]["last_epoch"]
+    else:
+        last_epoch = scheduler.last_epoch
+    if position <= last_epoch:
         return
     if isinstance(scheduler, LambdaLR):
         # The learning rate has a closed form: load the preceding step and take one step.
@@ -196,7 +201,7 @@ def place_schedule(scheduler: LRScheduler, position: int) -> None:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about scheduler steps before the first optimizer step.
-        for _ in range(position - scheduler.last_epoch):
+        for _ in range(position - last_epoch):
             scheduler.step()
 
 

@@ -10,7 +10,7 @@ import torch
 from federations import CLIENTS, build_federation
 from tiny import arguments, rows, same_weights, tiny_model
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from transformers import Trainer, TrainerCallback
 
 from hf_federated import FederatedTrainer
@@ -37,6 +37,10 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "one cycle": (build_adamw, lambda optimizer, num_steps: OneCycleLR(optimizer, [0.1, 0.2], total_steps=num_steps)),
     "lambda": (build_adamw, lambda optimizer, num_steps: LambdaLR(optimizer, lambda step: 1 - step / num_steps)),
     "linear": (build_sgd, lambda optimizer, num_steps: LinearLR(optimizer, 1.0, 0.1, total_iters=num_steps)),
+    "chained": (
+        build_sgd,
+        lambda optimizer, num_steps: ChainedScheduler([LinearLR(optimizer, 0.5, 1.0, 3), ExponentialLR(optimizer, 0.8)]),
+    ),
     "default schedule": (build_sgd, None),
 }
 
