@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -47,4 +48,7 @@ def split_stream(
 
 
 def _belongs_to(value: Any, client_id: str) -> bool:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):  # a stream with the format `torch`
+        value = value.item()
     return value is not None and str(value) == client_id

@@ -297,6 +297,15 @@ def test_from_column_splits_a_stream_into_clients():
     assert {row["site"] for row in kept["north"]} == {"north"}
 
 
+@pytest.mark.parametrize("format", ["torch", "numpy"])
+def test_from_column_splits_a_stream_of_tensors(format):
+    examples = rows(NUM_EXAMPLES).add_column("site", [number % 3 for number in range(NUM_EXAMPLES)])
+    stream = examples.to_iterable_dataset().with_format(format)
+    clients = FederatedDataset.from_column(stream, "site", clients=["2", "0"])
+    tokens = examples["input_ids"][:]
+    assert [row["input_ids"].tolist() for row in clients["2"]] == tokens[2::3]
+
+
 def test_from_column_selects_and_orders_the_clients_of_a_dataset():
     whole = Dataset.from_dict({"site": [3, 1, 2, 1], "text": list("abcd")})
     clients = FederatedDataset.from_column(whole, "site", clients=["2", "1"])
