@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from hf_federated.cli.command_parser import Command, CommandParser
 from hf_federated.cli.recipe_options import INTERRUPTED
 from hf_federated.experiments.errors import CommandError
-from hf_federated.utils.errors import RoundFailedError
+from hf_federated.utils.errors import CheckpointError, RoundFailedError
 
 
 COMMANDS = {
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = COMMANDS[arguments.command]
     try:
         return command.load(command.function)(arguments) or 0
-    except CommandError as error:
+    except (CommandError, CheckpointError) as error:
         print(f"hf-federated: error: {error}", file=sys.stderr)
         return 2
     except RoundFailedError as error:

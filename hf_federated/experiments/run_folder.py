@@ -222,8 +222,11 @@ class RunFolder:
         path = self.path / RUN_NAME
         if not path.is_file():
             return None
-        with command_errors(str(path)):
-            saved = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            with command_errors(str(path)):
+                saved = json.loads(path.read_text(encoding="utf-8"))
+        except CommandError as error:
+            raise CommandError(f"{error}. Choose another --output-dir, or delete the file.") from error
         if not isinstance(saved, dict) or not isinstance(saved.get("recipe"), dict):
             raise CommandError(f"{path} is not the record of a run. Choose another --output-dir, or delete the file.")
         return saved

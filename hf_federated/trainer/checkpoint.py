@@ -26,6 +26,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..messages.serialization import pack, unpack
+from ..utils.errors import CheckpointError
 
 
 STAGING_DIR = ".incomplete"
@@ -48,12 +49,12 @@ def read_server_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
     Read the state that `write_server_state` wrote.
 
     Raises:
-        ValueError: If the directory is not a checkpoint of a federation, or if the file is damaged. The message names
+        CheckpointError: If the directory is not a checkpoint of a federation, or if the file is damaged. The message names
             the missing or damaged file.
     """
     path = Path(checkpoint) / FEDERATED_DIR / SERVER_FILE
     if not path.is_file():
-        raise ValueError(
+        raise CheckpointError(
             f"{os.fspath(checkpoint)!r} is not a checkpoint of a federation: {FEDERATED_DIR}/{SERVER_FILE} is "
             "missing. The checkpoint may have been saved by a plain Trainer or with `save_only_model=True`. Pass a "
             "checkpoint of a federation."
@@ -61,7 +62,7 @@ def read_server_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         return unpack(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{os.fspath(path)!r}: {error}") from error
+        raise CheckpointError(f"{os.fspath(path)!r}: {error}") from error
 
 
 def check_weights(checkpoint: str | os.PathLike[str]) -> None:
@@ -69,14 +70,14 @@ def check_weights(checkpoint: str | os.PathLike[str]) -> None:
     Open the weight files of a checkpoint without reading the weights.
 
     Raises:
-        ValueError: If a file is damaged or incomplete. The message names the file.
+        CheckpointError: If a file is damaged or incomplete. The message names the file.
     """
     for path in sorted(Path(checkpoint).glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt"):
                 pass
         except SafetensorError as error:
-            raise ValueError(
+            raise CheckpointError(
                 f"{os.fspath(path)!r} is damaged or incomplete ({error}). Copy the checkpoint again, or resume from "
                 "another checkpoint."
             ) from error

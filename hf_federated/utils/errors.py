@@ -9,3 +9,7 @@ class UserError(RuntimeError):
 
 class RoundFailedError(RuntimeError):
     """Too few clients sent a valid reply. Checkpoints of earlier rounds are unchanged."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, or the run that resumes from it has other settings or data."""

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from hf_federated.cli.main import main
 from hf_federated.experiments.errors import CommandError
@@ -258,6 +259,22 @@ def test_resuming_with_another_recipe_names_the_differing_fields(command, capsys
     assert command("--resume", settings=(*INTERRUPTED, *unchanged)) == 0
 
 
+def test_resuming_with_other_data_or_a_damaged_checkpoint_is_an_error_without_a_traceback(
+    command, reviews_dir, tmp_path, capsys
+):
+    data = shutil.copytree(reviews_dir, tmp_path / "reviews")
+    settings = (*INTERRUPTED, f"data.path={data}")
+    interrupt(command, settings=settings)
+    rows = Dataset.from_parquet(str(data / "train.parquet"))
+    rows.select(range(1, len(rows))).to_parquet(data / "train.parquet")
+    assert command("--resume", settings=settings) == 2
+    assert "belongs to another federation. examples of client 'movie 00': 3" in capsys.readouterr().err
+    rows.to_parquet(data / "train.parquet")
+    (tmp_path / "run" / "checkpoint-1" / "federated" / "server.safetensors").write_bytes(b"{")
+    assert command("--resume", settings=settings) == 2
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith("hf-federated: error: ")
+
+
 @pytest.mark.parametrize(
     ("saved", "current", "expected"),
     [
@@ -389,7 +406,7 @@ def test_overwrite_and_resume_exclude_each_other(command, capsys):
 @pytest.mark.parametrize("content", ["[]", "{", '{"recipe": 3}'])
 def test_damaged_record_is_refused(tmp_path, content):
     (tmp_path / "_run.json").write_text(content)
-    with pytest.raises(CommandError, match="_run.json"):
+    with pytest.raises(CommandError, match=r"_run.json.*Choose another --output-dir, or delete the file\."):
         RunFolder(tmp_path, {})
 
 

@@ -12,6 +12,7 @@ from ...clients.participants import Participants
 from ...config import FederatedConfig
 from ...data import FederatedDataset
 from ...distillation import Distillation
+from ...utils.errors import CheckpointError
 
 
 # Fields that define the length, the evaluation and the logging of a run, and where its clients run.
@@ -61,7 +62,7 @@ def check_resumed(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoi
         checkpoint (`str`): Path of the checkpoint.
 
     Raises:
-        ValueError: If the two differ. The message names the settings that differ and both values.
+        CheckpointError: If the two differ. The message names the settings that differ and both values.
     """
     # A dataset that only the checkpoint has is missing in `current`.
     names = [*current, *(name for name in saved if name not in current and name.startswith(("rows of", "content of")))]
@@ -84,7 +85,7 @@ def check_resumed(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoi
         if client_id in saved_clients and run_clients[client_id] != saved_clients[client_id]
     ][:3]
     if changes:
-        raise ValueError(
+        raise CheckpointError(
             f"The checkpoint {checkpoint!r} belongs to another federation. {'; '.join(changes)}. Resume with the "
             "settings of the checkpoint, or start a new run from its model. A resumed run may change these fields: "
             f"{', '.join(CHANGEABLE_FIELDS)}."
