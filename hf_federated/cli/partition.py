@@ -142,11 +142,14 @@ def _partitioned(arguments: argparse.Namespace) -> tuple[FederatedDatasetDict, s
 def _client_files(arguments: argparse.Namespace) -> tuple[FederatedDatasetDict, str | None]:
     """The clients in the files of a folder, and the column of labels for the statistics."""
     from hf_federated.data import FederatedDataset, FederatedDatasetDict
+    from hf_federated.data.storage.partition_file import PARTITION_FILE
     from hf_federated.experiments.data_files import load_client_files
 
     for option, value in (("--name", arguments.name), ("--revision", arguments.revision)):
         if value is not None:
             raise CommandError(f"{option} is not allowed with --client-per-file, which reads local files.")
+    if (Path(arguments.data) / PARTITION_FILE).is_file():
+        raise CommandError(f"{arguments.data} is already partitioned. Give a folder with one file for each client.")
     datasets = load_client_files(Path(arguments.data))
     with command_errors(arguments.data):
         clients = FederatedDataset.from_dict(datasets)

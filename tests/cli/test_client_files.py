@@ -48,7 +48,7 @@ def test_client_is_named_as_its_file(sites):
         path.unlink()
     for name in ("İzmir.csv", "Köln.CSV", "日本.csv.gz", "._north.csv"):
         write = gzip.compress if name.endswith("gz") else bytes
-        (sites / name).write_bytes(write("text,label\nhello,good\n".encode()))
+        (sites / name).write_bytes(write(b"text,label\nhello,good\n"))
     assert main("partition sites --client-per-file --output clients".split()) == 0
     assert set(FederatedDatasetDict.load_from_disk("clients")["train"]) == {"İzmir", "Köln", "日本"}
 
@@ -93,6 +93,11 @@ def test_missing_values_in_one_file_do_not_change_the_type_of_a_column(sites, va
             lambda folder: (folder / "north.csv").write_text("text,lable\na,good\n"),
             "partition sites --client-per-file",
             ["north", "lable"],
+        ),
+        (
+            lambda folder: (folder / "partition.json").write_text('{"splits": ["train"]}'),
+            "partition sites --client-per-file",
+            ["sites is already partitioned"],
         ),
         (
             lambda folder: (folder / "west.csv").write_text(""),
