@@ -49,8 +49,8 @@ def read_server_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
     Read the state that `write_server_state` wrote.
 
     Raises:
-        CheckpointError: If the directory is not a checkpoint of a federation, or if the file is damaged. The message names
-            the missing or damaged file.
+        CheckpointError: If the directory is not a checkpoint of a federation, or if the file is damaged. The message
+            names the missing or damaged file.
     """
     path = Path(checkpoint) / FEDERATED_DIR / SERVER_FILE
     if not path.is_file():

@@ -10,7 +10,15 @@ import torch
 from federations import CLIENTS, build_federation
 from tiny import arguments, rows, same_weights, tiny_model
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ExponentialLR,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 from transformers import Trainer, TrainerCallback
 
 from hf_federated import FederatedTrainer
@@ -39,7 +47,7 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "linear": (build_sgd, lambda optimizer, num_steps: LinearLR(optimizer, 1.0, 0.1, total_iters=num_steps)),
     "chained": (
         build_sgd,
-        lambda optimizer, num_steps: ChainedScheduler([LinearLR(optimizer, 0.5, 1.0, 3), ExponentialLR(optimizer, 0.8)]),
+        lambda optimizer, num_steps: ChainedScheduler([LinearLR(optimizer, total_iters=3), StepLR(optimizer, 2, 0.5)]),
     ),
     "default schedule": (build_sgd, None),
 }
