@@ -6,6 +6,7 @@ the trainer.
 """
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 
@@ -183,8 +184,10 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use ([PEP 562](https://peps.python.org/pep-0562/))."""
+    """Import a public name or a submodule on first use ([PEP 562](https://peps.python.org/pep-0562/))."""
     if name not in _MODULES:
+        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name], __name__), name)
     globals()[name] = value

@@ -158,6 +158,16 @@ def test_importing_federated_dataset_loads_neither_torch_nor_models():
     assert float(megabytes) < 300
 
 
+def test_submodules_are_attributes_of_the_package():
+    """`import hf_federated as hff; hff.data.IidPartitioner` works, as before names were imported on first use."""
+    code = (
+        "import hf_federated; print(hf_federated.data.IidPartitioner.__name__)\n"
+        "print(hasattr(hf_federated, 'dta'), hasattr(hf_federated, '__wrapped__'))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["IidPartitioner", "False", "False"]
+
+
 @pytest.fixture(scope="module")
 def loaded_by_import() -> set[str]:
     """
