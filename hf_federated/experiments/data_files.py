@@ -19,6 +19,8 @@ from hf_federated.experiments.errors import CommandError, command_errors
 
 
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
+# A file with such a name has the examples of a split, and not of a client.
+SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
 def data_suffix(path: Path) -> str | None:
@@ -105,8 +107,8 @@ def load_client_files(folder: Path) -> dict[str, Dataset]:
         column without values, and a column of integers with a missing value, have the type of the other files.
 
     Raises:
-        CommandError: If the path is not a folder, if it has no data files, or if two files have the same name without
-            suffix.
+        CommandError: If the path is not a folder, if it has no data files, if two files have the same name without
+            suffix, or if a file has the name of a split.
     """
     if not folder.is_dir():
         raise CommandError(f"{folder} is not a folder. Give a folder with one file for each client.")
@@ -118,6 +120,12 @@ def load_client_files(folder: Path) -> dict[str, Dataset]:
             if client_id in clients:
                 raise CommandError(f"{clients[client_id]} and {path} name the same client {client_id}. Rename a file.")
             clients[client_id] = path
+    for client_id, path in clients.items():
+        if client_id.lower() in SPLIT_NAMES:
+            raise CommandError(
+                f"{path} would become the client {client_id}. If it has test examples, move it to another folder and"
+                " set data.test_path in the recipe. If it has the examples of a client, rename it."
+            )
     if not clients:
         raise CommandError(
             f"{folder} has no data files. Allowed formats are {', '.join(READERS)}. Files in subfolders are not read."

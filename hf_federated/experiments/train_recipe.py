@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -114,12 +115,14 @@ def _train_baselines(run: Run, echo: Callable[[str], None], folder: RunFolder | 
         "centralized": f"Centralized ({run.baselines.centralized_epochs:.3g} epochs over all training examples)",
         "local": f"Local only ({num_clients} clients, each trained alone)",
     }
+    num_epochs = {"centralized": run.baselines.centralized_epochs, "local": run.baselines.local_epochs}
     results = []
     for name, title in titles.items():
         if name not in run.recipe.compare:
             continue
         result = None if folder is None else folder.find_baseline(name)
-        if result is not None:
+        # A resumed run may have another number of rounds.
+        if result is not None and math.isclose(result.num_epochs, num_epochs[name]):
             echo(f"{title}: finished before the interruption.")
         else:
             echo(f"{title}:")

@@ -100,6 +100,11 @@ def test_missing_values_in_one_file_do_not_change_the_type_of_a_column(sites, va
             ["sites is already partitioned"],
         ),
         (
+            lambda folder: (folder / "Test.csv").write_text("text,label\na,good\n"),
+            "partition sites --client-per-file",
+            ["Test.csv would become the client Test", "data.test_path"],
+        ),
+        (
             lambda folder: (folder / "west.csv").write_text(""),
             "partition sites --client-per-file",
             ["west.csv cannot be read"],

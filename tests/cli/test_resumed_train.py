@@ -166,6 +166,14 @@ def test_finished_run_continues_with_more_rounds(command):
     )
 
 
+def test_baseline_is_repeated_if_the_resumed_run_has_more_rounds(command, capsys):
+    assert command(settings=("federation.num_rounds=1", "compare=[centralized]")) == 0
+    assert "Centralized (0.0556 epochs" in capsys.readouterr().out
+    assert command("--resume", settings=("federation.num_rounds=2", "compare=[centralized]")) == 0
+    printed = capsys.readouterr().out
+    assert "Centralized (0.111 epochs" in printed and "finished before the interruption" not in printed
+
+
 def test_resumed_finished_run_has_the_same_model(command):
     assert command() == 0
     model = Path("run/model.safetensors").read_bytes()
