@@ -123,9 +123,49 @@ class SavedConfig:
 
     @classmethod
     def from_pretrained(cls, directory: str | os.PathLike[str]) -> Self:
-        """Load a config from the JSON file in a directory."""
-        with open(os.path.join(directory, cls.file_name), encoding="utf-8") as file:
-            return cls.from_dict(json.load(file))
+        """
+        Load a config from the JSON file in a directory.
+
+        Raises:
+            FileNotFoundError: If the directory has no such file.
+            ValueError: If the file is damaged, or a value is not allowed. The message names the file.
+        """
+        path = os.path.join(directory, cls.file_name)
+        try:
+            with open(path, encoding="utf-8") as file:
+                values = json.load(file)
+            if not isinstance(values, dict):
+                raise ValueError(f"it contains a {type(values).__name__} instead of a dictionary.")
+            _check_types(cls, values)
+            return cls.from_dict(values)
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"{path!r} is not a valid {cls.__name__}: {error} Correct the file, or save the config again."
+            ) from error
+
+
+# Types of JSON values by their name in an annotation. `ShareOrCount` is a number.
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "None": (type(None),),
+    "bool": (bool,),
+    "dict": (dict,),
+    "float": (int, float),
+    "int": (int,),
+    "list": (list,),
+    "str": (str,),
+    "ShareOrCount": (int, float),
+}
+
+
+def _check_types(cls: type, values: dict[str, Any]) -> None:
+    """Raise `ValueError` if the value of a field does not have the annotated type of the field."""
+    annotations = {item.name: str(item.type) for item in dataclasses.fields(cls)}
+    for name, value in values.items():
+        names = [part.strip() for part in re.sub(r"\[.*\]", "", annotations.get(name, "")).split("|")]
+        allowed = tuple(kind for part in names for kind in _JSON_TYPES.get(part, ()))
+        is_other_bool = isinstance(value, bool) and bool not in allowed  # `bool` is a subclass of `int`
+        if all(part in _JSON_TYPES for part in names) and (is_other_bool or not isinstance(value, allowed)):
+            raise ValueError(f"`{name}` is {value!r:.80}; it must be of type {annotations[name]}.")
 
 
 @dataclass

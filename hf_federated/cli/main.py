@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from hf_federated.cli.command_parser import Command, CommandParser
 from hf_federated.cli.recipe_options import INTERRUPTED
 from hf_federated.experiments.errors import CommandError
-from hf_federated.utils.errors import CheckpointError, RoundFailedError
+from hf_federated.utils.errors import CheckpointError, RoundFailedError, UserError
 
 
 COMMANDS = {
@@ -24,13 +24,17 @@ COMMANDS = {
         "train",
         "train",
         "train a recipe",
-        "Train a recipe: a YAML file with the sections model, data, task, training and federation.",
+        "Train a recipe: a YAML file with the sections model, data, task, training and federation. A recipe can run "
+        "code: `model.kwargs: {trust_remote_code: true}` runs the code of a model repository, and a name of the form "
+        "`module:Class` imports the module, also from the current folder. Read the recipe of a stranger before you "
+        "train it.",
     ),
     "benchmark": Command(
         "benchmark",
         "benchmark",
         "run a recipe with several algorithms and seeds",
-        "Execute the runs in the section benchmark of a recipe, and compare them with published results.",
+        "Execute the runs in the section benchmark of a recipe, and compare them with published results. A recipe can "
+        "run code, see `hf-federated train --help`.",
     ),
     "partition": Command(
         "partition",
@@ -114,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = COMMANDS[arguments.command]
     try:
         return command.load(command.function)(arguments) or 0
-    except (CommandError, CheckpointError) as error:
+    except (CommandError, CheckpointError, UserError) as error:
         print(f"hf-federated: error: {error}", file=sys.stderr)
         return 2
     except RoundFailedError as error:

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from ..messages.serialization import pack, unpack
+from ..utils.file_hash import sha256_of_file
 
 
 SUFFIX = ".safetensors"
 
 
-def _file_name(client_id: str) -> str:
+def client_file_name(client_id: str) -> str:
+    """Return the name of a client's file in a store."""
     # Any string is a valid client id, but not every string is a valid file name. The file contains the id.
     return hashlib.sha256(client_id.encode()).hexdigest()[:32] + SUFFIX
 
@@ -119,7 +121,7 @@ class MemoryStore(ClientStore):
         digests: dict[str, str] = {}
         for client_id, state in self._states.items():
             blob = _pack(client_id, state)
-            (directory / _file_name(client_id)).write_bytes(blob)
+            (directory / client_file_name(client_id)).write_bytes(blob)
             digests[client_id] = hashlib.sha256(blob).hexdigest()
         return digests
 
@@ -161,12 +163,12 @@ class DiskStore(ClientStore):
         self._digests: dict[str, str | None] = {}
 
     def get(self, client_id: str) -> dict[str, Any]:
-        path = self.directory / _file_name(client_id)
+        path = self.directory / client_file_name(client_id)
         with _name_file_in_errors(path):
             return unpack(path.read_bytes())["state"] if path.exists() else {}
 
     def set(self, client_id: str, state: dict[str, Any]) -> None:
-        path = self.directory / _file_name(client_id)
+        path = self.directory / client_file_name(client_id)
         partial = path.with_suffix(".partial")
         blob = _pack(client_id, state)
         with _name_file_in_errors(path):
@@ -176,11 +178,11 @@ class DiskStore(ClientStore):
         self._digests[client_id] = None
 
     def remove(self, client_id: str) -> None:
-        (self.directory / _file_name(client_id)).unlink(missing_ok=True)
+        (self.directory / client_file_name(client_id)).unlink(missing_ok=True)
         self._digests.pop(client_id, None)
 
     def __contains__(self, client_id: object) -> bool:
-        return isinstance(client_id, str) and (self.directory / _file_name(client_id)).exists()
+        return isinstance(client_id, str) and (self.directory / client_file_name(client_id)).exists()
 
     def clear(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -189,9 +191,9 @@ class DiskStore(ClientStore):
     def save(self, directory: Path) -> dict[str, str]:
         digests: dict[str, str] = {}
         for client_id, digest in self._digests.items():
-            path = self.directory / _file_name(client_id)
+            path = self.directory / client_file_name(client_id)
             _link(path, directory / path.name)
-            digests[client_id] = _digest(path) if digest is None else digest
+            digests[client_id] = sha256_of_file(path) if digest is None else digest
         self._digests.update(digests)
         return digests
 
@@ -219,17 +221,9 @@ def _name_file_in_errors(path: Path) -> Iterator[None]:
         raise ValueError(f"{os.fspath(path)!r}: {error}") from error
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _checked_file(directory: Path, client_id: str, digest: str) -> Path:
-    path = directory / _file_name(client_id)
-    if not path.is_file() or _digest(path) != digest:
+    path = directory / client_file_name(client_id)
+    if not path.is_file() or sha256_of_file(path) != digest:
         reason = "differs from the file that was saved" if path.exists() else "is missing"
         raise ValueError(
             f"The state of client {client_id!r}, {os.fspath(path)!r}, {reason}. The checkpoint is damaged or was "

@@ -9,8 +9,12 @@ import numpy as np
 
 
 def check_client_ids(client_ids: Sequence[str]) -> None:
-    """Raise `ValueError` unless the ids are strings, not empty and unique."""
-    if len(set(client_ids)) == len(client_ids) and all(isinstance(i, str) and i for i in client_ids):
+    """Raise `ValueError` unless the ids are strings, valid Unicode text, not empty and unique."""
+    if (
+        len(set(client_ids)) == len(client_ids)
+        and all(isinstance(i, str) and i for i in client_ids)
+        and _is_unicode("".join(client_ids))
+    ):
         return
     seen: set[str] = set()
     for client_id in client_ids:
@@ -20,9 +24,22 @@ def check_client_ids(client_ids: Sequence[str]) -> None:
             )
         if not client_id:
             raise ValueError("A client id is the empty string. Give every client a non-empty id.")
+        if not _is_unicode(client_id):
+            raise ValueError(
+                f"The client id {client_id!r} has a lone surrogate, so it is not valid Unicode text and cannot be "
+                "stored or sent. Read the ids with the encoding of their file, or replace the character."
+            )
         if client_id in seen:
             raise ValueError(f"The client id {client_id!r} occurs twice. Client ids must be unique.")
         seen.add(client_id)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return True
 
 
 def check_id_list(client_ids: Sequence[str]) -> None:

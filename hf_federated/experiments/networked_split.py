@@ -36,6 +36,7 @@ from hf_federated.split_training import ServerModel, SplitConfig, TrainingServer
 from hf_federated.split_training.config import run_digest, run_settings
 from hf_federated.split_training.loading import file_arguments, load_client_model, load_server_body
 from hf_federated.tasks import Task
+from hf_federated.trainer.output_lock import output_dir_lock
 from hf_federated.transport import GrpcLink, SplitServer, TlsCredentials
 from hf_federated.utils.client_names import escape_client_id
 
@@ -56,7 +57,7 @@ def split_server(arguments: argparse.Namespace) -> None:
     """
     _check_options(arguments)
     recipe, split, args, adapter = _load_settings(arguments, "server")
-    with command_errors("split-server"):
+    with command_errors("split-server"), output_dir_lock(str(args.output_dir)):
         config, body, wire = server_body(recipe, split, adapter, args.seed)
         body.to(args.device)
         digest = run_digest(config, split, args, adapter)

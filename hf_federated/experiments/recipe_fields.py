@@ -21,7 +21,7 @@ from hf_federated.experiments.recipe_schema import (
     build_config,
     check_section,
     dataclass_fields,
-    unknown_field_error,
+    describe_unknown_fields,
 )
 from hf_federated.experiments.recipe_sections import ClientModelSection, DataSection, ModelSection, PublicSection
 from hf_federated.experiments.recipe_yaml import DEFAULT_TASK
@@ -157,10 +157,8 @@ def check_sections(values: Mapping[str, Any], mistakes: Mistakes) -> CheckedSect
     task = named_class(_with_default_task(values.get("task")), class_fields["task"])
     known = section_fields(task or "seq2seq")
     top_level = known.pop("")
-    for key in values:
-        if key not in known and key not in top_level and key not in class_fields:
-            error = unknown_field_error(str(key), str(key), [*known, *class_fields, *top_level])
-            mistakes.found.append(str(error))
+    names = [*known, *class_fields, *top_level]
+    mistakes.found += describe_unknown_fields("", [key for key in values if key not in names], names)
     for name, fields_of_section in known.items():
         # An empty section `public` or `split` changes the run, so a missing section must stay missing.
         if name not in ("public", "split") or values.get(name) is not None:

@@ -17,6 +17,11 @@ from typing import Any, Literal
 from hf_federated.experiments.errors import CommandError, command_errors
 
 
+# Number of unknown fields of a section that an error lists.
+MAX_UNKNOWN_FIELDS = 20
+# Length of the longest name for which similar names are searched.
+MAX_KEY_CHARACTERS = 100
+
 # Usual names of fields, and the fields of a recipe that have this meaning. A section suggests the fields that it has.
 USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
     "lr": ("learning_rate",),
@@ -304,11 +309,10 @@ def check_section(name: str, values: Any, fields: dict[str, RecipeField]) -> dic
     if not isinstance(values, dict):
         raise RecipeError(f"{name or 'the recipe'} is {values!r}; it must be a mapping of fields to values.")
     mistakes = Mistakes()
+    mistakes.found += describe_unknown_fields(prefix, [key for key in values if key not in fields], list(fields))
     for key, value in values.items():
         with mistakes.collect():
-            if key not in fields:
-                raise unknown_field_error(f"{prefix}{key}", str(key), list(fields))
-            if not matches_type(value, fields[key].annotation):
+            if key in fields and not matches_type(value, fields[key].annotation):
                 raise RecipeError(
                     f"{prefix}{key} is {value!r} ({type(value).__name__}); it must be "
                     f"{type_name(fields[key].annotation)}."
@@ -326,19 +330,27 @@ def check_at_least_one(field: str, value: int | None) -> None:
         raise RecipeError(f"{field} is {value}; it must be at least 1.")
 
 
-def unknown_field_error(given: str, key: str, known: list[str]) -> RecipeError:
+def describe_unknown_fields(prefix: str, keys: Sequence[Any], known: list[str]) -> list[str]:
     """
-    Build the error for an unknown field, with suggestions of usual and similar names.
+    Describe the unknown fields of a section, with suggestions of usual and similar names.
 
     Args:
-        given (`str`): The unknown field with its section.
-        key (`str`): The name of the unknown field.
+        prefix (`str`): The name of the section and a dot, or `""` for the top level.
+        keys (`Sequence[Any]`): The unknown fields.
         known (`list[str]`): The names of the known fields.
+
+    Returns:
+        `list[str]`: One mistake per field. The fields after the first `MAX_UNKNOWN_FIELDS` are only counted, because
+        the search for similar names takes milliseconds per field.
     """
-    usual = [name for name in USUAL_NAMES.get(key.lower(), ()) if name in known]
-    similar = usual or difflib.get_close_matches(key, known, n=3)
-    hint = f"; did you mean {' or '.join(similar)}? " if similar else ". "
+    where = f"the section {prefix.removesuffix('.')}" if prefix else "a recipe"
     allowed = ", ".join(known) if len(known) <= 30 else "the fields that `hf-federated train --help` lists"
-    section = given.rpartition(".")[0]
-    where = f"the section {section}" if section else "a recipe"
-    return RecipeError(f"{given} is not a field of {where}{hint}Allowed: {allowed}.")
+    found = []
+    for key in map(str, keys[:MAX_UNKNOWN_FIELDS]):
+        usual = [name for name in USUAL_NAMES.get(key.lower(), ()) if name in known]
+        similar = usual or difflib.get_close_matches(key[:MAX_KEY_CHARACTERS], known, n=3)
+        hint = f"; did you mean {' or '.join(similar)}? " if similar else ". "
+        found.append(f"{prefix}{key} is not a field of {where}{hint}Allowed: {allowed}.")
+    if len(keys) > MAX_UNKNOWN_FIELDS:
+        found.append(f"{len(keys) - MAX_UNKNOWN_FIELDS} more names are not fields of {where}.")
+    return found

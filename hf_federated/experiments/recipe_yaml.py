@@ -19,6 +19,9 @@ from hf_federated.experiments.recipe_schema import Mistakes, RecipeError
 
 DEFAULT_SCALE = "default"
 DEFAULT_TASK = "text-classification"
+# Limits of a YAML document. A value counts once for each of its aliases.
+MAX_DEPTH = 100
+MAX_VALUES = 200_000
 # The sections that name a class, with the default class.
 NAMED_SECTIONS = {"task": DEFAULT_TASK, "partition": None}
 
@@ -107,7 +110,7 @@ def merge_mappings(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dic
 def _parse_override(override: str) -> tuple[list[str], Any, str]:
     key, equals, text = override.partition("=")
     keys = key.split(".")
-    if not equals or not all(keys):
+    if not equals or not all(keys) or len(keys) > MAX_DEPTH:
         raise RecipeError(f"--set {override!r} is invalid; it must be of the form section.field=value.")
     return keys, parse_yaml(text, f"--set {override}"), override
 
@@ -124,15 +127,71 @@ def _apply(values: dict[str, Any], keys: list[str], value: Any, override: str) -
     values[last] = value
 
 
-class _Loader(yaml.SafeLoader):
-    """A loader with the numbers and booleans of YAML 1.2, which rejects duplicate keys."""
+# The parser of libyaml is five times as fast as the parser in Python, which PyYAML without libyaml uses.
+_SafeLoader: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+
+
+class _Loader(_SafeLoader):
+    """A loader with the numbers and booleans of YAML 1.2, which rejects duplicate keys and too large documents."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        num_values, depth = (0, 0) if node is None else _measure(node, {})
+        if num_values > MAX_VALUES:
+            raise yaml.YAMLError(
+                f"it has more than {MAX_VALUES} values, counting a value once for each of its aliases"
+            )
+        if depth > MAX_DEPTH:
+            raise _too_deep()
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key!r} is a duplicate key", node.start_mark)
+        keys: set[Any] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in keys:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value!r} is a duplicate key", node.start_mark
+                )
+            keys.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """
+    Return the number of values in a node and the depth of the node, with all aliases replaced by their values.
+
+    Args:
+        node (`yaml.Node`): The node.
+        sizes (`dict[int, tuple[int, int] | None]`): The results for other nodes by id. `None` for a node in progress.
+
+    Raises:
+        yaml.YAMLError: If a value contains itself.
+    """
+    if isinstance(node, yaml.ScalarNode):
+        return 1, 1
+    if id(node) not in sizes:
+        sizes[id(node)] = None
+        pairs = [node.value] if isinstance(node, yaml.SequenceNode) else node.value
+        inner = [_measure(child, sizes) for pair in pairs for child in pair]
+        num_values, depth = 1 + sum(size[0] for size in inner), 1 + max((size[1] for size in inner), default=0)
+        sizes[id(node)] = num_values, depth
+    size = sizes[id(node)]
+    if size is None:
+        raise yaml.YAMLError("a value contains an alias of itself")
+    return size
+
+
+def _check_depth(text: str) -> None:
+    """Raise a `YAMLError` if a document is nested too deeply. The parser of libyaml would end the process."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise _too_deep()
+
+
+def _too_deep() -> yaml.YAMLError:
+    return yaml.YAMLError(f"it is nested more than {MAX_DEPTH} levels deep")
 
 
 # PyYAML follows YAML 1.1, which reads 5e-4 as a string, `no` (an `eval_strategy`) as false, 010 as 8 and 1:30 as 90.
@@ -151,6 +210,19 @@ _Loader.add_implicit_resolver(
 )
 
 
+# The constructors of PyYAML raise these errors for a value that does not match its tag, such as `!!bool maybe`.
+_YAML_ERRORS = (
+    yaml.YAMLError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
 def parse_yaml(text: str, source: str) -> Any:
     """
     Parse YAML.
@@ -163,6 +235,7 @@ def parse_yaml(text: str, source: str) -> Any:
         RecipeError: If the text is not valid YAML.
     """
     try:
+        _check_depth(text)
         return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except _YAML_ERRORS as error:
         raise RecipeError(f"{source} is not YAML: {' '.join(str(error).split())}") from error

@@ -18,18 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.grid import PlannedRun
+from hf_federated.utils.file_lock import FileLock, FileLockedError
 
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]  # mypy expects a module
 
 LOG_NAME = "runs.jsonl"
 LOCK_NAME = "runs.lock"
@@ -116,26 +112,31 @@ class RunLog:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.records: list[dict[str, Any]] = []
-        self._lock: BinaryIO | None = None
+        self._lock = FileLock(folder / LOCK_NAME)
 
     def __enter__(self) -> RunLog:
         with command_errors(str(self.folder)):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(self.folder / LOCK_NAME)
+            try:
+                self._lock.acquire()
+            except FileLockedError as error:
+                raise CommandError(
+                    f"another benchmark is running in this folder: {self.folder} ({error.holder}). Wait until it ends,"
+                    " or choose another --output-dir. --report prints the results so far."
+                ) from error
         try:
             with command_errors(str(self.folder)):
                 _repair(self.folder / LOG_NAME)
             self.records = read_records(self.folder)
         except BaseException:
-            self._lock.close()
+            self._lock.release()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._lock is not None:
-            self._lock.close()  # releases the lock
+        self._lock.release()
 
     def append(self, record: Mapping[str, Any]) -> None:
         """
@@ -168,23 +169,6 @@ class RunLog:
     def find_finished(self, plan: Sequence[PlannedRun]) -> FinishedRuns:
         """Find the records of planned runs, as the function [`find_finished`] does."""
         return find_finished(self.records, plan)
-
-
-def _lock(path: Path) -> BinaryIO:
-    """Open the lock file and lock it. Closing the file releases the lock."""
-    file = open(path, "a+b")
-    if fcntl is not None:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.close()
-            if not isinstance(error, BlockingIOError):
-                raise
-            raise CommandError(
-                f"another benchmark is running in this folder: {path.parent}. Wait until it ends, or choose another"
-                " --output-dir. --report prints the results so far."
-            ) from error
-    return file
 
 
 def _length_of_complete_lines(content: bytes) -> int:

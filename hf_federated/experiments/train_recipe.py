@@ -25,6 +25,8 @@ from hf_federated.tasks import (
     SuperGlueSeq2Seq,
     TextClassification,
 )
+from hf_federated.trainer.manifest import check_manifest
+from hf_federated.trainer.output_lock import output_dir_lock
 
 
 # The data from which the model card is rendered.
@@ -51,13 +53,24 @@ def train_recipe(
         `dict`: The content of `results.json`.
 
     Raises:
-        RecipeError: If the recipe cannot be run. The error is raised before training starts.
+        CommandError: If the recipe cannot be run. The error is raised before training starts.
+        CheckpointError: If a file of the checkpoint to resume from is damaged. The error is raised before training
+            starts.
+        OutputDirInUseError: If another process trains in the output folder.
     """
     run = build_run(recipe, output_dir)
     for line in run.describe():
         echo(line)
+    with output_dir_lock(str(run.trainer.args.output_dir)):
+        return _train_run(run, echo, folder)
+
+
+def _train_run(run: Run, echo: Callable[[str], None], folder: RunFolder | None) -> dict[str, Any]:
+    """Train the baselines and the federation of a run, and save all outputs."""
+    recipe = run.recipe
     if folder is not None:
         if folder.resumes and folder.last_checkpoint is not None:
+            check_manifest(folder.last_checkpoint)
             run.trainer.args.resume_from_checkpoint = str(folder.last_checkpoint)
         folder.begin()
     baselines = _train_baselines(run, echo, folder)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+
+from .ledger_blocks import ROUNDS_PER_BLOCK, Accounts, decode_block, encode_block
 
 
 LEDGER_NAME = "federated_ledger.json"
+# Numbers of bytes and rounds are 64-bit integers in a checkpoint.
+_LARGEST = 2**63 - 1
+_ROUND = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 class Ledger:
@@ -33,8 +44,14 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        # round -> client -> [down, up]
-        self._bytes: dict[int, dict[str, list[int]]] = {}
+        self._bytes: Accounts = {}
+        self._bytes_down = 0
+        self._bytes_up = 0
+        # First round of each client.
+        self._first_rounds: dict[str, int] = {}
+        # Clients in the order of the encoded blocks, and the blocks whose accounts have not changed since.
+        self._encoded_clients: list[str] = []
+        self._blocks: dict[int, bytes] = {}
 
     def record(self, round: int, client_id: str, bytes_down: int = 0, bytes_up: int = 0) -> None:
         """
@@ -46,9 +63,11 @@ class Ledger:
             bytes_down (`int`, *optional*, defaults to `0`): Bytes sent from the server to the client.
             bytes_up (`int`, *optional*, defaults to `0`): Bytes sent from the client to the server.
         """
-        account = self._bytes.setdefault(round, {}).setdefault(client_id, [0, 0])
+        account = self._open_account(round, client_id)
         account[0] += bytes_down
         account[1] += bytes_up
+        self._bytes_down += bytes_down
+        self._bytes_up += bytes_up
 
     def account(self, round: int, client_id: str) -> tuple[int, int]:
         """Return the bytes down and up of a client in a round."""
@@ -63,17 +82,24 @@ class Ledger:
 
     def set_account(self, round: int, client_id: str, bytes_down: int, bytes_up: int) -> None:
         """Replace the account of a client in a round, for an account that another process recorded."""
-        self._bytes.setdefault(round, {})[client_id] = [bytes_down, bytes_up]
+        down, up = self._open_account(round, client_id)
+        self.record(round, client_id, bytes_down - down, bytes_up - up)
+
+    def _open_account(self, round: int, client_id: str) -> list[int]:
+        """Return the account of a client in a round, which the caller changes."""
+        self._blocks.pop(round // ROUNDS_PER_BLOCK, None)
+        self._first_rounds[client_id] = min(round, self._first_rounds.get(client_id, round))
+        return self._bytes.setdefault(round, {}).setdefault(client_id, [0, 0])
 
     @property
     def bytes_down(self) -> int:
         """Total number of bytes from the server to the clients."""
-        return sum(account[0] for clients in self._bytes.values() for account in clients.values())
+        return self._bytes_down
 
     @property
     def bytes_up(self) -> int:
         """Total number of bytes from the clients to the server."""
-        return sum(account[1] for clients in self._bytes.values() for account in clients.values())
+        return self._bytes_up
 
     def rounds(self) -> list[dict[str, int]]:
         """Return one row per round: `round`, `num_clients`, `bytes_down`, `bytes_up`."""
@@ -105,13 +131,33 @@ class Ledger:
         }
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Ledger:
-        """Restore a ledger from the values of [`~Ledger.to_dict`]."""
+    def from_dict(cls, values: Any) -> Ledger:
+        """
+        Restore a ledger from the values of [`~Ledger.to_dict`].
+
+        Raises:
+            ValueError: If the values are not the values of a ledger.
+        """
+        rounds = values.get("rounds") if isinstance(values, Mapping) else None
+        if not isinstance(rounds, Mapping):
+            raise ValueError("A ledger must be a dictionary with the key 'rounds', which is a dictionary.")
         ledger = cls()
-        ledger._bytes = {
-            int(round): {client_id: list(account) for client_id, account in clients.items()}
-            for round, clients in values["rounds"].items()
-        }
+        for key, clients in rounds.items():
+            if not (
+                isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 and str(int(key)) == key
+            ):
+                raise ValueError(
+                    f"A ledger has the round {key!r}; a round must be the text of an integer of at least 0."
+                )
+            if not isinstance(clients, Mapping):
+                raise ValueError(f"Round {key} of a ledger is {clients!r:.80}; it must be a dictionary of clients.")
+            for client_id, account in clients.items():
+                if not isinstance(client_id, str) or not _is_account(account):
+                    raise ValueError(
+                        f"The account of client {client_id!r:.80} in round {key} of a ledger is {account!r:.80}; it "
+                        "must be a list of two integers of at least 0, the bytes down and up."
+                    )
+                ledger.record(int(key), client_id, *account)
         return ledger
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -121,6 +167,101 @@ class Ledger:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Ledger:
-        """Read `federated_ledger.json` from a directory."""
-        with open(os.path.join(directory, LEDGER_NAME), encoding="utf-8") as file:
-            return cls.from_dict(json.load(file))
+        """
+        Read `federated_ledger.json` from a directory.
+
+        Raises:
+            FileNotFoundError: If the directory has no such file.
+            ValueError: If the file is damaged. The message names the file.
+        """
+        path = Path(directory) / LEDGER_NAME
+        try:
+            return cls.from_dict(json.loads(path.read_bytes()))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{os.fspath(path)!r} is not the ledger of a run: {error} Save the ledger again, or delete the file."
+            ) from error
+
+    # ---- Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """
+        Return the whole ledger as a small tree for a checkpoint.
+
+        The time depends on the accounts that changed since the last call. The size is about two bytes per account, and
+        much less if the messages of the rounds have equal sizes.
+        """
+        # The order depends on the accounts only, so that every engine saves the same bytes. A new client is the last.
+        clients = sorted(self._first_rounds, key=lambda client_id: (self._first_rounds[client_id], client_id))
+        if clients[: len(self._encoded_clients)] != self._encoded_clients:
+            self._blocks = {}
+        self._encoded_clients = clients
+        members: dict[int, list[int]] = {}
+        for round in self._bytes:
+            members.setdefault(round // ROUNDS_PER_BLOCK, []).append(round)
+        index = {client_id: number for number, client_id in enumerate(clients)}
+        layout = []
+        for number in sorted(members):
+            rounds = members[number]
+            if number not in self._blocks:
+                self._blocks[number] = encode_block({round: self._bytes[round] for round in rounds}, index)
+            num_accounts = sum(len(self._bytes[round]) for round in rounds)
+            layout.append([len(self._blocks[number]), len(rounds), num_accounts])
+        data = b"".join(self._blocks[number] for number in sorted(members))
+        return {
+            "clients": clients,
+            "layout": torch.tensor(layout, dtype=torch.int64).reshape(-1, 3),
+            "blocks": torch.tensor(np.frombuffer(data, np.uint8)),
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Any) -> Ledger:
+        """
+        Restore a ledger from the values of [`~Ledger.state_dict`], or of [`~Ledger.to_dict`] in a checkpoint of
+        hf_federated 0.1.0.
+
+        Raises:
+            ValueError: If the values are not the values of a ledger.
+        """
+        if isinstance(state, Mapping) and "rounds" in state:
+            return cls.from_dict(state)
+        clients, layout, blocks = _checked_state(state)
+        ledger, start = cls(), 0
+        for length, num_rounds, num_accounts in layout.tolist():
+            blob = blocks[start : start + length].numpy().tobytes()
+            for round, accounts in decode_block(blob, num_rounds, num_accounts, clients).items():
+                for client_id, (down, up) in accounts.items():
+                    ledger.record(round, client_id, down, up)
+            start += length
+        return ledger
+
+
+def _is_account(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and all(type(number) is int and 0 <= number <= _LARGEST for number in value)
+    )
+
+
+def _checked_state(state: Any) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    """Return the values of [`~Ledger.state_dict`] after checks of their types, shapes and ranges."""
+    values = state if isinstance(state, Mapping) else {}
+    clients, layout, blocks = (values.get(name) for name in ("clients", "layout", "blocks"))
+    if (
+        isinstance(clients, list)
+        and all(isinstance(client_id, str) for client_id in clients)
+        and len(set(clients)) == len(clients)
+        and isinstance(layout, torch.Tensor)
+        and layout.dtype == torch.int64
+        and layout.ndim == 2
+        and layout.shape[1] == 3
+        and isinstance(blocks, torch.Tensor)
+        and blocks.dtype == torch.uint8
+        and blocks.ndim == 1
+        and bool((layout >= 0).all())
+        and bool((layout <= _LARGEST // 2**16).all())
+        and sum(layout[:, 0].tolist()) == len(blocks)
+    ):
+        return clients, layout, blocks
+    raise ValueError("The accounts of a ledger are damaged: a type, a shape or a length is wrong.")

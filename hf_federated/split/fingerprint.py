@@ -43,6 +43,7 @@ from typing import Any, BinaryIO
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
+from ..utils.file_hash import sha256_of_file
 from .comparison import LOCAL_AND_REMOTE, PartyNames, differences, format_difference
 
 
@@ -129,7 +130,7 @@ class ModelFingerprint:
             config,
             hashlib.sha256(json.dumps(sorted(weight_map.items())).encode()).hexdigest(),
             {file_name: _sample(folder / file_name) for file_name in local_files},
-            {file_name: _hash(folder / file_name) for file_name in local_files} if whole_files else {},
+            {file_name: sha256_of_file(folder / file_name) for file_name in local_files} if whole_files else {},
             commit,
         )
 
@@ -224,11 +225,3 @@ def _sample(path: Path) -> str:
 def _read(file: BinaryIO, offset: int, num_bytes: int) -> bytes:
     file.seek(offset)
     return file.read(num_bytes)
-
-
-def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

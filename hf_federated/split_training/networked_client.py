@@ -36,7 +36,7 @@ from .messages import (
     as_tensor,
 )
 from .optimization import JointOptimizer, Party, averaging_weights
-from .saving import SplitSavingMixin, resumable_checkpoints
+from .saving import SplitSavingMixin, check_checkpoint, resumable_checkpoints
 from .step_plan import StepPlan, count_steps
 
 
@@ -363,6 +363,9 @@ class NetworkedClientMixin(SplitSavingMixin):
 
         Returns:
             `str`: The checkpoint to resume from, or `None` if the parties have no checkpoint of a common step.
+
+        Raises:
+            ValueError: If the client cannot join, or a file of the checkpoint is missing or damaged.
         """
         if self._networked is not None:
             raise ValueError("This trainer has joined a networked run before. Create a new trainer with a new link.")
@@ -384,6 +387,8 @@ class NetworkedClientMixin(SplitSavingMixin):
         step = self._networked.join(digest, num_steps, list(paths))
         try:
             check_networked_evaluation(args, self.split, self._networked.steps_per_epoch)
+            if step:
+                check_checkpoint(paths[step])
         except ValueError:
             self._networked.leave()
             raise

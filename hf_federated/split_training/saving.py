@@ -5,6 +5,7 @@ A checkpoint contains the files of `Trainer`. Their weights are the weights of t
 
 - `split.safetensors`: the configuration and the clients of the run, the client that trained last, the number of
   examples since the last average, and the ledger.
+- `manifest.json`: the sizes and digests of all other files of the checkpoint.
 - `parties/<name>/`: the parts of a party under the names and block numbers of the full model ([`save_parts`]), and
   `training.safetensors` with the state of the party's optimizer. With an adapter, `training.safetensors` also contains
   the trained parameters.
@@ -45,6 +46,7 @@ from ..trainer.checkpoint import (
     staged_directory,
     step_of,
 )
+from ..trainer.manifest import check_manifest, write_manifest
 from ..utils.client_names import escape_client_id
 from .config import SplitConfig, run_and_step
 from .in_process import SplitFederation
@@ -73,7 +75,7 @@ def save_parties(
     """
     directory = checkpoint / FEDERATED_DIR
     directory.mkdir(parents=True, exist_ok=True)
-    run = {**federation.state(), "ledger": federation.ledger.to_dict()}
+    run = {**federation.state(), "ledger": federation.ledger.state_dict()}
     (directory / RUN_FILE).write_bytes(pack(run))
     model = federation.model
     for party in federation.parties.values():
@@ -92,6 +94,7 @@ def check_checkpoint(checkpoint: str | os.PathLike[str]) -> None:
             f"{os.fspath(checkpoint)!r} is not a checkpoint of a split training run: {FEDERATED_DIR}/{RUN_FILE} is "
             "missing. The checkpoint may belong to another trainer, or may be saved with `save_only_model=True`."
         )
+    check_manifest(checkpoint)
     check_weights(checkpoint)
 
 
@@ -117,7 +120,7 @@ def load_parties(federation: SplitFederation | NetworkedFederation, checkpoint: 
             damaged.
     """
     run = _read_file(Path(checkpoint) / FEDERATED_DIR / RUN_FILE)
-    ledger = Ledger.from_dict(run.pop("ledger"))
+    ledger = Ledger.from_state_dict(run.pop("ledger"))
     federation.load_state(run)
     adapter = federation.model.adapter_config is not None
     for party in federation.parties.values():
@@ -256,15 +259,17 @@ class SplitSavingMixin(LoopArgumentsMixin):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """
         `Trainer.save_model`. Saves the full model or adapter in the standard format, `split_config.json` and the
-        ledger.
+        ledger. The ledger of a checkpoint is in its file `federated/split.safetensors`.
 
         A client of a networked run saves its head and tail instead of the full model.
         """
         self.sync_model()
+        is_checkpoint = _internal_call and output_dir is not None
         output_dir = self.args.output_dir if output_dir is None else output_dir
         if self.args.should_save:
             self.split.save_pretrained(output_dir)
-            self.ledger.save(output_dir)
+            if not is_checkpoint:
+                self.ledger.save(output_dir)
         if self._networked is None:
             with self._arguments(self._user_args):
                 super().save_model(output_dir, _internal_call)
@@ -311,6 +316,7 @@ class SplitSavingMixin(LoopArgumentsMixin):
             self.state.save_to_json(os.fspath(staged / "trainer_state.json"))
             if not self.args.save_only_model:
                 save_parties(self._federation, staged, self._run_and_step())
+            write_manifest(staged)
             publish(staged, final)
             rotate(self.args.output_dir, self._num_kept_checkpoints, best, self.state.global_step)
         if self.args.push_to_hub:
@@ -325,6 +331,8 @@ class SplitSavingMixin(LoopArgumentsMixin):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
+        if best is not None and self._federation is not None:
+            check_manifest(best)
         if best is None or self.model.adapter_config is None or self._federation is None:
             super()._load_best_model()
             return

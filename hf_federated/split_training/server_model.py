@@ -23,6 +23,7 @@ from ..split.parts import Part
 from ..split.saving import save_parts
 from ..split.wire import Wire
 from ..trainer.checkpoint import list_checkpoints, publish, rotate, staged_directory, step_of
+from ..trainer.manifest import check_manifest, write_manifest
 from .config import SplitConfig, run_and_step
 from .in_process import SERVER
 from .optimization import Party, averaging_weights, create_optimizers, num_training_steps, total_norm
@@ -187,6 +188,7 @@ class ServerModel:
         with staged_directory(self._directory) as staging:
             for party in self.parties.values():
                 save_party(party, self.config, party_directory(staging, party.name), self.adapter, run, state)
+            write_manifest(staging)
             publish(staging, Path(self._directory) / f"{PREFIX_CHECKPOINT_DIR}-{step}")
         rotate(self._directory, num_kept_checkpoints(self.args), None, step)
 
@@ -195,8 +197,9 @@ class ServerModel:
         Load a checkpoint.
 
         Raises:
-            ValueError: If the checkpoint is incomplete, or belongs to another run.
+            ValueError: If the checkpoint is damaged or incomplete, or belongs to another run.
         """
+        check_manifest(checkpoint)
         state: Mapping[str, Any] = {}
         for party in self.parties.values():
             state = load_party(party, party_directory(checkpoint, party.name), self.adapter is not None)

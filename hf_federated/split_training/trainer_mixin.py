@@ -36,6 +36,7 @@ from ..trainer.dataset_preparation import (
     PreparingMixin,
     constructor_data_error,
 )
+from ..trainer.output_lock import output_dir_lock
 from .checks import (
     accepts_model_name,
     as_split_model,
@@ -165,12 +166,20 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
             ignore_keys_for_eval (`list[str]`, *optional*): As in Trainer.
 
         Raises:
-            ValueError: If there is no training dataset, or the checkpoint is incomplete or belongs to another run.
+            OutputDirInUseError: If another process trains in the output directory.
+            ValueError: If there is no training dataset, a file of the checkpoint is missing or damaged, or the
+                checkpoint belongs to another run.
         """
         if self.clients is None:
             raise ValueError(
                 "`train_dataset` is missing. Pass a FederatedDataset, or a mapping of client ids to datasets."
             )
+        with output_dir_lock(self.args.output_dir):
+            return self._train_parties(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _train_parties(
+        self, resume_from_checkpoint: str | bool | None, trial: Any, ignore_keys_for_eval: list[str] | None
+    ) -> TrainOutput:
         self._user_args = self.args
         self.ledger = Ledger()
         if self.model.server_body is None:

@@ -8,6 +8,7 @@ header stores the structure of the saved values as JSON:
   clients' files. For a PEFT model, the file also contains the exchanged parameters, because training cannot continue
   from the files that PEFT saves for a prompt-learning method.
 - `clients/`: the client states, one file for each client.
+- `manifest.json`: the sizes and digests of all other files of the checkpoint (`manifest.py`).
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from ..clients import (
     batches_per_round,
 )
 from ..clients.model_factory import ClientModelBuilder
+from ..clients.store import client_file_name
 from ..distillation import DistillationServer, Teachers
 from ..engines import EngineContext, WatchPeers
 from ..messages.ledger import Ledger
@@ -201,7 +202,7 @@ class Federation:
         if setup.distillation_callback is not None:
             setup.distillation_callback.load_state_dict(saved["distillation"])
             load_teachers(directory, saved["teachers"], self.teachers, setup.processes, setup.spreads_clients)
-        self.engine.ledger = Ledger.from_dict(saved["ledger"])
+        self.engine.ledger = Ledger.from_state_dict(saved["ledger"])
         self.engine.load(directory, saved["clients"])
         if "weights" in saved:
             self.exchange.write(saved["weights"])
@@ -325,7 +326,7 @@ class Federation:
 
     # ---- Checkpoints
 
-    def save(self, checkpoint: Path) -> None:
+    def save(self, checkpoint: Path) -> dict[str, str]:
         """
         Write the state of the federation to a checkpoint.
 
@@ -333,17 +334,26 @@ class Federation:
 
         Args:
             checkpoint (`pathlib.Path`): A staged checkpoint in which the directory of the client states exists.
+
+        Returns:
+            `dict[str, str]`: SHA-256 digests of the client states of all processes, by path relative to the
+            checkpoint.
         """
         setup, callback = self._setup, self._setup.distillation_callback
         directory, processes = clients_directory(checkpoint), setup.processes
         digests = save_clients(directory, self.engine, processes, f"{checkpoint.name}: the clients' files")
         teacher_digests = save_teachers(directory, self.teachers, processes, setup.spreads_clients)
+        known_digests = {
+            (folder / client_file_name(client_id)).relative_to(checkpoint).as_posix(): digest
+            for folder, by_client in ((directory, digests), (directory / TEACHERS_DIR, teacher_digests))
+            for client_id, digest in by_client.items()
+        }
         if not processes.is_main:
-            return
+            return known_digests
         state = {
             "identity": setup.identity(self._args),
             "aggregation": setup.aggregation.state_dict(),
-            "ledger": self.engine.ledger.to_dict(),
+            "ledger": self.engine.ledger.state_dict(),
             "clients": digests,
             "teachers": teacher_digests,
         }
@@ -355,6 +365,7 @@ class Federation:
         if isinstance(self._trainer.model, PeftModel):
             state["weights"] = self.loop.server.weights
         write_server_state(checkpoint, state)
+        return known_digests
 
     def load_weights(self, checkpoint: str) -> None:
         """Write the exchanged parameters of an adapter from a checkpoint into the model."""

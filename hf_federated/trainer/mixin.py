@@ -58,6 +58,7 @@ from .evaluation import EvaluationMixin
 from .federation import Federation
 from .loop_stubs import RoundDataLoader, RoundsCallback, RoundScheduler, ServerOptimizer, round_arguments
 from .optimizer_factories import OptimizerFactories
+from .output_lock import output_dir_lock
 from .saving import SavingMixin
 from .setup import FederationSetup
 
@@ -232,13 +233,18 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
         Raises:
             RoundFailedError: If a round got fewer than `min_clients` valid updates.
             LaunchFailedError: If an earlier run over several processes failed. Start the launch again.
-            ValueError: If the checkpoint belongs to another federation or is incomplete.
+            OutputDirInUseError: If another process trains in the output directory.
+            ValueError: If the checkpoint belongs to another federation, or a file is missing or damaged.
         """
         setup = self._setup
         if setup is None or self.local_training is not None:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         setup.processes.raise_if_failed()
-        with setup.processes.fail_together(), setup.independent():
+        with (
+            setup.processes.fail_together(),
+            setup.independent(),
+            output_dir_lock(self.args.output_dir, setup.processes),
+        ):
             return self._train_rounds(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def _train_rounds(
@@ -246,6 +252,7 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
     ) -> TrainOutput:
         self._user_args = self.args
         self._resume_from = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
+        self._check_manifest(self._resume_from)
         if self._resume_from is not None:
             read_server_state(self._resume_from)
         neftune = self.neftune_noise_alpha

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from .._compat import push_from_checkpoint
 from ..cards import render_model_card
+from ..utils.errors import CheckpointError
 from .base import RoleMixin
 from .checkpoint import (
     check_weights,
@@ -23,6 +24,7 @@ from .checkpoint import (
     staged_arguments,
     staged_directory,
 )
+from .manifest import check_manifest, write_manifest
 
 
 class SavingMixin(RoleMixin):
@@ -35,15 +37,18 @@ class SavingMixin(RoleMixin):
         """
         Save the global model as `Trainer.save_model` does, with `federated_config.json` and the ledger.
 
+        The ledger of a checkpoint is in its file `federated/server.safetensors`, in a compact form.
         PEFT saves a model card with an adapter. The card of the run replaces this card.
         """
         if self.federation is None:
             super().save_model(output_dir, _internal_call)
             return
+        is_checkpoint = _internal_call and output_dir is not None
         output_dir = self.args.output_dir if output_dir is None else output_dir
         if self.args.should_save:
             self.federation.save_pretrained(output_dir)
-            self.ledger.save(output_dir)
+            if not is_checkpoint:
+                self.ledger.save(output_dir)
         with self._arguments(self._user_args):
             super().save_model(output_dir, _internal_call)
         if self.args.should_save and isinstance(self.model, PeftModel):
@@ -71,9 +76,9 @@ class SavingMixin(RoleMixin):
                 if not self.args.save_only_model:
                     clients_directory(staged).mkdir(parents=True)
             processes.wait(f"{final.name}: directory of the client states and all other files")
-            if not self.args.save_only_model:
-                self._federation.save(staged)
+            known_digests = {} if self.args.save_only_model else self._federation.save(staged)
             if processes.is_main:
+                write_manifest(staged, known_digests)
                 publish(staged, final)
                 rotate(self.args.output_dir, self._user_args.save_total_limit, best, self.state.global_step)
             processes.wait(f"{final.name}: finished")  # Any process may load the checkpoint next.
@@ -92,10 +97,32 @@ class SavingMixin(RoleMixin):
         super()._load_from_checkpoint(*arguments)
 
     def _load_best_model(self) -> None:
+        if self._is_federating and self.state.best_model_checkpoint is not None:
+            self._check_manifest(self.state.best_model_checkpoint)
         if not self._is_federating or not isinstance(self.model, PeftModel) or self.args.save_only_model:
             super()._load_best_model()
             return
         self._federation.load_weights(self.state.best_model_checkpoint)
+
+    def _check_manifest(self, checkpoint: str | None) -> None:
+        """
+        Check the files of the main process's checkpoint, if there is one. All processes must call this method.
+
+        Raises:
+            CheckpointError: In all processes, if a file is missing or damaged. The message names the file.
+        """
+
+        def find_damage() -> str | None:
+            try:
+                if checkpoint is not None:
+                    check_manifest(checkpoint)
+            except ValueError as error:
+                return str(error)
+            return None
+
+        damage = self._federation_setup.processes.run_on_main("files of the checkpoint", find_damage)
+        if damage is not None:
+            raise CheckpointError(damage)
 
     def create_model_card(
         self,

@@ -236,6 +236,16 @@ def test_ids_with_the_same_string_raise_value_error():
         FederatedDataset.from_dict({1: speeches(), "1": speeches()})
 
 
+def test_ids_with_a_lone_surrogate_raise_value_error():
+    # Python reads a Latin-1 file name or a file with `errors="surrogateescape"` like this.
+    for build in (
+        lambda: FederatedDataset.from_dict({"caf\udce9": speeches()}),
+        lambda: Partition(["caf\udce9"], np.array([0, 1]), np.array([0, 2])),
+    ):
+        with pytest.raises(ValueError, match=r"client id 'caf\\udce9' has a lone surrogate"):
+            build()
+
+
 def test_from_dict_rejects_invalid_mappings():
     with pytest.raises(ValueError, match="the mapping is empty"):
         FederatedDataset.from_dict({})

@@ -40,7 +40,7 @@ def states(directory: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(checkpoint)): path.read_bytes()
         for path in (checkpoint / "federated").rglob("*")
-        if path.is_file()
+        if path.is_file() and path.name != "manifest.json"  # lists the digest of `trainer_state.json`, with timings
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hf_federated.cli.field_help import recipe_help
 from hf_federated.cli.main import main
 from hf_federated.experiments import recipe as recipe_module
 from hf_federated.experiments.recipe import load_recipe
-from hf_federated.experiments.recipe_fields import named_section_fields, section_fields
+from hf_federated.experiments.recipe_fields import check_names, named_section_fields, section_fields
 from hf_federated.experiments.recipe_schema import RecipeError, matches_type, type_name
 from hf_federated.experiments.recipe_sections import DataSection, ModelSection
 from hf_federated.experiments.recipe_yaml import apply_changes, read_values
@@ -248,7 +249,20 @@ def test_all_invalid_changes_of_the_command_line_are_listed(tmp_path):
         ("[" * 2000, ["not YAML"]),
         ("model: !!int x", ["not YAML"]),
         ("- model", ["list", "mapping"]),
+        ("model: !!bool maybe", ["not YAML"]),
+        ("model: !!timestamp maybe", ["not YAML"]),
+        ("model: " + "[" * 101 + "]" * 101, ["not YAML", "nested more than 100 levels deep"]),
+        (
+            "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}]\n" for n in range(200)),
+            ["not YAML", "nested more than 100 levels deep"],
+        ),
+        (
+            "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}, *a{n}]\n" for n in range(20)),
+            ["not YAML", "more than 200000 values"],
+        ),
+        ("model: &model {name_or_path: *model}", ["not YAML", "a value contains an alias of itself"]),
         ("model: {name_or_path: a, name_or_path: b}", ["duplicate key"]),
+        ("model: {[a]: b, [a]: b}", ["not YAML", "unhashable key"]),
         ("model: [", ["not YAML"]),
         ("", ["model.name_or_path is missing"]),
     ],
@@ -258,6 +272,25 @@ def test_file_that_is_not_a_recipe_is_rejected(tmp_path, text, words):
         load(tmp_path, text)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_recipe_of_many_keys_is_read_and_checked_in_linear_time(tmp_path):
+    num_keys, path = 20_000, tmp_path / "recipe.yaml"
+    path.write_text("training:\n" + "".join(f"  key_{number}: {number}\n" for number in range(num_keys)))
+    start = time.process_time()
+    values = read_values(path)
+    assert time.process_time() - start < 2  # 0.2 s on one core, and 30 s with a search for each key
+    assert len(values["training"]) == num_keys
+    start = time.process_time()
+    with pytest.raises(RecipeError, match=f"{num_keys - 20} more names are not fields of the section training"):
+        check_names(values)
+    assert time.process_time() - start < 5
+
+
+def test_aliases_of_a_recipe_are_replaced_by_their_values(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("scales: {a: &small {data: {max_train_rows: 9}}, b: *small}\nscale: b\n")
+    assert read_values(path) == {"data": {"max_train_rows": 9}, "scale": "b"}
 
 
 def test_file_that_is_not_utf8_is_rejected(tmp_path):
@@ -301,6 +334,13 @@ def test_train_help_contains_the_recipe_help(capsys):
     assert caught.value.code == 0
     printed = capsys.readouterr().out
     assert "--output-dir" in printed and recipe_help() in printed
+
+
+def test_train_help_warns_that_a_recipe_can_run_code(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "A recipe can run code" in text and "trust_remote_code" in text and "`module:Class`" in text
 
 
 def test_help_lists_arguments_of_all_tasks_and_partitioners():

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_federated.experiments import run_log
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.grid import BenchmarkSection, plan_runs
 from hf_federated.experiments.run_log import LOG_NAME, RunLog, find_finished, read_records
+from hf_federated.utils import file_lock
 
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +129,7 @@ def test_only_one_benchmark_can_write_to_a_folder(tmp_path):
 
 
 def test_log_is_written_on_systems_without_locks(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_log, "fcntl", None)
+    monkeypatch.setattr(file_lock, "fcntl", None)
     with RunLog(tmp_path), RunLog(tmp_path) as log:
         log.append(record(0))
     assert read_records(tmp_path) == [record(0)]

@@ -16,6 +16,7 @@ from workers import without_timings, worker
 
 from hf_federated import FederatedConfig, FederatedTrainer
 from hf_federated.trainer.checkpoint import list_checkpoints, read_server_state
+from hf_federated.trainer.manifest import MANIFEST_FILE, read_manifest
 
 
 RUN_DIR = "run"
@@ -91,6 +92,8 @@ def contents(directory: Path) -> dict[str, Any]:
         if path.name == "trainer_state.json":
             value = json.loads(value)
             value["log_history"] = without_timings(value["log_history"], "train_loss")
+        elif path.name == "manifest.json":  # lists the digest of `trainer_state.json`, which contains timings
+            value = list(read_manifest(path))
         elif path.name == "log_history.json":
             value = without_timings(json.loads(value), "train_loss")
         elif path.name == "README.md":  # the card of an adapter
@@ -207,8 +210,8 @@ def test_checkpoint_of_a_plain_trainer_is_refused(tmp_path) -> None:
 
 def test_checkpoint_without_server_state_is_refused(tmp_path) -> None:
     trainer(tmp_path, save_only_model=True).train()
-    saved = sorted(path.name for path in (tmp_path / "checkpoint-2").iterdir())
-    assert "model.safetensors" in saved and "federated" not in saved
+    saved = contents(tmp_path / "checkpoint-2")
+    assert "model.safetensors" in saved and "federated/server.safetensors" not in saved
     with pytest.raises(ValueError, match="federated/server.safetensors is missing.*save_only_model"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
@@ -243,6 +246,7 @@ def test_checkpoint_without_a_client_state_names_the_client(stopped, store) -> N
     before.train(resume_from_checkpoint=str(stopped))
     for file in (stopped / "federated" / "clients").iterdir():
         file.unlink()
+    (stopped / MANIFEST_FILE).unlink()  # a checkpoint of hf_federated 0.1.0
     after = federation(stopped.parent, client_store=store)
     with pytest.raises(ValueError, match="The state of client 'a', .* is missing"):
         after.train(resume_from_checkpoint=str(stopped))
@@ -251,8 +255,11 @@ def test_checkpoint_without_a_client_state_names_the_client(stopped, store) -> N
 def test_checkpoint_with_truncated_weights_names_the_file(stopped) -> None:
     file = stopped / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="checkpoint-1/model.safetensors' is damaged"):
-        federation(stopped.parent).train(resume_from_checkpoint=True)
+    for manifest, damage in ((True, "has [0-9]+ bytes, but"), (False, "is damaged")):
+        if not manifest:
+            (stopped / MANIFEST_FILE).unlink()  # a checkpoint of hf_federated 0.1.0
+        with pytest.raises(ValueError, match=f"checkpoint-1/model.safetensors' {damage}"):
+            federation(stopped.parent).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from datasets import Features
 
 from ...utils.client_names import escape_client_id
+from ...utils.file_hash import sha256_of_file
 from ..source import DatasetSource
 
 
@@ -61,11 +62,7 @@ class StoredFile:
     @classmethod
     def describe(cls, root: Path, path: str) -> StoredFile:
         """Create the entry for an existing file."""
-        with open(root / path, "rb") as file:
-            digest = hashlib.sha256()
-            while block := file.read(1 << 20):
-                digest.update(block)
-            return cls(path, file.tell(), digest.hexdigest())
+        return cls(path, (root / path).stat().st_size, sha256_of_file(root / path))
 
     def read(self, root: Path, client_id: str | None = None) -> bytes:
         """
