@@ -11,6 +11,8 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -142,14 +144,32 @@ class CardRecord:
 
     @classmethod
     def load(cls: type[Record], path: str | os.PathLike[str]) -> Record:
-        """Load a record that [`~CardRecord.save`] wrote."""
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        """
+        Load a record that [`~CardRecord.save`] wrote.
+
+        Raises:
+            ValueError: If the file does not contain a record. The message names the file.
+        """
+        with record_errors(path):
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
     @classmethod
     def from_dict(cls: type[Record], values: dict[str, Any]) -> Record:
         """Create a record from saved values."""
         data = {name: DataFacts(**value) for name, value in values.items() if name.endswith("_data") and value}
         return cls(**{**values, **data, "model": ModelFacts(**values["model"])})
+
+
+@contextmanager
+def record_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Convert the errors for a damaged record into a `ValueError` that names the file."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, KeyError, IndexError, RecursionError, TypeError, ValueError) as error:
+        reason = f"the key {error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ValueError(
+            f"{os.fspath(path)!r} is not the record of a run: {reason}. Pass a file that `CardRecord.save` wrote."
+        ) from error
 
 
 def common_fields(trainer: CardRun, eval_data: Any, step_name: str, card_arguments: CardArguments) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from ..audits import LeakageAudit
+from .card_record import record_errors
 from .leakage import add_leakage
 from .model_card import render
 from .run_record import RunRecord
@@ -30,23 +31,25 @@ def render_saved(path: str | os.PathLike[str], audit: str | os.PathLike[str] | N
         `str`: The text of the card.
 
     Raises:
-        ValueError: If the audit did not measure the cuts or the wire dtype of the model, or if an audit is given for a
-            model that was not split.
+        ValueError: If the file is not a record, the audit did not measure the cuts or the wire dtype of the model, or
+            an audit is given for a model that was not split.
     """
-    values = json.loads(Path(path).read_text(encoding="utf-8"))
-    if "split" in values:
-        record = SplitRecord.from_dict(values)
+    with record_errors(path):
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = SplitRecord.from_dict(values) if "split" in values else RunRecord.from_dict(values)
+        card = render_split(record) if isinstance(record, SplitRecord) else render(record)
+    if isinstance(record, SplitRecord):
         if audit is None:
-            return render_split(record)
+            return card
         leakage_audit = LeakageAudit.load(audit)
         _check_audit_settings(leakage_audit, record)
-        return add_leakage(render_split(record), leakage_audit, record.split["head_blocks"])
+        return add_leakage(card, leakage_audit, record.split["head_blocks"])
     if audit is not None:
         raise ValueError(
             f"{path} is not the record of a split model, but an audit was given. `hf-federated audit` applies to split"
             " models only: pass the record of the audited model, or leave `audit` out."
         )
-    return render(RunRecord.from_dict(values))
+    return card
 
 
 def _check_audit_settings(audit: LeakageAudit, record: SplitRecord) -> None:

@@ -34,6 +34,8 @@ STAGING_DIR = ".incomplete"
 FEDERATED_DIR = "federated"
 SERVER_FILE = "server.safetensors"
 CLIENTS_DIR = "clients"
+# The values that every server state contains.
+REQUIRED_STATE = ("identity", "aggregation", "ledger", "clients")
 
 _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
@@ -61,7 +63,11 @@ def read_server_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
             "checkpoint of a federation."
         )
     try:
-        return unpack(path.read_bytes())
+        state = unpack(path.read_bytes())
+        missing = [name for name in REQUIRED_STATE if not isinstance(state, dict) or name not in state]
+        if missing:
+            raise ValueError(f"The file is damaged or of another kind: it has no {', '.join(missing)}.")
+        return state
     except ValueError as error:
         raise CheckpointError(f"{os.fspath(path)!r}: {error}") from error
 

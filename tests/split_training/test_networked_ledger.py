@@ -38,5 +38,5 @@ def test_ledger_of_resumed_client_adds_bytes_of_joining_again(tmp_path):
     run, transferred = train_encrypted(tmp_path, resume=True, **changes)
     for name, trainer in run.trainers.items():
         path = Path(tmp_path / name / f"checkpoint-{step}" / FEDERATED_DIR / RUN_FILE)
-        saved = totals(Ledger.from_dict(unpack(path.read_bytes())["ledger"]))
+        saved = totals(Ledger.from_state_dict(unpack(path.read_bytes())["ledger"]))
         assert totals(trainer.ledger) == tuple(sum(pair) for pair in zip(saved, transferred[name], strict=True))

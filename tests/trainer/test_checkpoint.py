@@ -36,7 +36,7 @@ def names(output_dir: Path) -> list[str]:
 
 def test_server_state_is_restored_from_a_checkpoint(tmp_path):
     state = {"aggregation": {"momentum": {0: torch.ones(2)}}, "ledger": {"rounds": {}}, "betas": (0.9, 0.99)}
-    write_server_state(tmp_path, state)
+    write_server_state(tmp_path, {**state, "identity": {}, "clients": {}})
     loaded = read_server_state(tmp_path)
     assert torch.equal(loaded["aggregation"]["momentum"][0], torch.ones(2))
     assert (loaded["ledger"], loaded["betas"]) == (state["ledger"], state["betas"])
