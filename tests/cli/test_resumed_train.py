@@ -17,6 +17,7 @@ from datasets import Dataset
 from hf_federated.cli.main import main
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.run_folder import RunFolder, find_differences
+from hf_federated.trainer.manifest import MANIFEST_FILE
 
 
 METHODS = '''
@@ -120,6 +121,7 @@ def test_seconds_of_a_resumed_run_include_the_rounds_before_its_checkpoint_only(
     assert 0 < before < 60
     state["stateful_callbacks"]["Stopwatch"]["args"]["seconds"] = before + 1000
     state_path.write_text(json.dumps(state))
+    (state_path.parent / MANIFEST_FILE).unlink()  # the checkpoint is changed on purpose
     start = time.perf_counter()
     assert command("--resume", settings=INTERRUPTED) == 0
     elapsed = time.perf_counter() - start
@@ -136,6 +138,7 @@ def test_seconds_are_unknown_if_the_checkpoint_has_no_stopwatch(command, capsys)
     state = json.loads(state_path.read_text())
     del state["stateful_callbacks"]["Stopwatch"]
     state_path.write_text(json.dumps(state))
+    (state_path.parent / MANIFEST_FILE).unlink()  # the checkpoint is changed on purpose
     assert command("--resume", settings=INTERRUPTED) == 0
     assert json.loads(Path("run/results.json").read_text())["federated"]["seconds"] is None
     assert re.search(r"^federated .* -$", capsys.readouterr().out, re.MULTILINE)

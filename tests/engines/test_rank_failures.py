@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ import pytest
 from launches import Launch, last_error, logs, notes, same_bits, weights
 
 from hf_federated.trainer.checkpoint import list_checkpoints
+from hf_federated.trainer.output_lock import LOCK_FILE
+from hf_federated.utils.file_lock import FileLock
 
 
 # Seconds within which all processes must end after a failure.
@@ -165,3 +169,20 @@ def test_run_resumes_after_a_killed_process(launch, finished, tmp_path: Path) ->
     assert answer["codes"] == [0, 0], logs(tmp_path)
     assert same_bits(weights(finished("carry", 2)), weights(tmp_path))
     assert notes(finished("carry", 2))["ledger"] == notes(tmp_path)["ledger"]
+
+
+def test_every_process_reports_the_holder_of_the_output_directory(launch, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lock = FileLock(tmp_path / "run" / LOCK_FILE)
+    lock.acquire()
+    for error in failed_in_every_process(launch, tmp_path):
+        assert "OutputDirInUseError" in error and f"process {os.getpid()} on" in error
+    lock.release()
+
+
+def test_every_process_reports_a_damaged_file_of_the_checkpoint(launch, finished, tmp_path: Path) -> None:
+    shutil.copytree(finished("carry", 2) / "run", tmp_path / "run")
+    path = list_checkpoints(tmp_path / "run")[-1] / "trainer_state.json"
+    path.write_bytes(path.read_bytes().replace(b"0", b"1", 1))
+    for error in failed_in_every_process(launch, tmp_path, "carry", resume=True):
+        assert "CheckpointError" in error and "trainer_state.json' has other bytes than were saved" in error
