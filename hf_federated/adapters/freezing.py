@@ -29,7 +29,7 @@ DEPTHS = (
 _EMBEDDING = re.compile(r"(^|[._])emb|(^|\.)project_in\.|(^|\.)encoder\.LayerNorm\.")
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def model_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return all blocks in order, first the encoder, then the decoder. A reused block occurs once per use."""
     config: dict[str, Any] = model.config.to_dict()
     # An `EncoderDecoderModel` has one config for the encoder and one for the decoder.
@@ -104,7 +104,7 @@ def freeze_layers(model: nn.Module, freeze: str) -> int:
             " PEFT already freezes the model that it wraps."
         )
     with_embeddings, num_layers = parse_freeze(str(freeze))
-    layers = _layers(model)
+    layers = model_layers(model)
     if num_layers > len(layers):
         raise ValueError(
             f"`freeze` asks for {num_layers} layers; {type(model).__name__} has {len(layers)}. Use a smaller number."

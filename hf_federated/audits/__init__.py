@@ -6,21 +6,51 @@ from .embedding_gradients import TokenRecovery, attack_embedding, embedding_grad
 from .examples import TokenizedExamples, encode_examples, remove_shared_texts
 from .inversion import Inversion, build_head, invert, score, sent_states, strongest
 from .leakage import LeakageAudit, audit_leakage, plot_leakage
+from .payloads import (
+    PAYLOAD_ATTACKS,
+    AttackResult,
+    CanaryExposure,
+    Dager,
+    Evidence,
+    LiRA,
+    LossThreshold,
+    NoSpanError,
+    Payload,
+    PayloadAttack,
+    PayloadAudit,
+    PayloadRecorder,
+    ShadowLosses,
+    TokenSet,
+)
 from .pseudo_samples import PseudoSampleAudit, SampleOverlap, nearest_tokens, plot_pseudo_samples
 from .targets import TargetRecovery, attack_targets, recover_targets
 
 
 __all__ = [
+    "PAYLOAD_ATTACKS",
+    "AttackResult",
     "AuditConfig",
+    "CanaryExposure",
+    "Dager",
+    "Evidence",
     "Inversion",
     "LeakageAudit",
     "LearnedDecoder",
+    "LiRA",
+    "LossThreshold",
     "NearestState",
+    "NoSpanError",
+    "Payload",
+    "PayloadAttack",
+    "PayloadAudit",
+    "PayloadRecorder",
     "PrefixSearch",
     "PseudoSampleAudit",
     "SampleOverlap",
+    "ShadowLosses",
     "TargetRecovery",
     "TokenRecovery",
+    "TokenSet",
     "TokenizedExamples",
     "attack_embedding",
     "attack_targets",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 
 from ..audits import AuditConfig, Inversion, LeakageAudit
+from .payload_leakage import replace_section
 from .tables import format_count, plural, table
 
 
@@ -104,15 +104,7 @@ def add_leakage(card: str, audit: LeakageAudit, head_blocks: int | None = None) 
     Returns:
         `str`: The text of the card with the section.
     """
-    section = leakage_section(audit, head_blocks)
-    existing = re.search(rf"^{HEADING}\n.*?(?=^## |\Z)", card, flags=re.MULTILINE | re.DOTALL)
-    if existing is not None:
-        after = card[existing.end() :]
-        return f"{card[: existing.start()]}{section}" + (f"\n{after}" if after else "")
-    before, heading, versions = card.rpartition("\n## Versions")
-    if not heading:
-        return f"{card.rstrip()}\n\n{section}"
-    return f"{before.rstrip()}\n\n{section}{heading}{versions}"
+    return replace_section(card, HEADING, leakage_section(audit, head_blocks))
 
 
 def leakage_report(audit: LeakageAudit, picture: str | None = None) -> str:

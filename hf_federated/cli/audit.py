@@ -1,4 +1,9 @@
-"""`hf-federated audit`: measure how much text the hidden states and embedding gradients of a split model reveal."""
+"""
+`hf-federated audit`: measure what a client reveals by the data that it sends.
+
+With a recipe, the command attacks the payloads of the recipe's clients: parameters, adapters or predictions. With a
+model and a dataset, it attacks the hidden states and embedding gradients of a split model.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +24,40 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from hf_federated.audits import AuditConfig, Inversion, audit_leakage, plot_leakage
 from hf_federated.cards.leakage import add_leakage, embedding_text, inversion_table, leakage_report, targets_text
+from hf_federated.cards.payload_leakage import add_payload_audit, payload_report, payload_table
 from hf_federated.cards.tables import plural
 from hf_federated.cli.dataclass_options import add_dataclass_options, build_from_options
 from hf_federated.cli.partition import load_splits
+from hf_federated.cli.recipe_options import add_set_option, make_current_folder_importable
 from hf_federated.data import DatasetSource
 from hf_federated.experiments.data_files import hub_errors
 from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.experiments.payload_audit import audit_recipe
+from hf_federated.experiments.recipe import parse_recipe
+from hf_federated.experiments.recipe_fields import check_names
+from hf_federated.experiments.recipe_yaml import read_values
 from hf_federated.utils.optional_packages import require_packages
+
+
+# Suffixes of the file names of recipes.
+RECIPE_SUFFIXES = (".yaml", ".yml")
 
 
 def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> None:
     """Add the arguments of the command to a parser."""
-    parser.add_argument("model", metavar="MODEL", help="a decoder model or an adapter: a folder or Hub id")
-    parser.add_argument("data", metavar="DATA", help="a dataset: a Hub id, a folder, or a CSV, JSON or Parquet file")
+    parser.add_argument(
+        "model",
+        metavar="RECIPE|MODEL",
+        help="a recipe (a YAML file), to attack what its clients send; or, for a split model, a decoder model or an"
+        " adapter: a folder or Hub id",
+    )
+    parser.add_argument(
+        "data",
+        metavar="DATA",
+        nargs="?",
+        help="for a split model, a dataset: a Hub id, a folder, or a CSV, JSON or Parquet file",
+    )
+    add_set_option(parser)
     parser.add_argument("--text-column", default="text", help="the column of the texts (default: %(default)s)")
     parser.add_argument("--name", metavar="CONFIG", help="configuration of the dataset")
     parser.add_argument("--split", help="the split to use (default: train, or else the first split)")
@@ -43,7 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> 
         help="the model whose head the victims use, if it differs from MODEL, such as a model with a trained adapter",
     )
     parser.add_argument(
-        "--output", metavar="DIR", required=True, help="folder for audit.json, report.md and audit.png"
+        "--output",
+        metavar="DIR",
+        required=True,
+        help="folder for audit.json and report.md, and for audit.png of a split model",
     )
     parser.add_argument(
         "--card", metavar="FILE", help="a model card (README.md) to which a section with the results is added"
@@ -61,16 +90,23 @@ def audit(arguments: argparse.Namespace) -> None:
     Raises:
         CommandError: If the model, the data or an option cannot be used.
     """
+    _check_output(arguments)
+    if Path(arguments.model).suffix in RECIPE_SUFFIXES:
+        _audit_recipe(arguments)
+        return
+    if arguments.data is None:
+        raise CommandError(
+            f"audit: {arguments.model} is not a recipe (.yaml), so DATA is missing. Add a dataset to audit a split"
+            " model, or name a recipe to audit its clients."
+        )
+    if arguments.overrides:
+        raise CommandError("--set changes fields of a recipe. Remove it, or name a recipe in place of MODEL and DATA.")
     with command_errors("audit"):
         # Check all packages now, because the report is written after attacks that take minutes.
         extras = {"metrics": {"rouge_score": "rouge-score"}, "plots": {"matplotlib": "matplotlib"}}
         require_packages("the command", extras)
         config: AuditConfig = build_from_options(AuditConfig, arguments)
     _check_device(config.device)
-    if arguments.card is not None and not Path(arguments.card).is_file():
-        raise CommandError(f"--card: the file {arguments.card} does not exist.")
-    if Path(arguments.output).exists() and not Path(arguments.output).is_dir():
-        raise CommandError(f"--output: {arguments.output} is a file. Choose a folder.")
     texts = load_texts(arguments)
     with command_errors(arguments.model), hub_errors("MODEL", arguments.model):
         tokenizer = AutoTokenizer.from_pretrained(arguments.model, revision=arguments.model_revision)
@@ -103,6 +139,36 @@ def audit(arguments: argparse.Namespace) -> None:
         card = Path(arguments.card)
         card.write_text(add_leakage(card.read_text(encoding="utf-8"), result), encoding="utf-8")
     print(f"Wrote audit.json, report.md and audit.png to {arguments.output}.")
+
+
+def _check_output(arguments: argparse.Namespace) -> None:
+    if arguments.card is not None and not Path(arguments.card).is_file():
+        raise CommandError(f"--card: the file {arguments.card} does not exist.")
+    if Path(arguments.output).exists() and not Path(arguments.output).is_dir():
+        raise CommandError(f"--output: {arguments.output} is a file. Choose a folder.")
+
+
+def _audit_recipe(arguments: argparse.Namespace) -> None:
+    """Attack the payloads of a recipe's clients. A recipe without the section `audit` is audited as configured."""
+    if arguments.data is not None:
+        raise CommandError(f"audit: a recipe names its data. Remove {arguments.data}.")
+    with command_errors("audit"):
+        require_packages("the command", {"metrics": {"sklearn": "scikit-learn"}})
+    values = read_values(arguments.model, arguments.overrides)
+    values["audit"] = values.get("audit") or {}
+    check_names(values)
+    make_current_folder_importable()
+    audit = audit_recipe(parse_recipe(values), lambda line: print(line, flush=True))
+    print(f"\n{payload_table(audit)}\n")
+    with command_errors(f"--output {arguments.output}"):
+        folder = Path(arguments.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        audit.save(folder / "audit.json")
+        (folder / "report.md").write_text(payload_report(audit), encoding="utf-8")
+    if arguments.card is not None:
+        card = Path(arguments.card)
+        card.write_text(add_payload_audit(card.read_text(encoding="utf-8"), audit), encoding="utf-8")
+    print(f"Wrote audit.json and report.md to {arguments.output}.")
 
 
 def load_texts(arguments: argparse.Namespace) -> list[str]:

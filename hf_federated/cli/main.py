@@ -58,9 +58,10 @@ COMMANDS = {
     "audit": Command(
         "audit",
         "audit",
-        "measure how much text the hidden states of a split model reveal",
-        "Attack the hidden states and embedding gradients that a client of a split model sends, using local examples, "
-        "and report how much of the text the attacks reconstruct.",
+        "measure what a client reveals by the data that it sends",
+        "With a recipe, attack the parameters, adapters or predictions that its clients send: tokens, sequences, "
+        "membership and canaries. With a model and a dataset, attack the hidden states and embedding gradients of a "
+        "split model. Both attack local examples, and report what the attacks find.",
     ),
     "split-server": Command(
         "split_run",

@@ -127,7 +127,7 @@ def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
     with recipe_errors("federation"):
         trainer_class: Any = data.task.trainer_class
         trainer: Any = federate(trainer_class)(
-            model=model, args=args, federation=federation, **_dataset_arguments(recipe, data, tokenizer, args, shared)
+            model=model, args=args, federation=federation, **dataset_arguments(recipe, data, tokenizer, args, shared)
         )
     # Baselines copies the model, which is still untrained.
     baselines = Baselines(
@@ -166,10 +166,22 @@ def _build_split(
     return Run(recipe, epochs, data, trainer, baselines)
 
 
-def _dataset_arguments(
+def dataset_arguments(
     recipe: Recipe, data: TokenizedData, tokenizer: Any, args: TrainingArguments, shared: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of the trainer for datasets, tokenizer, task and client models."""
+    """
+    The arguments of the trainer for datasets, tokenizer, task and client models.
+
+    Args:
+        recipe ([`Recipe`]): The recipe.
+        data ([`~hf_federated.experiments.recipe_loading.TokenizedData`]): The data of the recipe.
+        tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the server's model.
+        args (`TrainingArguments`): The training arguments.
+        shared (`dict[str, Any]`): The arguments that a trainer on tokenized examples also has.
+
+    Raises:
+        RecipeError: If the method or the public examples cannot be used.
+    """
     raw, task = data.raw, data.task
     with recipe_errors("federation"):
         kwargs = recipe.federation.get("distillation_kwargs")

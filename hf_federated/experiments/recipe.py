@@ -10,6 +10,7 @@ A recipe is a YAML file with these sections:
 - `federation`: any field of [`FederatedConfig`], or in its place `split`: any field of [`SplitConfig`];
 - `public` and `client_models`: data and client models for distillation;
 - `card`: any argument of `Trainer.create_model_card`;
+- `audit`: attacks on what a client sends;
 - the top-level fields `compare`, `local_clients`, `plots`, `scale` and `benchmark`.
 
 All sections are validated before any data or model is loaded. A [`RecipeError`] lists all mistakes, one line each.
@@ -38,13 +39,21 @@ from hf_federated.experiments.recipe_fields import (
 )
 from hf_federated.experiments.recipe_schema import (
     Mistakes,
+    RecipeError,
     build,
     build_config,
     check_at_least_one,
     recipe_errors,
 )
-from hf_federated.experiments.recipe_sections import ClientModelSection, DataSection, ModelSection, PublicSection
-from hf_federated.experiments.recipe_yaml import DEFAULT_TASK, read_values
+from hf_federated.experiments.recipe_sections import (
+    VARIANT_FIELDS,
+    AuditSection,
+    ClientModelSection,
+    DataSection,
+    ModelSection,
+    PublicSection,
+)
+from hf_federated.experiments.recipe_yaml import DEFAULT_TASK, apply_changes, read_values
 from hf_federated.split_training import SplitConfig
 from hf_federated.tasks import TASKS, Seq2Seq, SuperGlueSeq2Seq
 
@@ -75,6 +84,22 @@ class ClassSection:
         return issubclass(self.cls, (Seq2Seq, SuperGlueSeq2Seq))
 
 
+@dataclass(frozen=True)
+class AuditVariant:
+    """
+    A setting of the section `audit`.
+
+    Args:
+        recipe ([`Recipe`]): The recipe with the changes of the variant.
+        clip (`float`, *optional*): `max_norm` of [`ClipUpdate`].
+        noise (`float`, *optional*): `std` of [`GaussianNoise`].
+    """
+
+    recipe: Recipe
+    clip: float | None = None
+    noise: float | None = None
+
+
 @dataclass
 class Recipe:
     """
@@ -89,6 +114,8 @@ class Recipe:
         training (`dict`, *optional*): Fields of `transformers.TrainingArguments`.
         federation (`dict`, *optional*): Fields of [`FederatedConfig`].
         card (`dict`, *optional*): Arguments of `Trainer.create_model_card`.
+        audit ([`AuditSection`], *optional*): Attacks on what a client sends, which run after training.
+        variants (`dict[str, AuditVariant]`, *optional*): The settings that `audit` compares, by name.
         split (`dict`, *optional*): Fields of [`SplitConfig`]. If set, a split model is trained, without rounds.
         public ([`PublicSection`], *optional*): Examples that are set aside for distillation.
         client_models (`list[ClientModelSection]`, *optional*): Models that are assigned to the clients in turn.
@@ -107,6 +134,8 @@ class Recipe:
     training: dict[str, Any] = field(default_factory=dict)
     federation: dict[str, Any] = field(default_factory=dict)
     card: dict[str, Any] = field(default_factory=dict)
+    audit: AuditSection | None = None
+    variants: dict[str, AuditVariant] = field(default_factory=dict)
     split: dict[str, Any] | None = None
     public: PublicSection | None = None
     client_models: list[ClientModelSection] = field(
@@ -149,7 +178,7 @@ class Recipe:
         if self.split is not None:
             mistakes.found += [
                 f"split and {name} are both set. A split model does not use {name}; remove the section."
-                for name in ("federation", "public", "client_models")
+                for name in ("federation", "public", "client_models", "audit")
                 if getattr(self, name)
             ]
         if self.public is not None and self.partition is None:
@@ -216,7 +245,33 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
     recipe = _combine(task, partition, checked.sections, top_level, mistakes)
     mistakes.raise_found()
     assert recipe is not None, "a recipe without mistakes is built"
+    if recipe.audit is not None:
+        recipe.variants = audit_variants(values, recipe.audit)
     return recipe
+
+
+def audit_variants(values: Mapping[str, Any], section: AuditSection) -> dict[str, AuditVariant]:
+    """
+    Build the recipes of the settings that an audit compares.
+
+    Args:
+        values (`Mapping[str, Any]`): The values of the recipe.
+        section ([`AuditSection`]): The section `audit`.
+
+    Raises:
+        RecipeError: If the recipe of a variant is invalid. The error lists the mistakes of all variants.
+    """
+    base = {name: value for name, value in values.items() if name not in ("audit", "benchmark", "compare")}
+    mistakes, variants = Mistakes(), {}
+    for name, given in (section.variants or {"as configured": {}}).items():
+        changes = dict(given or {})
+        own = {key: changes.pop(key, None) for key in VARIANT_FIELDS}
+        try:
+            variants[name] = AuditVariant(parse_recipe(apply_changes(base, changes)), **own)
+        except RecipeError as error:
+            mistakes.found += [f"audit.variants.{name}: {mistake}" for mistake in error.mistakes]
+    mistakes.raise_found()
+    return variants
 
 
 def _combine(
@@ -230,7 +285,12 @@ def _combine(
     # An invalid section has a placeholder, so that combinations of the other sections are validated.
     sections: dict[str, Any] = {"model": ModelSection("invalid"), "data": DataSection("invalid")}
     sections |= {name: checked.get(name, {}) for name in ("training", "federation", "card")}
-    for name, cls in (("model", ModelSection), ("data", DataSection), ("public", PublicSection)):
+    for name, cls in (
+        ("model", ModelSection),
+        ("data", DataSection),
+        ("public", PublicSection),
+        ("audit", AuditSection),
+    ):
         if name in checked:
             with mistakes.collect():
                 sections[name] = cls(**checked[name])

@@ -23,7 +23,13 @@ from hf_federated.experiments.recipe_schema import (
     dataclass_fields,
     describe_unknown_fields,
 )
-from hf_federated.experiments.recipe_sections import ClientModelSection, DataSection, ModelSection, PublicSection
+from hf_federated.experiments.recipe_sections import (
+    AuditSection,
+    ClientModelSection,
+    DataSection,
+    ModelSection,
+    PublicSection,
+)
 from hf_federated.experiments.recipe_yaml import DEFAULT_TASK
 from hf_federated.experiments.source_fields import source_classes, source_fields, source_parameters
 
@@ -100,6 +106,7 @@ def section_fields(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]
         "card": source_parameters("transformers.trainer", "Trainer", "create_model_card"),
         "public": dataclass_fields(PublicSection),
         "split": source_fields("hf_federated.split_training.config", "SplitConfig"),
+        "audit": dataclass_fields(AuditSection),
         "": {name: top[name] for name in TOP_LEVEL_FIELDS},
     }
 
@@ -160,8 +167,8 @@ def check_sections(values: Mapping[str, Any], mistakes: Mistakes) -> CheckedSect
     names = [*known, *class_fields, *top_level]
     mistakes.found += describe_unknown_fields("", [key for key in values if key not in names], names)
     for name, fields_of_section in known.items():
-        # An empty section `public` or `split` changes the run, so a missing section must stay missing.
-        if name not in ("public", "split") or values.get(name) is not None:
+        # An empty section `public`, `split` or `audit` changes the run, so a missing section must stay missing.
+        if name not in ("public", "split", "audit") or values.get(name) is not None:
             with mistakes.collect():
                 checked.sections[name] = check_section(name, values.get(name), fields_of_section)
     with mistakes.collect():

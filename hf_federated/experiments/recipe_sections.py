@@ -1,4 +1,4 @@
-"""Dataclasses of the recipe sections `model`, `data`, `public` and `client_models`."""
+"""Dataclasses of the recipe sections `model`, `data`, `public`, `client_models` and `audit`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from hf_federated.experiments.recipe_schema import Mistakes, RecipeError, check_
 
 # Share of the examples of each client that are test examples, if the data has no test split.
 DEFAULT_TEST_EXAMPLES = 0.1
+# The attacks of `hf_federated.audits.payloads`. The names are listed here, so that a check imports no torch.
+PAYLOAD_ATTACKS = ("token_set", "dager", "loss_threshold", "lira", "canary")
+# Fields of a variant of `audit.variants` that are not sections of a recipe.
+VARIANT_FIELDS = ("clip", "noise")
 
 
 @dataclass
@@ -191,3 +195,56 @@ class ClientModelSection:
     training: dict[str, Any] = field(
         default_factory=dict, metadata={"help": "Training arguments that these clients override."}
     )
+
+
+@dataclass
+class AuditSection:
+    """The section `audit`: attacks on what a client sends, which run after training."""
+
+    variants: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "help": "Settings to compare, by name: changes of the recipe, and clip (max_norm of ClipUpdate) and noise"
+            " (std of GaussianNoise); default: the recipe itself."
+        },
+    )
+    attacks: list[str] = field(
+        default_factory=lambda: list(PAYLOAD_ATTACKS),
+        metadata={"help": f"Attacks to run: {', '.join(PAYLOAD_ATTACKS)}."},
+    )
+    num_models: int = field(
+        default=8, metadata={"help": "Number of clients that are simulated, each with a random half of the examples."}
+    )
+    num_examples: int = field(default=64, metadata={"help": "Number of training examples that the clients share."})
+    num_canaries: int = field(default=8, metadata={"help": "Number of inserted random texts; 0: none."})
+    num_references: int = field(default=63, metadata={"help": "Number of random texts that no client has."})
+    num_inversion_examples: int = field(
+        default=1, metadata={"help": "Number of examples of the client whose update is inverted by dager."}
+    )
+    num_rounds: int = field(default=1, metadata={"help": "Number of rounds of a simulated client."})
+    seed: int = field(default=0, metadata={"help": "Seed for drawing the examples of the clients."})
+
+    def __post_init__(self) -> None:
+        mistakes = Mistakes()
+        unknown = [name for name in self.attacks if name not in PAYLOAD_ATTACKS]
+        if unknown:
+            mistakes.found.append(
+                f"audit.attacks has unknown values: {', '.join(unknown)}. Choose from {', '.join(PAYLOAD_ATTACKS)}."
+            )
+        for name in ("num_examples", "num_references", "num_inversion_examples", "num_rounds"):
+            with mistakes.collect():
+                check_at_least_one(f"audit.{name}", getattr(self, name))
+        if self.num_models < 4:
+            mistakes.found.append(f"audit.num_models is {self.num_models}; it must be at least 4.")
+        for name in ("num_canaries", "seed"):
+            if getattr(self, name) < 0:
+                mistakes.found.append(f"audit.{name} is {getattr(self, name)}; it must be at least 0.")
+        for name, changes in self.variants.items():
+            if changes is not None and not isinstance(changes, dict):
+                mistakes.found.append(f"audit.variants.{name} is {changes!r}; it must be a mapping of changes.")
+                continue
+            for key in VARIANT_FIELDS:
+                value = (changes or {}).get(key)
+                if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                    mistakes.found.append(f"audit.variants.{name}.{key} is {value!r}; it must be a positive number.")
+        mistakes.raise_found()

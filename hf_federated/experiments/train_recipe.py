@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_federated.cards import RunRecord, SplitRecord
+from hf_federated.cards.payload_leakage import add_payload_audit
 from hf_federated.cards.tables import plural
 from hf_federated.data import label_counts, plot_sizes
 from hf_federated.experiments.baselines import BaselineResult
 from hf_federated.experiments.execution import Run, build_run, run_baseline, run_federated
+from hf_federated.experiments.payload_audit import audit_recipe
 from hf_federated.experiments.recipe import Recipe
 from hf_federated.experiments.run_folder import RESULTS_NAME, RunFolder
 from hf_federated.experiments.run_log import to_strict_json
@@ -31,6 +33,8 @@ from hf_federated.trainer.output_lock import output_dir_lock
 
 # The data from which the model card is rendered.
 RECORD_NAME = "run_record.json"
+# The results of the section `audit`.
+AUDIT_NAME = "audit.json"
 
 
 def train_recipe(
@@ -101,6 +105,9 @@ def _train_run(run: Run, echo: Callable[[str], None], folder: RunFolder | None) 
     path = Path(str(run.trainer.args.output_dir))
     with nullcontext() if folder is None else folder.record_files():
         _save(run, path, results, baselines)
+        if recipe.audit is not None:
+            echo("Audit (simulated clients):")
+            _audit(recipe, path, echo)
     echo("")
     for line in closing_table(results):
         echo(line)
@@ -119,6 +126,14 @@ def _save(run: Run, path: Path, results: dict[str, Any], baselines: list[Baselin
     record.from_trainer(run.trainer, **recipe.card).save(path / RECORD_NAME)
     if recipe.plots:
         _plot(run, path, baselines)
+
+
+def _audit(recipe: Recipe, path: Path, echo: Callable[[str], None]) -> None:
+    """Attack what clients send, and add the results to the model card."""
+    audit = audit_recipe(recipe, echo)
+    audit.save(path / AUDIT_NAME)
+    card = path / "README.md"
+    card.write_text(add_payload_audit(card.read_text(encoding="utf-8"), audit), encoding="utf-8")
 
 
 def _train_baselines(run: Run, echo: Callable[[str], None], folder: RunFolder | None) -> list[BaselineResult]:
