@@ -152,8 +152,6 @@ def _audit_recipe(arguments: argparse.Namespace) -> None:
     """Attack the payloads of a recipe's clients. A recipe without the section `audit` is audited as configured."""
     if arguments.data is not None:
         raise CommandError(f"audit: a recipe names its data. Remove {arguments.data}.")
-    with command_errors("audit"):
-        require_packages("the command", {"metrics": {"sklearn": "scikit-learn"}})
     values = read_values(arguments.model, arguments.overrides)
     values["audit"] = values.get("audit") or {}
     check_names(values)

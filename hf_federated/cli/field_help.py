@@ -20,6 +20,7 @@ INTRODUCTIONS = {
     "split": "in place of federation: any field of hf_federated.SplitConfig; a step of the run is an optimizer step",
     "card": "any argument of Trainer.create_model_card",
     "public": "training examples that are set aside for distillation",
+    "audit": "attacks on the payloads of simulated clients, after training; the card has the results",
     "": "at the top level",
 }
 

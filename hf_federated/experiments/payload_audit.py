@@ -39,6 +39,7 @@ from hf_federated.experiments.recipe_sections import AuditSection
 from hf_federated.postprocessing import ClipUpdate, GaussianNoise, Postprocessor
 from hf_federated.tasks import LanguageModeling, TextClassification
 from hf_federated.trainer import federate
+from hf_federated.utils.optional_packages import require_packages
 
 
 # Id of the simulated client.
@@ -69,6 +70,12 @@ _CANARY_WORDS = 8
 _MAX_PUBLIC = 500
 
 
+def check_packages() -> None:
+    """Raise an error if a package of the audit is not installed, before training takes hours."""
+    with recipe_errors("audit"):
+        require_packages("the audit", {"metrics": {"sklearn": "scikit-learn"}})
+
+
 def audit_recipe(recipe: Recipe, echo: Callable[[str], None] = print) -> PayloadAudit:
     """
     Run the attacks of the section `audit` on each variant of a recipe.
@@ -86,6 +93,7 @@ def audit_recipe(recipe: Recipe, echo: Callable[[str], None] = print) -> Payload
     section = recipe.audit
     if section is None:
         raise RecipeError("audit: the recipe has no such section. Add the section audit, which can be empty ({}).")
+    check_packages()
     results = {}
     for name, variant in recipe.variants.items():
         with _quiet():
@@ -247,7 +255,7 @@ class _Variant:
                 trainer.train()
         assert recorder.payload is not None, "a round without an update fails"
         if recorder.payload.after:
-            # The server has the client's parameters, whatever its optimizer makes of them.
+            # The server has the client's parameters, before a server optimizer changes them.
             trainer.exchange.write(recorder.payload.after)
         return recorder.payload, trainer
 

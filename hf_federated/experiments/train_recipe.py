@@ -15,7 +15,7 @@ from hf_federated.cards.tables import plural
 from hf_federated.data import label_counts, plot_sizes
 from hf_federated.experiments.baselines import BaselineResult
 from hf_federated.experiments.execution import Run, build_run, run_baseline, run_federated
-from hf_federated.experiments.payload_audit import audit_recipe
+from hf_federated.experiments.payload_audit import audit_recipe, check_packages
 from hf_federated.experiments.recipe import Recipe
 from hf_federated.experiments.run_folder import RESULTS_NAME, RunFolder
 from hf_federated.experiments.run_log import to_strict_json
@@ -62,6 +62,8 @@ def train_recipe(
             starts.
         OutputDirInUseError: If another process trains in the output folder.
     """
+    if recipe.audit is not None:
+        check_packages()
     run = build_run(recipe, output_dir)
     for line in run.describe():
         echo(line)

@@ -150,10 +150,10 @@ class Dager:
         if not candidates or not candidates[0]:
             return []
         if probe.is_causal():
-            found = self._search_decoder(probe, candidates, num_examples, end_token)
+            found = self._search_decoder(probe, candidates, end_token)
         else:
             found = self._search_encoder(probe, candidates, num_examples, end_token)
-        return [sequence for sequence, _ in sorted(found, key=lambda item: item[1])[:num_examples]]
+        return found[:num_examples]
 
     @torch.no_grad()
     def _candidates(self, probe: _Probe, num_examples: int, max_length: int) -> list[list[int]]:
@@ -174,10 +174,8 @@ class Dager:
             for i in range(length)
         ]
 
-    def _search_decoder(
-        self, probe: _Probe, candidates: list[list[int]], num_examples: int, end_token: int | None
-    ) -> list[tuple[list[int], float]]:
-        """Extend sequences by the candidates whose inputs of the second layer are in the span."""
+    def _search_decoder(self, probe: _Probe, candidates: list[list[int]], end_token: int | None) -> list[list[int]]:
+        """Extend sequences by the candidates whose inputs of the second layer are in the span. Best sequence first."""
         prefixes: list[tuple[list[int], float]] = [([], 0.0)]
         finished: list[tuple[list[int], float]] = []
         for options in candidates:
@@ -196,12 +194,12 @@ class Dager:
                 break
         # Longer sequences first: a sequence that ended early is a prefix that no candidate continued.
         found = sorted([*finished, *prefixes], key=lambda item: (-len(item[0]), item[1]))
-        return [(sequence, float(rank)) for rank, (sequence, _) in enumerate(found)]
+        return [sequence for sequence, _ in found]
 
     def _search_encoder(
         self, probe: _Probe, candidates: list[list[int]], num_examples: int, end_token: int | None
-    ) -> list[tuple[list[int], float]]:
-        """Test whole sequences of each possible length, which is a position with the end token."""
+    ) -> list[list[int]]:
+        """Test whole sequences of each possible length, a position with the end token. Best sequence first."""
         found: dict[tuple[int, ...], float] = {}
         lengths = [
             length
@@ -223,8 +221,8 @@ class Dager:
                 found |= zip(map(tuple, sequences), probe.sequence_distances(sequences), strict=True)
             else:
                 found |= {tuple(s): d for s, d in self._exchange_tokens(probe, options, num_examples)}
-        accepted = [(list(sequence), distance) for sequence, distance in found.items() if distance < self.tolerance]
-        return _distinct(sorted(accepted, key=lambda item: item[1]))
+        accepted = [sequence for sequence, distance in found.items() if distance < self.tolerance]
+        return _distinct([list(sequence) for sequence in sorted(accepted, key=found.__getitem__)])
 
     def _exchange_tokens(
         self, probe: _Probe, options: list[list[int]], num_examples: int
@@ -254,12 +252,12 @@ class NoSpanError(ValueError):
     """The payload has no change of the first two attention layers."""
 
 
-def _distinct(found: list[tuple[list[int], float]], share: float = 0.7) -> list[tuple[list[int], float]]:
-    """Drop sequences of which most tokens equal those of a nearer sequence, as the published code does."""
-    kept: list[tuple[list[int], float]] = []
-    for sequence, distance in found:
-        if all(_num_equal(sequence, other) < share * len(sequence) for other, _ in kept):
-            kept.append((sequence, distance))
+def _distinct(found: list[list[int]], share: float = 0.7) -> list[list[int]]:
+    """Drop sequences of which most tokens equal those of a preceding sequence, as the published code does."""
+    kept: list[list[int]] = []
+    for sequence in found:
+        if all(_num_equal(sequence, other) < share * len(sequence) for other in kept):
+            kept.append(sequence)
     return kept
 
 
@@ -308,7 +306,7 @@ class _Probe:
     """
 
     def __init__(self, model: nn.Module, payload: Payload) -> None:
-        self._model: Any = copy_model(model).eval()
+        self._model: Any = copy_model(model).cpu().eval()
         parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
         for name, value in payload.before.items():
             if name in parameters:

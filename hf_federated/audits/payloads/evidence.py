@@ -192,4 +192,4 @@ class PayloadRecorder(FederatedCallback):
 
 
 def _copy(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in state.items()}
+    return {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
