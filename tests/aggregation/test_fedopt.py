@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_federated import FedAvg, FedOpt
-from hf_federated.aggregation.fedopt import SERVER_OPTIMIZERS
+from hf_federated.aggregation.server_optimizer import SERVER_OPTIMIZERS
 from hf_federated.messages import ClientUpdate
 from hf_federated.messages.serialization import pack, unpack
 
