@@ -13,12 +13,12 @@ majority.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
 
 from ..utils.arguments import require_one_of
+from ..utils.robust_statistics import median, num_tolerated, trimmed_mean
 
 
 # Eigenvalues that differ by less than this share count as equal, so that rounding does not choose between clients.
@@ -90,25 +90,6 @@ def robust_mean(predictions: torch.Tensor, method: str = "filter", outlier_share
     # Rounding may exceed the clients' range by the last bit, and a probability below 0 has no logarithm.
     mean = mean.clamp(points.amin(0), points.amax(0))
     return mean.to(predictions.device, predictions.dtype)
-
-
-def num_tolerated(num_clients: int, outlier_share: float) -> int:
-    """
-    Number of tolerated outliers: `min(⌈outlier_share · num_clients⌉, ⌈num_clients / 2⌉ − 1)`.
-
-    Args:
-        num_clients (`int`): Number of clients of the cohort, at least 1.
-        outlier_share (`float`): Share of outliers, at least 0 and below 0.5.
-
-    Raises:
-        ValueError: If `outlier_share` is out of range.
-    """
-    if not 0 <= outlier_share < 0.5:
-        raise ValueError(
-            f"`outlier_share` is {outlier_share}; it must be at least 0 and below 0.5: no mean tolerates a majority."
-        )
-    # Rounded before the ceiling, because 0.07 · 100 is slightly more than 7 in floating point.
-    return min(math.ceil(round(outlier_share * num_clients, 9)), (num_clients - 1) // 2)
 
 
 def filtered_mean(points: torch.Tensor, num_outliers: int) -> torch.Tensor:
@@ -192,38 +173,6 @@ def _outlier_scores(points: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
 def _weighted_mean(points: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The mean of `(num_rows, num_clients, num_classes)` over the clients, with weights `(num_rows, num_clients)`."""
     return (weights[..., None] * points).sum(1) / weights.sum(1, keepdim=True)
-
-
-def trimmed_mean(points: torch.Tensor, num_outliers: int) -> torch.Tensor:
-    """
-    For each coordinate, the mean without the `num_outliers` largest and the `num_outliers` smallest values.
-
-    If at most `num_outliers` clients are dishonest, the result is between the smallest and the largest value of the
-    honest clients.
-
-    Args:
-        points (`torch.Tensor` of shape `(num_clients, num_rows, num_classes)`, float64): Finite points.
-        num_outliers (`int`): Number of outliers, less than half of the clients.
-    """
-    center = median(points)
-    kept = points.sort(0).values[num_outliers : len(points) - num_outliers]
-    # Computed around the median, so that clients that agree give exactly their prediction.
-    return center + (kept - center).mean(0)
-
-
-def median(points: torch.Tensor, num_outliers: int = 0) -> torch.Tensor:
-    """
-    For each coordinate, the median. For an even number of clients, it is the mean of the middle two values.
-
-    Args:
-        points (`torch.Tensor` of shape `(num_clients, num_rows, num_classes)`, float64): Finite points.
-        num_outliers (`int`, *optional*, defaults to `0`): Not used, because the median tolerates any minority.
-    """
-    middle = len(points) // 2
-    ordered = points.sort(0).values
-    if len(points) % 2:
-        return ordered[middle]
-    return ordered[middle - 1].lerp(ordered[middle], 0.5)
 
 
 # Each function maps float64 points and the number of tolerated outliers to the mean.

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hf_federated.distillation import ROBUST_MEANS, robust_mean
-from hf_federated.distillation.robust_mean import filtered_mean, num_tolerated
+from hf_federated.distillation.robust_mean import filtered_mean
+from hf_federated.utils.robust_statistics import num_tolerated
 
 
 METHODS = sorted(ROBUST_MEANS)
