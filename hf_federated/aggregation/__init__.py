@@ -11,13 +11,20 @@ from typing import Any
 from ..utils.algorithm_names import AGGREGATION_NAMES, import_reference
 from ..utils.weighted_mean import WeightedMean
 from .base import Accumulator, Aggregation, LocalHook
+from .coordinate_median import CoordinateMedian
 from .fedavg import FedAvg
 from .fednova import FedNova
 from .fedopt import FedOpt
 from .fedprox import FedProx
+from .geometric_median import GeometricMedian
+from .krum import Krum
 from .local_only import LocalOnly
 from .mutual_kd import LowRankUpdates, MutualKD
+from .robust import RobustAggregation
 from .scaffold import Scaffold
+from .server_optimizer import ServerOptimizer
+from .trimmed_mean import TrimmedMean
+from .update_collection import UpdateCollection
 
 
 AGGREGATIONS: Mapping[str, type[Aggregation]] = MappingProxyType(
@@ -64,15 +71,22 @@ __all__ = [
     "AGGREGATIONS",
     "Accumulator",
     "Aggregation",
+    "CoordinateMedian",
     "FedAvg",
     "FedNova",
     "FedOpt",
     "FedProx",
+    "GeometricMedian",
+    "Krum",
     "LocalHook",
     "LocalOnly",
     "LowRankUpdates",
     "MutualKD",
+    "RobustAggregation",
     "Scaffold",
+    "ServerOptimizer",
+    "TrimmedMean",
+    "UpdateCollection",
     "WeightedMean",
     "build_aggregation",
 ]

@@ -27,6 +27,7 @@ from ..messages import ClientUpdate, Disclosure, Fit
 from ..postprocessing import Postprocessor
 from ..utils.arguments import require_one_of
 from ..utils.weighted_mean import State, WeightedMean
+from .update_collection import UpdateCollection
 
 
 WEIGHTINGS = ("examples", "tokens", "uniform")
@@ -137,6 +138,7 @@ class Aggregation:
     Relations:
         - [`FedAvg`] is this class without changes.
         - [`FedOpt`], [`FedNova`] and [`Scaffold`] change the server side. [`FedProx`] changes the client side.
+        - [`RobustAggregation`] is the base class of the algorithms that limit the influence of hostile clients.
 
     Example:
 
@@ -207,6 +209,20 @@ class Aggregation:
 
         Raises:
             ValueError: If a value is not supported. The message names a supported value.
+        """
+
+    def check_exchange(self, state: State, num_sampled: int) -> None:
+        """
+        Check that the algorithm supports the exchanged tensors and the size of the cohort.
+
+        It is called once, when the trainer is built.
+
+        Args:
+            state (`dict[str, torch.Tensor]`): The exchanged tensors of the model, by name.
+            num_sampled (`int`): Number of clients of a cohort.
+
+        Raises:
+            ValueError: If a tensor or the size of the cohort is not supported. The message names an alternative.
         """
 
     def setup(self, num_rounds: int, num_clients: int) -> None:
@@ -348,11 +364,12 @@ class Aggregation:
 
 class Accumulator:
     """
-    Streaming means of the updates of one round. It stores no update.
+    Streaming means of the updates of one round. It keeps no update in memory.
 
     Each process of a launch accumulates the updates of its clients. The engine reduces every mean in `means` over the
-    processes before it calls [`Aggregation.aggregate`]. An algorithm that needs another mean creates it in
-    [`Aggregation.accumulator`] and adds to it in [`Aggregation.accumulate`].
+    processes, and completes every collection in `collections`, before it calls [`Aggregation.aggregate`]. An algorithm
+    that needs another mean or a collection creates it in [`Aggregation.accumulator`] and adds to it in
+    [`Aggregation.accumulate`].
 
     Args:
         algorithm ([`Aggregation`]): The algorithm that adds the updates.
@@ -362,6 +379,8 @@ class Accumulator:
     Attributes:
         means (`dict[str, WeightedMean]`): The means, by name. `"state"` is the weighted mean of the states of the
             updates, `"extra"` the uniform mean of their `extra`.
+        collections (`dict[str, UpdateCollection]`): The updates of all clients on disk, by name, for algorithms that
+            compare updates. Empty for all other algorithms.
         first_client (`str`, *optional*): Id of the client whose update was added first.
 
     Example:
@@ -382,6 +401,7 @@ class Accumulator:
     def __init__(self, algorithm: Aggregation, state: State, extra: State) -> None:
         self._algorithm = algorithm
         self.means = {"state": WeightedMean(state), "extra": WeightedMean(extra)}
+        self.collections: dict[str, UpdateCollection] = {}
         self.first_client: str | None = None
 
     @property
@@ -397,7 +417,7 @@ class Accumulator:
     @property
     def num_updates(self) -> int:
         """Number of updates added."""
-        return self.mean.num_updates
+        return max(self.mean.num_updates, *(len(collection) for collection in self.collections.values()), 0)
 
     def add(self, update: ClientUpdate) -> None:
         """Add the update of one client."""

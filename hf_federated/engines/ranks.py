@@ -176,6 +176,7 @@ class RankEngine(LocalEngine):
             {
                 "first": len(plan.cohort) if first is None else plan.cohort.index(first),
                 "means": {name: (mean.total_weight, mean.num_updates) for name, mean in means.items()},
+                "collections": {name: updates.weights for name, updates in accumulator.collections.items()},
             },
         )
         for rank, part in enumerate(parts):
@@ -193,6 +194,12 @@ class RankEngine(LocalEngine):
             self.bytes_reduced += self.processes.sum_(sums)
             contributing = [rank for rank, (_, number) in enumerate(totals) if number]
             self.processes.broadcast_(copies, min(contributing, key=lambda rank: parts[rank]["first"]))
+        for name, updates in accumulator.collections.items():
+            for rank, part in enumerate(parts):
+                for client_id, weight in part["collections"][name].items():
+                    for piece in updates.transfer(client_id, weight):
+                        self.bytes_reduced += piece.nbytes if rank == self.processes.rank else 0
+                        self.processes.broadcast_([piece], rank)
         earliest = min(part["first"] for part in parts)
         accumulator.first_client = plan.cohort[earliest] if earliest < len(plan.cohort) else None
 

@@ -150,6 +150,7 @@ class FederationSetup:
             exchange=Exchange(trainer.model, resolved.exchange),
             **fields,
         )
+        aggregation.check_exchange(setup.exchange.tensors, sampler.num_sampled)
         # Processes with different `parallelism` would block at different collective operations.
         setup.check_consistency("construction of the trainer", args, None)
         return setup

@@ -45,8 +45,8 @@ class AlgorithmNames:
     >>> AGGREGATION_NAMES.check("fedporx")
     Traceback (most recent call last):
     ValueError: `aggregation` is 'fedporx'; did you mean 'fedprox'? Allowed are 'fedavg', 'fedprox', 'fednova', \
-'fedopt', 'scaffold', 'local_only', 'mutual_kd', a reference to your own class ('my_package.module:MyClass'), or an \
-instance of an `Aggregation` subclass.
+'fedopt', 'scaffold', 'local_only', 'mutual_kd', 'median', 'trimmed_mean', 'geometric_median', 'krum', a reference to \
+your own class ('my_package.module:MyClass'), or an instance of an `Aggregation` subclass.
 
     ```
     """
@@ -193,6 +193,10 @@ AGGREGATION_NAMES = AlgorithmNames(
         "scaffold": "hf_federated.aggregation.scaffold:Scaffold",
         "local_only": "hf_federated.aggregation.local_only:LocalOnly",
         "mutual_kd": "hf_federated.aggregation.mutual_kd:MutualKD",
+        "median": "hf_federated.aggregation.coordinate_median:CoordinateMedian",
+        "trimmed_mean": "hf_federated.aggregation.trimmed_mean:TrimmedMean",
+        "geometric_median": "hf_federated.aggregation.geometric_median:GeometricMedian",
+        "krum": "hf_federated.aggregation.krum:Krum",
     },
 )
 

@@ -1,0 +1,258 @@
+"""LoRA factors in robust aggregation: the change of a module is the change of the product `B A`, not of `A` and `B`.
+
+Different factors can have the same product, so distances, norms and medians of `A` and `B` have no meaning apart. The
+functions here use the product `P = B A` of each module. The scale `lora_alpha / r` is the same for all clients and
+left out.
+
+- Inner products of changes come from the factors: `⟨L_i R_i, L_j R_j⟩ = Σ (L_iᵀ L_j) ∘ (R_i R_jᵀ)`. No matrix of the
+  size of the module is computed.
+- A weighted sum of products is computed from the stacked factors or as a matrix of the size of one module, depending
+  on what is smaller, and factored again to rank `r` by a truncated singular value decomposition. The truncation is the
+  nearest matrix of rank `r`; the sum of the products of several clients has a higher rank.
+- A coordinate-wise statistic is computed on the matrices of one module, in blocks, and factored again in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..utils.random import isolated_rng
+from ..utils.weighted_mean import State
+from .update_collection import UpdateCollection
+
+
+# Parts of the dotted names of the factors, from PEFT.
+FACTORS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}
+# Parts of the names of adapters whose change is a product of more than two factors.
+OTHER_FACTORS = ("lora_E", "hada_w1_a", "lokr_w1", "lokr_w1_a")
+# Up to this size of the smaller dimension, singular values are computed exactly.
+EXACT_SIZE = 1024
+
+
+@dataclass(frozen=True)
+class FactorPair:
+    """
+    Names of the two exchanged factors of a LoRA module.
+
+    Args:
+        a (`str`): Name of `A`, of shape `(r, in)`.
+        b (`str`): Name of `B`, of shape `(out, r)`.
+    """
+
+    a: str
+    b: str
+
+    def matrices(self, state: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `B` of shape `(out, r)` and `A` of shape `(r, in)` in float64, on the CPU."""
+        return self.as_matrices(state[self.b], state[self.a])
+
+    def as_matrices(self, b: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the factors as matrices in float64, on the CPU. The factors of a convolution have more axes."""
+        a, b = a.detach().cpu().double(), b.detach().cpu().double()
+        return b.reshape(b.shape[0], -1), a.reshape(a.shape[0], -1)
+
+
+def find_pairs(names: Iterable[str]) -> list[FactorPair]:
+    """
+    Find the LoRA modules of which both factors are exchanged.
+
+    If only one factor is exchanged, for example because `A` is frozen, the change of the module is linear in it, and
+    the factor is an ordinary tensor.
+
+    Args:
+        names (`Iterable[str]`): Names of the exchanged tensors.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.aggregation.lora_factors import find_pairs
+
+    >>> find_pairs(["query.lora_A.default.weight", "query.lora_B.default.weight", "classifier.weight"])
+    [FactorPair(a='query.lora_A.default.weight', b='query.lora_B.default.weight')]
+    ```
+    """
+    known = set(names)
+    pairs = []
+    for name in sorted(known):
+        parts = name.split(".")
+        for first, second in FACTORS.items():
+            other = ".".join(second if part == first else part for part in parts)
+            if first in parts and other in known:
+                pairs.append(FactorPair(a=name, b=other))
+    return pairs
+
+
+def find_other_factors(names: Iterable[str]) -> str | None:
+    """Return the name of a tensor of an adapter with more than two factors, such as AdaLoRA, or `None`."""
+    return next((name for name in names if not set(OTHER_FACTORS).isdisjoint(name.split("."))), None)
+
+
+# ---- Inner products
+
+
+def add_gram(
+    gram: torch.Tensor, updates: UpdateCollection, pair: FactorPair, extra: Sequence[Mapping[str, torch.Tensor]] = ()
+) -> None:
+    """
+    Add the inner products of the changes of a module to a Gram matrix.
+
+    Args:
+        gram (`torch.Tensor` of shape `(num_rows, num_rows)`, float64): Changed in place. The rows are the clients,
+            followed by `extra`.
+        updates ([`UpdateCollection`]): The updates.
+        pair ([`FactorPair`]): The module.
+        extra (`Sequence[Mapping[str, torch.Tensor]]`, *optional*): Further states.
+    """
+    before = pair.matrices(updates.reference)
+    num_rows = len(updates) + len(extra)
+    rank, size = before[1].shape[0], before[0].shape[0] + before[1].shape[1]
+    # Two groups of factors and two matrices of inner products of the factors are in memory.
+    group = min(updates.block_bytes // (4 * 16 * rank * size), math.isqrt(updates.block_bytes // (64 * rank**2)))
+    group = max(1, min(num_rows, group))
+    for first in range(0, num_rows, group):
+        lefts, rights = _stack(updates, pair, extra, before, range(first, min(first + group, num_rows)))
+        for second in range(0, first + 1, group):
+            others = range(second, min(second + group, num_rows))
+            left, right = (lefts, rights) if second == first else _stack(updates, pair, extra, before, others)
+            inner = (lefts @ left.T) * (rights @ right.T)
+            inner = inner.view(-1, 2 * rank, len(others), 2 * rank).sum((1, 3))
+            gram[first : first + group, second : second + group] += inner
+            if second != first:
+                gram[second : second + group, first : first + group] += inner.T
+
+
+def _stack(
+    updates: UpdateCollection,
+    pair: FactorPair,
+    extra: Sequence[Mapping[str, torch.Tensor]],
+    before: tuple[torch.Tensor, torch.Tensor],
+    rows: range,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Return the factors of the changes `B_i A_i − B A = (B_i − B) A_i + B (A_i − A)` of some rows.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Left factors of shape `(num_rows · 2r, out)` and right factors of shape
+            `(num_rows · 2r, in)`.
+    """
+    clients = updates.client_ids
+    lefts, rights = [], []
+    for row in rows:
+        if row < len(clients):
+            b, a = pair.as_matrices(updates.read(clients[row], pair.b), updates.read(clients[row], pair.a))
+        else:
+            b, a = pair.matrices(extra[row - len(clients)])
+        lefts += [(b - before[0]).T, before[0].T]
+        rights += [a, a - before[1]]
+    return torch.cat(lefts), torch.cat(rights)
+
+
+# ---- New factors
+
+
+def combined_factors(updates: UpdateCollection, pair: FactorPair, coefficients: Mapping[str, float]) -> State:
+    """
+    Return the factors of `P + Σ_i c_i (P_i − P)`, truncated to rank `r`.
+
+    Args:
+        updates ([`UpdateCollection`]): The updates.
+        pair ([`FactorPair`]): The module.
+        coefficients (`Mapping[str, float]`): The coefficients `c_i` that are not 0, by client id.
+    """
+    b, a = pair.matrices(updates.reference)
+    rest = 1.0 - sum(coefficients.values())
+    terms = [(b, a, rest)] if rest else []
+    num_terms = len(terms) + len(coefficients)
+
+    def factors() -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+        yield from terms
+        for client_id, coefficient in coefficients.items():
+            yield *pair.as_matrices(updates.read(client_id, pair.b), updates.read(client_id, pair.a)), coefficient
+
+    rank, num_out, num_in = a.shape[0], b.shape[0], a.shape[1]
+    if num_terms * rank < min(num_out, num_in):
+        lefts, rights = [], []
+        for left, right, coefficient in factors():
+            lefts.append(coefficient * left)
+            rights.append(right)
+        left_basis, left_rest = torch.linalg.qr(torch.cat(lefts, 1))
+        right_basis, right_rest = torch.linalg.qr(torch.cat(rights).T)
+        u, s, v = _truncated_svd(left_rest @ right_rest.T, rank)
+        u, v = left_basis @ u, right_basis @ v
+    else:
+        product = torch.zeros(num_out, num_in, dtype=torch.float64)
+        for left, right, coefficient in factors():
+            product.addmm_(left, right, alpha=coefficient)
+        u, s, v = _truncated_svd(product, rank)
+    return _to_pair(updates, pair, u, s, v)
+
+
+def coordinate_wise_factors(
+    updates: UpdateCollection, pair: FactorPair, statistic: Callable[[torch.Tensor], torch.Tensor]
+) -> State:
+    """
+    Return the factors of a coordinate-wise statistic of the products, truncated to rank `r`.
+
+    Args:
+        updates ([`UpdateCollection`]): The updates.
+        pair ([`FactorPair`]): The module.
+        statistic (`Callable`): Maps values of shape `(num_clients, block)` to values of shape `(block,)`.
+    """
+    b, a = pair.matrices(updates.reference)
+    product = torch.empty(b.shape[0], a.shape[1], dtype=torch.float64)
+    num_values = max(1, updates.block_bytes // (2 * 8 * len(updates)))
+    columns = min(a.shape[1], num_values)
+    rows = max(1, num_values // columns)
+    for left in range(0, a.shape[1], columns):
+        for top in range(0, b.shape[0], rows):
+            part = product[top : top + rows, left : left + columns]
+            block = torch.empty(len(updates), *part.shape, dtype=torch.float64)
+            for matrix, client_id in zip(block, updates.client_ids, strict=True):
+                b_i, a_i = pair.as_matrices(updates.read(client_id, pair.b), updates.read(client_id, pair.a))
+                torch.mm(b_i[top : top + rows], a_i[:, left : left + columns], out=matrix)
+            part.copy_(statistic(block.view(len(updates), -1)).view(part.shape))
+    return _to_pair(updates, pair, *_truncated_svd(product, a.shape[0]))
+
+
+def _truncated_svd(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Return the leading singular vectors and values of a matrix, in float64.
+
+    Above [`EXACT_SIZE`], they come from subspace iterations (Halko et al., 2011) with oversampling.
+    """
+    if min(matrix.shape) <= EXACT_SIZE:
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        v = vh.T
+    else:
+        with isolated_rng(0):
+            u, s, v = torch.svd_lowrank(matrix, q=min(2 * rank + 8, *matrix.shape), niter=8)
+    return u[:, :rank], s[:rank], v[:, :rank]
+
+
+def _to_pair(
+    updates: UpdateCollection, pair: FactorPair, u: torch.Tensor, s: torch.Tensor, v: torch.Tensor
+) -> State:
+    """
+    Return `B` and `A` with the product `U diag(s) Vᵀ`.
+
+    `A = α Q Vᵀ` has orthogonal rows with the mean norm `α` of the rows of the global `A`, and the rotation `Q` brings
+    `A` as close as possible to the global `A` (orthogonal Procrustes problem). Directions with the singular value 0
+    therefore stay trainable.
+    """
+    reference = updates.reference
+    a = pair.matrices(reference)[1]
+    rank = a.shape[0]
+    missing = rank - len(s)
+    if missing:  # The module is smaller than the rank.
+        u, v = (torch.nn.functional.pad(basis, (0, missing)) for basis in (u, v))
+        s = torch.nn.functional.pad(s, (0, missing))
+    scale = a.norm() / rank**0.5
+    scale = torch.where(scale > 0, scale, 1.0)
+    x, _, yh = torch.linalg.svd(a @ v)
+    rotation = x @ yh
+    factors = {pair.a: scale * rotation @ v.T, pair.b: (u * s) @ rotation.T / scale}
+    return {name: value.reshape(reference[name].shape) for name, value in factors.items()}

@@ -1,0 +1,142 @@
+"""Distances, norms, weighted sums and coordinate-wise statistics of the updates of a round.
+
+The functions read an [`UpdateCollection`] in blocks and compute in float64. For a LoRA module with both factors, they
+use the product `B A` (see `lora_factors`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ..utils.weighted_mean import State, wide_dtype
+from .lora_factors import FactorPair, add_gram, combined_factors, coordinate_wise_factors, find_pairs
+from .update_collection import UpdateCollection
+
+
+# Number of bits of a computed weight. The last bits of a sum depend on the number of threads, and a result must not.
+WEIGHT_BITS = 34
+
+
+def split_names(updates: UpdateCollection) -> tuple[list[str], list[FactorPair]]:
+    """Return the names of the floating tensors that are no LoRA factors, and the pairs of LoRA factors."""
+    pairs = find_pairs(updates.floating_names)
+    factors = {name for pair in pairs for name in (pair.a, pair.b)}
+    return [name for name in updates.floating_names if name not in factors], pairs
+
+
+def gram_matrix(updates: UpdateCollection, extra: Sequence[Mapping[str, torch.Tensor]] = ()) -> torch.Tensor:
+    """
+    Inner products `⟨x_i − x, x_j − x⟩` of the changes of all clients.
+
+    Args:
+        updates ([`UpdateCollection`]): The updates.
+        extra (`Sequence[Mapping[str, torch.Tensor]]`, *optional*): Further states, whose rows follow the clients.
+
+    Returns:
+        `torch.Tensor` of shape `(num_rows, num_rows)`, float64.
+    """
+    num_rows = len(updates) + len(extra)
+    gram = torch.zeros(num_rows, num_rows, dtype=torch.float64)
+    names, pairs = split_names(updates)
+    for name in names:
+        before = updates.reference[name].detach().cpu().reshape(-1)
+        others = [state[name].detach().cpu().reshape(-1) for state in extra]
+        for start, stop, rows in updates.changes(name):
+            if others:
+                center = before[start:stop].double()
+                rows = torch.cat([rows, torch.stack([other[start:stop].double() - center for other in others])])
+            gram.addmm_(rows, rows.T)
+    for pair in pairs:
+        add_gram(gram, updates, pair, extra)
+    return gram
+
+
+def squared_distances(gram: torch.Tensor) -> torch.Tensor:
+    """Squared distances of all pairs of rows, from their inner products."""
+    squares = gram.diagonal()
+    distances = squares[:, None] + squares[None, :] - 2 * gram
+    # Values whose squares overflow are infinitely far from all others.
+    distances = torch.where(distances.isnan(), math.inf, distances).clamp(min=0)
+    return distances.fill_diagonal_(0)
+
+
+def rounded(weights: torch.Tensor) -> torch.Tensor:
+    """Round weights to [`WEIGHT_BITS`] bits."""
+    mantissa, exponent = torch.frexp(weights)
+    return torch.ldexp((mantissa * 2**WEIGHT_BITS).round() / 2**WEIGHT_BITS, exponent)
+
+
+def combine(updates: UpdateCollection, coefficients: Sequence[float]) -> State:
+    """
+    Weighted sum of the changes, `x + Σ_i c_i (x_i − x)`.
+
+    One client with the coefficient 1 gives exactly the state of this client. Integer tensors are the element-wise
+    lower medians of the clients with a coefficient, as a minority cannot choose them.
+
+    Args:
+        updates ([`UpdateCollection`]): The updates.
+        coefficients (`Sequence[float]`): The coefficients `c_i`, in the order of the rows.
+
+    Returns:
+        `dict[str, torch.Tensor]`: The sum in float32 or wider, on the devices of the global state.
+    """
+    used = {
+        client_id: float(value)
+        for client_id, value in zip(updates.client_ids, coefficients, strict=True)
+        if float(value) != 0
+    }
+    reference = updates.reference
+    if not used:
+        return {name: _wide(value, value) for name, value in reference.items()}
+    if list(used.values()) == [1.0]:
+        (client_id,) = used
+        return {name: _wide(updates.read(client_id, name), value) for name, value in reference.items()}
+    names, pairs = split_names(updates)
+    result: State = {name: updates.median_of_integers(name, list(used)) for name in updates.other_names}
+    for name in names:
+        before = reference[name].detach().cpu().reshape(-1)
+        total = torch.empty_like(before, dtype=wide_dtype(before.dtype))
+        for start, stop, rows in updates.changes(name, list(used)):
+            part = before[start:stop].to(torch.float64, copy=True)
+            # One addition after the other, in the order of the clients: the result has the same bits everywhere.
+            for row, coefficient in zip(rows, used.values(), strict=True):
+                part.add_(row, alpha=coefficient)
+            total[start:stop] = part
+        result[name] = total.view(reference[name].shape)
+    for pair in pairs:
+        result |= combined_factors(updates, pair, used)
+    return {name: _wide(result[name], value) for name, value in reference.items()}
+
+
+def coordinate_wise(updates: UpdateCollection, statistic: Callable[[torch.Tensor], torch.Tensor]) -> State:
+    """
+    A statistic of each coordinate over the clients.
+
+    Integer tensors are element-wise lower medians.
+
+    Args:
+        updates ([`UpdateCollection`]): The updates.
+        statistic (`Callable`): Maps values of shape `(num_clients, block)` to values of shape `(block,)`.
+
+    Returns:
+        `dict[str, torch.Tensor]`: The statistics in float32 or wider, on the devices of the global state.
+    """
+    reference = updates.reference
+    names, pairs = split_names(updates)
+    result: State = {name: updates.median_of_integers(name) for name in updates.other_names}
+    for name in names:
+        total = torch.empty(reference[name].numel(), dtype=wide_dtype(reference[name].dtype))
+        for start, stop, rows in updates.blocks(name):
+            total[start:stop] = statistic(rows)
+        result[name] = total.view(reference[name].shape)
+    for pair in pairs:
+        result |= coordinate_wise_factors(updates, pair, statistic)
+    return {name: _wide(result[name], value) for name, value in reference.items()}
+
+
+def _wide(value: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    dtype = wide_dtype(reference.dtype) if reference.is_floating_point() else reference.dtype
+    return value.to(reference.device, dtype)
