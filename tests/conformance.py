@@ -229,11 +229,17 @@ DISTILLATION_NAMES = [*DISTILLATIONS, EveryDistillationHook.name]
 SCENARIOS = [f"aggregation {name}" for name in AGGREGATION_NAMES]
 SCENARIOS += [f"distillation {name}" for name in DISTILLATION_NAMES]
 
+# Algorithms that run in the slow tests only: the engines handle them like `median`, whose updates are on disk too.
+SLOW_SCENARIOS = {f"aggregation {name}" for name in ("trimmed_mean", "geometric_median", "krum")}
+
 # Settings without which an algorithm does not run, or runs too long.
 FEDERATIONS: dict[str, dict[str, Any]] = {
     "fedkd": {"num_rounds": 1},
     "feddrs": {"distillation_kwargs": {"num_samples": 3, "sample_length": 4, "num_steps": 2}},
     "fedopt": {"aggregation_kwargs": {"server_optimizer": "adam", "server_lr": 0.01}},
+    # A cohort of four clients allows no hostile client.
+    "krum": {"aggregation_kwargs": {"num_hostile": 0, "num_selected": 2}},
+    "median": {"aggregation_kwargs": {"server_optimizer": "momentum", "max_memory_mb": 0.01}},
 }
 TRAININGS: dict[str, dict[str, Any]] = {
     "fednova": {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.05},

@@ -16,8 +16,8 @@ class CoordinateMedian(RobustAggregation):
     """
     CoordinateMedian: the median of each parameter over the clients.
 
-    [Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates](https://arxiv.org/abs/1803.01498) (Yin et
-    al., ICML 2018), option I of algorithm 1.
+    [Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates](https://arxiv.org/abs/1803.01498) (Yin
+    et al., ICML 2018), option I of algorithm 1.
 
     For an even number of clients, the median is the mean of the middle two values. For LoRA modules of which both
     factors are trained, the median is taken over the coordinates of the products `B A` and factored again to rank `r`

@@ -233,9 +233,7 @@ def _truncated_svd(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch
     return u[:, :rank], s[:rank], v[:, :rank]
 
 
-def _to_pair(
-    updates: UpdateCollection, pair: FactorPair, u: torch.Tensor, s: torch.Tensor, v: torch.Tensor
-) -> State:
+def _to_pair(updates: UpdateCollection, pair: FactorPair, u: torch.Tensor, s: torch.Tensor, v: torch.Tensor) -> State:
     """
     Return `B` and `A` with the product `U diag(s) Vᵀ`.
 

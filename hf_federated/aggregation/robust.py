@@ -111,7 +111,8 @@ class RobustAggregation(Aggregation):
         if pairs and not self.supports_factors:
             raise ValueError(
                 f"aggregation={self.name!r} does not support LoRA modules of which both factors are trained, such as "
-                f"{pairs[0].a!r}: the factors have no meaning apart. {freeze_a}, or use aggregation='geometric_median'."
+                f"{pairs[0].a!r}: the factors have no meaning apart. {freeze_a}. Or use "
+                "aggregation='geometric_median', which supports both factors."
             )
         if pairs and self.server_optimizer is not None:
             raise ValueError(

@@ -16,8 +16,8 @@ class TrimmedMean(RobustAggregation):
     """
     TrimmedMean: the mean of each parameter without the largest and the smallest values of the clients.
 
-    [Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates](https://arxiv.org/abs/1803.01498) (Yin et
-    al., ICML 2018), option II of algorithm 1.
+    [Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates](https://arxiv.org/abs/1803.01498) (Yin
+    et al., ICML 2018), option II of algorithm 1.
 
     The server leaves out the `f` largest and the `f` smallest values of each parameter. For LoRA modules of which both
     factors are trained, it does this for the coordinates of the products `B A`, and factors the result again to rank

@@ -131,7 +131,7 @@ class UpdateCollection:
             self._file = tempfile.TemporaryFile(buffering=0, dir=self._directory, prefix="hf_federated_updates_")
         try:
             self._file.seek(position)
-            view = memoryview(data.numpy())
+            view = data.numpy().data
             while view:
                 view = view[self._file.write(view) :]
         except OSError as error:
@@ -145,7 +145,7 @@ class UpdateCollection:
 
     def _read(self, position: int, data: torch.Tensor) -> None:
         self._file.seek(position)
-        view = memoryview(data.numpy())
+        view = data.numpy().data
         while view:
             num_read = self._file.readinto(view)
             if not num_read:
@@ -174,9 +174,7 @@ class UpdateCollection:
         values = data.view(dtype)
         return values.view(reference.shape) if start == 0 and stop is None else values
 
-    def blocks(
-        self, name: str, client_ids: Sequence[str] | None = None
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def blocks(self, name: str, client_ids: Sequence[str] | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
         """
         Read a tensor of all clients in blocks of coordinates.
 
@@ -207,9 +205,7 @@ class UpdateCollection:
         """Number of coordinates of a block. A computation may use three float64 numbers for each value."""
         return max(1, min(MAX_COLUMNS, self.block_bytes // (24 * max(1, num_rows))))
 
-    def changes(
-        self, name: str, client_ids: Sequence[str] | None = None
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def changes(self, name: str, client_ids: Sequence[str] | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Like [`~UpdateCollection.blocks`], with the changes `x_i − x` of the values by the clients, in float64."""
         value = self.reference[name].detach().reshape(-1)
         for start, stop, block in self.blocks(name, client_ids):

@@ -64,6 +64,4 @@ def vectors(states: dict[str, State]) -> np.ndarray:
 
 
 def vector(state: State) -> np.ndarray:
-    return np.concatenate(
-        [value.double().numpy().ravel() for value in state.values() if value.is_floating_point()]
-    )
+    return np.concatenate([value.double().numpy().ravel() for value in state.values() if value.is_floating_point()])

@@ -326,7 +326,6 @@ def test_memory_does_not_grow_with_the_number_of_clients(rule, monkeypatch):
     assert largest[40] < 1.3 * largest[8]
 
 
-
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="lists the open files of Linux")
 def test_updates_leave_no_file_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -251,6 +251,8 @@ AVERAGING = [
     if algorithm.exchanges_parameters and not algorithm.trains_private_models
 ]
 TRAINING = {"fednova": {"optim": "sgd", "learning_rate": 0.05}}
+# Four clients allow no hostile client.
+KWARGS = {"krum": {"num_hostile": 0}}
 
 
 def lora(model: nn.Module) -> nn.Module:
@@ -261,7 +263,8 @@ def lora(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("aggregation", AVERAGING)
 def test_overwritten_local_weights_do_not_change_updates(aggregation) -> None:
     clean, overwritten = UpdateRecorder(), UpdateRecorder()
-    federation, training = {"aggregation": aggregation}, TRAINING.get(aggregation, {})
+    federation = {"aggregation": aggregation, "aggregation_kwargs": KWARGS.get(aggregation, {})}
+    training = TRAINING.get(aggregation, {})
     train_federation(CLIENTS, clean, federation=federation, **training)
     train_federation(CLIENTS, OverwriteWeights(only_trainable=False), overwritten, federation=federation, **training)
     assert overwritten.updates == clean.updates
@@ -315,10 +318,11 @@ class SerializedMessages(FederatedCallback):
 @pytest.mark.parametrize("aggregation", AVERAGING)
 def test_serialized_messages_give_the_same_result_as_direct_calls(aggregation) -> None:
     """Clients can then run on other machines."""
-    federation = {"aggregation": aggregation, "client_optimizer_state": "carry"}
+    kwargs = KWARGS.get(aggregation, {})
+    federation = {"aggregation": aggregation, "aggregation_kwargs": kwargs, "client_optimizer_state": "carry"}
     training = TRAINING.get(aggregation, {})
     direct = train_federation(CLIENTS, federation=federation, **training)
-    network = SerializedMessages(AGGREGATIONS[aggregation]())
+    network = SerializedMessages(AGGREGATIONS[aggregation](**kwargs))
     trainer = FederatedTrainer(
         model=tiny_model(),
         args=arguments(tempfile.mkdtemp(), **training),

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conformance import ENGINES, REFERENCE, SCENARIOS
+from conformance import ENGINES, REFERENCE, SCENARIOS, SLOW_SCENARIOS
 from launches import logs, notes, same_bits, weights
 from workers import without_timings
 
@@ -15,6 +15,9 @@ from hf_federated import AGGREGATIONS, DISTILLATIONS
 
 
 OTHER_ENGINES = [name for name in ENGINES if name != REFERENCE]
+MARKED_SCENARIOS = [
+    pytest.param(name, marks=pytest.mark.slow) if name in SLOW_SCENARIOS else name for name in SCENARIOS
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +59,12 @@ def assert_same_run(expected: Path, found: Path, num_processes: int, *timings: s
 
 
 @pytest.mark.parametrize("engine", OTHER_ENGINES)
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", MARKED_SCENARIOS)
 def test_every_engine_gives_the_same_bytes(conform, scenario, engine):
     assert_same_run(conform(scenario, REFERENCE), conform(scenario, engine), ENGINES[engine][1])
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", MARKED_SCENARIOS)
 def test_a_run_resumed_on_another_engine_gives_the_same_bytes(conform, launch, tmp_path, scenario):
     whole = conform(scenario, REFERENCE)
     num_rounds = notes(whole)["log"][-1]["step"]
@@ -87,5 +90,6 @@ def test_every_registered_algorithm_has_a_scenario():
 
 def test_scenarios_train_different_models(conform):
     """A scenario that ignored its algorithm would agree on every engine."""
-    models = [json.dumps(notes(conform(scenario, REFERENCE))["log"][:-1]) for scenario in SCENARIOS]
+    scenarios = [scenario for scenario in SCENARIOS if scenario not in SLOW_SCENARIOS]
+    models = [json.dumps(notes(conform(scenario, REFERENCE))["log"][:-1]) for scenario in scenarios]
     assert len(set(models)) == len(models)
