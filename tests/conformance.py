@@ -230,7 +230,8 @@ SCENARIOS = [f"aggregation {name}" for name in AGGREGATION_NAMES]
 SCENARIOS += [f"distillation {name}" for name in DISTILLATION_NAMES]
 
 # Algorithms that run in the slow tests only: the engines handle them like `median`, whose updates are on disk too.
-SLOW_SCENARIOS = {f"aggregation {name}" for name in ("trimmed_mean", "geometric_median", "krum")}
+SLOW_ALGORITHMS = ("trimmed_mean", "geometric_median", "krum", "norm_bounded_mean", "centered_clipping", "fltrust")
+SLOW_SCENARIOS = {f"aggregation {name}" for name in SLOW_ALGORITHMS}
 
 # Settings without which an algorithm does not run, or runs too long.
 FEDERATIONS: dict[str, dict[str, Any]] = {
@@ -238,6 +239,7 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
     "feddrs": {"distillation_kwargs": {"num_samples": 3, "sample_length": 4, "num_steps": 2}},
     "fedopt": {"aggregation_kwargs": {"server_optimizer": "adam", "server_lr": 0.01}},
     # A cohort of four clients allows no hostile client.
+    "norm_bounded_mean": {"aggregation_kwargs": {"max_norm": 0.05}},
     "krum": {"aggregation_kwargs": {"num_hostile": 0, "num_selected": 2}},
     "median": {"aggregation_kwargs": {"server_optimizer": "momentum", "max_memory_mb": 0.01}},
 }
@@ -274,6 +276,8 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         own_model = algorithm in AGGREGATIONS and AGGREGATIONS[algorithm].trains_private_models
         is_own = algorithm == EveryAggregationHook.name
         federation["aggregation"] = f"{__name__}:EveryAggregationHook" if is_own else algorithm
+        if algorithm in AGGREGATIONS and AGGREGATIONS[algorithm].trains_on_server:
+            others["server_dataset"] = rows(6, seed=21)
     else:
         method = EveryDistillationHook() if algorithm == EveryDistillationHook.name else DISTILLATIONS[algorithm]()
         own_model = not method.sends_parameters

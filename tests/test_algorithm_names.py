@@ -111,7 +111,7 @@ def test_mappings_contain_every_built_in_class_under_its_name():
     [
         ("aggregation", "fedporx", ["`aggregation` is 'fedporx'; did you mean 'fedprox'? Allowed", *AGGREGATIONS]),
         ("aggregation", "FedAvgM", ["did you mean 'fedavg'?", "my_package.module:MyClass"]),
-        ("aggregation", "median", ["`aggregation` is 'median'; allowed are 'fedavg'", "`Aggregation` subclass"]),
+        ("aggregation", "bulyan", ["`aggregation` is 'bulyan'; allowed are 'fedavg'", "`Aggregation` subclass"]),
         ("aggregation", FedProx, ["is the class FedProx", "FedProx()"]),
         ("distillation", "feddff", ["did you mean 'feddf'?", *DISTILLATIONS, "a `Distillation` subclass"]),
         ("distillation", "a:b:c", ["`distillation` is 'a:b:c'"]),

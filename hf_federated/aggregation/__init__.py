@@ -11,15 +11,18 @@ from typing import Any
 from ..utils.algorithm_names import AGGREGATION_NAMES, import_reference
 from ..utils.weighted_mean import WeightedMean
 from .base import Accumulator, Aggregation, LocalHook
+from .centered_clipping import CenteredClipping
 from .coordinate_median import CoordinateMedian
 from .fedavg import FedAvg
 from .fednova import FedNova
 from .fedopt import FedOpt
 from .fedprox import FedProx
+from .fltrust import FLTrust
 from .geometric_median import GeometricMedian
 from .krum import Krum
 from .local_only import LocalOnly
 from .mutual_kd import LowRankUpdates, MutualKD
+from .norm_bounded_mean import NormBoundedMean
 from .robust import RobustAggregation
 from .scaffold import Scaffold
 from .server_optimizer import ServerOptimizer
@@ -71,7 +74,9 @@ __all__ = [
     "AGGREGATIONS",
     "Accumulator",
     "Aggregation",
+    "CenteredClipping",
     "CoordinateMedian",
+    "FLTrust",
     "FedAvg",
     "FedNova",
     "FedOpt",
@@ -82,6 +87,7 @@ __all__ = [
     "LocalOnly",
     "LowRankUpdates",
     "MutualKD",
+    "NormBoundedMean",
     "RobustAggregation",
     "Scaffold",
     "ServerOptimizer",

@@ -166,6 +166,8 @@ class Aggregation:
     update_content: ClassVar[str] = "parameters"
     # Whether each client also trains a private model, which its hook receives in `start`.
     trains_private_models: ClassVar[bool] = False
+    # Whether the server also trains in each round, on `server_dataset` of the trainer.
+    trains_on_server: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -234,6 +236,16 @@ class Aggregation:
         Args:
             num_rounds (`int`): Number of rounds of the run.
             num_clients (`int`): Number of clients of the federation, including clients that are not sampled.
+        """
+
+    def on_server_update(self, update: ClientUpdate) -> None:
+        """
+        Receive the result of the server's own training of this round, before the clients train.
+
+        It is called if the class sets `trains_on_server`.
+
+        Args:
+            update ([`ClientUpdate`]): The update that a client with the examples of the server would send.
         """
 
     def postprocessors(self) -> list[Postprocessor]:

@@ -125,6 +125,28 @@ def add_gram(
                 gram[second : second + group, first : first + group] += inner.T
 
 
+def add_products(
+    products: torch.Tensor, updates: UpdateCollection, pair: FactorPair, state: Mapping[str, torch.Tensor] | None
+) -> None:
+    """
+    Add the inner products of the changes of a module with one other change.
+
+    Args:
+        products (`torch.Tensor` of shape `(num_clients,)`, float64): Changed in place.
+        updates ([`UpdateCollection`]): The updates.
+        pair ([`FactorPair`]): The module.
+        state (`Mapping[str, torch.Tensor]`, *optional*): The other state. `None` stands for the client's own state.
+    """
+    before = pair.matrices(updates.reference)
+    num_rows = len(updates)
+    extra = [] if state is None else [state]
+    other = None if state is None else _stack(updates, pair, extra, before, range(num_rows, num_rows + 1))
+    for row in range(num_rows):
+        left, right = _stack(updates, pair, extra, before, range(row, row + 1))
+        other_left, other_right = other or (left, right)
+        products[row] += ((left @ other_left.T) * (right @ other_right.T)).sum()
+
+
 def _stack(
     updates: UpdateCollection,
     pair: FactorPair,
@@ -133,22 +155,37 @@ def _stack(
     rows: range,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return the factors of the changes `B_i A_i − B A = (B_i − B) A_i + B (A_i − A)` of some rows.
+    Return the [`change_factors`] of some rows.
 
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: Left factors of shape `(num_rows · 2r, out)` and right factors of shape
             `(num_rows · 2r, in)`.
     """
     clients = updates.client_ids
-    lefts, rights = [], []
+    factors = []
     for row in rows:
         if row < len(clients):
-            b, a = pair.as_matrices(updates.read(clients[row], pair.b), updates.read(clients[row], pair.a))
+            after = pair.as_matrices(updates.read(clients[row], pair.b), updates.read(clients[row], pair.a))
         else:
-            b, a = pair.matrices(extra[row - len(clients)])
-        lefts += [(b - before[0]).T, before[0].T]
-        rights += [a, a - before[1]]
-    return torch.cat(lefts), torch.cat(rights)
+            after = pair.matrices(extra[row - len(clients)])
+        factors.append(change_factors(before, after))
+    return torch.cat([left for left, _ in factors]), torch.cat([right for _, right in factors])
+
+
+def change_factors(
+    before: tuple[torch.Tensor, torch.Tensor], after: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Write the change of a product as a product, `B' A' − B A = (B' − B) A' + B (A' − A) = Lᵀ R`.
+
+    Args:
+        before, after (`tuple[torch.Tensor, torch.Tensor]`): `B` of shape `(out, r)` and `A` of shape `(r, in)`.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: `L` of shape `(2r, out)` and `R` of shape `(2r, in)`.
+    """
+    left = torch.cat([(after[0] - before[0]).T, before[0].T])
+    return left, torch.cat([after[1], after[1] - before[1]])
 
 
 # ---- New factors

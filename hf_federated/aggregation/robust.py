@@ -11,11 +11,12 @@ from ..messages import ClientUpdate
 from ..utils.arguments import require
 from ..utils.errors import RoundFailedError
 from ..utils.robust_statistics import num_tolerated
-from ..utils.weighted_mean import State
+from ..utils.weighted_mean import State, WeightedMean, wide_dtype
 from .base import Accumulator, Aggregation
 from .lora_factors import find_other_factors, find_pairs
 from .server_optimizer import ServerOptimizer
 from .update_collection import UpdateCollection
+from .update_statistics import changes_of
 
 
 UPDATES = "updates"
@@ -183,6 +184,72 @@ class RobustAggregation(Aggregation):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state["optimizer"])
+
+
+class ClippedMean(RobustAggregation):
+    """
+    Base class of the algorithms that average limited changes.
+
+    If the limit of a change does not depend on the other updates of the round, the server adds the limited changes to
+    a sum and keeps no update. Integer tensors keep their global values.
+    """
+
+    # The global state of the round.
+    _before: State
+
+    def streams(self, state: State) -> bool:
+        """Whether the server limits each change on arrival. If not, it keeps the updates for [`estimate`]."""
+        raise NotImplementedError
+
+    def clip(self, changes: State) -> State:
+        """
+        Limit the changes of an update on arrival.
+
+        Args:
+            changes (`dict[str, torch.Tensor]`): The changes of the floating tensors, in float64.
+
+        Returns:
+            `dict[str, torch.Tensor]`: The limited changes. If nothing is limited, it is the argument itself.
+        """
+        raise NotImplementedError
+
+    def accumulator(self, state: State, extra: State | None = None) -> Accumulator:
+        if not self.streams(state):
+            return super().accumulator(state, extra)
+        accumulator = Aggregation.accumulator(self, state, extra)
+        self._before = state
+        floating = {name: value for name, value in state.items() if value.is_floating_point()}
+        accumulator.means["state"] = WeightedMean(
+            {name: torch.empty_like(value, dtype=wide_dtype(value.dtype)) for name, value in floating.items()}
+        )
+        return accumulator
+
+    @torch.no_grad()
+    def accumulate(self, accumulator: Accumulator, update: ClientUpdate) -> None:
+        if accumulator.collections:
+            super().accumulate(accumulator, update)
+            return
+        changes = changes_of(update.state, self._before)
+        clipped = self.clip(changes)
+        values = {
+            name: (update.state[name] if clipped is changes else self._before[name] + change).to(
+                wide_dtype(self._before[name].dtype)
+            )
+            for name, change in clipped.items()
+        }
+        accumulator.mean.add(values, self.weight(update))
+        if update.extra:
+            accumulator.extra.add(update.extra, 1.0)
+
+    @torch.no_grad()
+    def aggregate(self, accumulator: Accumulator, state: State) -> State:
+        if accumulator.collections:
+            return super().aggregate(accumulator, state)
+        self._before = {}
+        return self.move_towards(
+            state,
+            lambda name: accumulator.mean.mean_of(name, wide=True) if state[name].is_floating_point() else state[name],
+        )
 
 
 def check_num_hostile(num_hostile: float) -> None:

@@ -12,7 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..utils.weighted_mean import State, wide_dtype
-from .lora_factors import FactorPair, add_gram, combined_factors, coordinate_wise_factors, find_pairs
+from .lora_factors import (
+    FactorPair,
+    add_gram,
+    add_products,
+    change_factors,
+    combined_factors,
+    coordinate_wise_factors,
+    find_pairs,
+)
 from .update_collection import UpdateCollection
 
 
@@ -54,6 +62,52 @@ def gram_matrix(updates: UpdateCollection, extra: Sequence[Mapping[str, torch.Te
     return gram
 
 
+def squared_norms(updates: UpdateCollection) -> torch.Tensor:
+    """Squared norms `‖x_i − x‖²` of the changes of all clients, as a vector in float64."""
+    return products_with(updates, None)
+
+
+def products_with(updates: UpdateCollection, state: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
+    """
+    Inner products `⟨x_i − x, y − x⟩` of the changes of all clients with another change.
+
+    Args:
+        updates ([`UpdateCollection`]): The updates.
+        state (`Mapping[str, torch.Tensor]`, *optional*): The state `y`. `None` stands for the state `x_i` itself.
+
+    Returns:
+        `torch.Tensor` of shape `(num_clients,)`, float64.
+    """
+    products = torch.zeros(len(updates), dtype=torch.float64)
+    names, pairs = split_names(updates)
+    for name in names:
+        before = updates.reference[name].detach().cpu().reshape(-1)
+        for start, stop, rows in updates.changes(name):
+            if state is None:
+                products += torch.linalg.vecdot(rows, rows)
+            else:
+                other = state[name].detach().cpu().reshape(-1)[start:stop].double()
+                products += rows @ (other - before[start:stop].double())
+    for pair in pairs:
+        add_products(products, updates, pair, state)
+    return products
+
+
+def squared_norm(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> float:
+    """Squared norm `‖y − x‖²` of the change of one state in memory. LoRA modules count by their product."""
+    pairs = find_pairs(before)
+    factors = {name for pair in pairs for name in (pair.a, pair.b)}
+    total = 0.0
+    for name, value in before.items():
+        if value.is_floating_point() and name not in factors:
+            change = state[name].detach().double() - value.double()
+            total += float(torch.linalg.vector_norm(change)) ** 2
+    for pair in pairs:
+        left, right = change_factors(pair.matrices(before), pair.matrices(state))
+        total += float(((left @ left.T) * (right @ right.T)).sum())
+    return max(total, 0.0)
+
+
 def squared_distances(gram: torch.Tensor) -> torch.Tensor:
     """Squared distances of all pairs of rows, from their inner products."""
     squares = gram.diagonal()
@@ -69,7 +123,29 @@ def rounded(weights: torch.Tensor) -> torch.Tensor:
     return torch.ldexp((mantissa * 2**WEIGHT_BITS).round() / 2**WEIGHT_BITS, exponent)
 
 
-def combine(updates: UpdateCollection, coefficients: Sequence[float]) -> State:
+def changes_of(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> State:
+    """Changes of the floating tensors of one state, in float64."""
+    wide = torch.float64
+    return {
+        name: value.detach().to(wide) - before[name].to(wide)
+        for name, value in state.items()
+        if value.is_floating_point()
+    }
+
+
+def norm_of(changes: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Norm of all values together."""
+    return torch.stack([torch.linalg.vector_norm(change) for change in changes.values()]).norm().cpu()
+
+
+def clipping_scales(norms: torch.Tensor, largest: float | None) -> torch.Tensor:
+    """Return `min(1, largest / norm)` for each norm. `None` is no limit."""
+    if largest is None:
+        return torch.ones_like(norms)
+    return rounded((largest / norms).clamp(max=1.0).nan_to_num(nan=1.0))
+
+
+def combine(updates: UpdateCollection, coefficients: Sequence[float], wide: torch.dtype = torch.float32) -> State:
     """
     Weighted sum of the changes, `x + Σ_i c_i (x_i − x)`.
 
@@ -79,9 +155,10 @@ def combine(updates: UpdateCollection, coefficients: Sequence[float]) -> State:
     Args:
         updates ([`UpdateCollection`]): The updates.
         coefficients (`Sequence[float]`): The coefficients `c_i`, in the order of the rows.
+        wide (`torch.dtype`, *optional*, defaults to `torch.float32`): Narrowest dtype of the sum.
 
     Returns:
-        `dict[str, torch.Tensor]`: The sum in float32 or wider, on the devices of the global state.
+        `dict[str, torch.Tensor]`: The sum in `wide` or a wider dtype, on the devices of the global state.
     """
     used = {
         client_id: float(value)
@@ -90,15 +167,15 @@ def combine(updates: UpdateCollection, coefficients: Sequence[float]) -> State:
     }
     reference = updates.reference
     if not used:
-        return {name: _wide(value, value) for name, value in reference.items()}
+        return {name: _wide(value, value, wide) for name, value in reference.items()}
     if list(used.values()) == [1.0]:
         (client_id,) = used
-        return {name: _wide(updates.read(client_id, name), value) for name, value in reference.items()}
+        return {name: _wide(updates.read(client_id, name), value, wide) for name, value in reference.items()}
     names, pairs = split_names(updates)
     result: State = {name: updates.median_of_integers(name, list(used)) for name in updates.other_names}
     for name in names:
         before = reference[name].detach().cpu().reshape(-1)
-        total = torch.empty_like(before, dtype=wide_dtype(before.dtype))
+        total = torch.empty_like(before, dtype=torch.promote_types(before.dtype, wide))
         for start, stop, rows in updates.changes(name, list(used)):
             part = before[start:stop].to(torch.float64, copy=True)
             # One addition after the other, in the order of the clients: the result has the same bits everywhere.
@@ -108,7 +185,7 @@ def combine(updates: UpdateCollection, coefficients: Sequence[float]) -> State:
         result[name] = total.view(reference[name].shape)
     for pair in pairs:
         result |= combined_factors(updates, pair, used)
-    return {name: _wide(result[name], value) for name, value in reference.items()}
+    return {name: _wide(result[name], value, wide) for name, value in reference.items()}
 
 
 def coordinate_wise(updates: UpdateCollection, statistic: Callable[[torch.Tensor], torch.Tensor]) -> State:
@@ -137,6 +214,6 @@ def coordinate_wise(updates: UpdateCollection, statistic: Callable[[torch.Tensor
     return {name: _wide(result[name], value) for name, value in reference.items()}
 
 
-def _wide(value: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    dtype = wide_dtype(reference.dtype) if reference.is_floating_point() else reference.dtype
+def _wide(value: torch.Tensor, reference: torch.Tensor, wide: torch.dtype = torch.float32) -> torch.Tensor:
+    dtype = torch.promote_types(reference.dtype, wide) if reference.is_floating_point() else reference.dtype
     return value.to(reference.device, dtype)

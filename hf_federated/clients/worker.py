@@ -72,6 +72,8 @@ class ClientWorker:
             before the first round. It returns a trainer around the model, and its exchange.
         postprocessors (`Sequence[Postprocessor]`, *optional*): Their client sides run here.
         callbacks (`Sequence[TrainerCallback]`, *optional*): Callbacks of local training.
+        is_federation (`bool`, *optional*): Whether local training is seeded by the seed of the message. Defaults to
+            whether there are several clients.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class ClientWorker:
         private_models: Callable[[str], tuple[Trainer, Exchange, Any]] | None = None,
         postprocessors: Sequence[Postprocessor] = (),
         callbacks: Sequence[TrainerCallback] = (),
+        is_federation: bool | None = None,
     ) -> None:
         self.models = models
         self.last_error: Exception | None = None
@@ -103,7 +106,7 @@ class ClientWorker:
         self._callbacks = list(callbacks)
         self._open_datasets: dict[str, Any] = {}
         # With one client, the global generators are not seeded: the run must equal a run of the plain Trainer.
-        self._is_federation = len(train_datasets) > 1
+        self._is_federation = len(train_datasets) > 1 if is_federation is None else is_federation
 
     def handle(self, message: Message) -> Message:
         """

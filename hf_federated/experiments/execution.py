@@ -13,6 +13,7 @@ from transformers import PrinterCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging as transformers_logging
 
+from hf_federated.aggregation import build_aggregation
 from hf_federated.config import FederatedConfig
 from hf_federated.data.source import content_hash
 from hf_federated.distillation import build_distillation
@@ -186,10 +187,13 @@ def dataset_arguments(
     with recipe_errors("federation"):
         kwargs = recipe.federation.get("distillation_kwargs")
         method = build_distillation(recipe.federation.get("distillation"), kwargs)
+        aggregation = build_aggregation(
+            recipe.federation.get("aggregation", "fedavg"), recipe.federation.get("aggregation_kwargs")
+        )
     if method is None or not method.requirements.public_dataset:
         # Drop the examples that are set aside, so runs with and without distillation train on the same private
         # examples.
-        raw = dataclasses.replace(raw, public=None, server=None)
+        raw = dataclasses.replace(raw, public=None, server=raw.server if aggregation.trains_on_server else None)
     if recipe.client_models or (raw.public is not None and task.prediction_unit != "row"):
         # Clients tokenize raw examples with their own tokenizers. The task determines the positions of predictions.
         return {

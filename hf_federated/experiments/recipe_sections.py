@@ -165,7 +165,8 @@ class PublicSection:
 
     share: float = field(metadata={"help": "Share of the training examples that the server and all clients hold."})
     server_share: float = field(
-        default=0.0, metadata={"help": "Share of the training examples that only the server holds, with labels."}
+        default=0.0,
+        metadata={"help": "Share of the training examples that only the server holds, with labels, also for FLTrust."},
     )
     stratify_by_column: str | None = field(
         default=None, metadata={"help": "Take the same share of each value of this column, such as a domain."}

@@ -6,7 +6,7 @@ once a round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,10 @@ from ..messages.validation import CheckExtra
 
 def _no_engine(phase: str, client_ids: Sequence[str], message_for: Any) -> dict[str, Any]:
     raise RuntimeError(f"The {phase} phase needs an engine. Build a RoundLoop with this ServerState first.")
+
+
+def _no_examples() -> ClientUpdate:
+    raise RuntimeError("The server has no examples to train on. Pass `server_dataset` to the trainer.")
 
 
 @dataclass
@@ -51,6 +55,8 @@ class ServerState:
         device (`torch.device`, *optional*): Device of `weights` and of the sums of updates. Defaults to the
             device of the model.
         aggregated (`dict[str, torch.Tensor]`, *optional*): `weights` after this round's aggregation.
+        train_on_server (`Callable`): `train_on_server()` trains the global model on the server's own examples, as a
+            client would, and returns the [`ClientUpdate`].
         ask (`Callable`): `ask(phase, client_ids, message_for)` sends additional messages to clients and returns the
             replies by client id.
 
@@ -81,6 +87,7 @@ class ServerState:
     min_clients: int = 1
     device: torch.device | None = None
     aggregated: dict[str, torch.Tensor] | None = None
+    train_on_server: Callable[[], ClientUpdate] = field(default_factory=lambda: _no_examples)
     ask: Ask = field(default_factory=lambda: _no_engine)
 
     def begin_round(self, round: int, cohort: tuple[str, ...]) -> None:
@@ -245,6 +252,8 @@ class AggregationCallback(FederatedCallback):
         server.fit_settings.update(self.algorithm.fit_settings())
         server.fit_extra.update(self.algorithm.fit_extra(server.weights))
         server.expected_extra.update(self.algorithm.expected_extra(server.weights))
+        if self.algorithm.trains_on_server:
+            self.algorithm.on_server_update(server.train_on_server())
 
     def on_client_end(
         self,

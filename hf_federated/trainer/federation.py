@@ -5,6 +5,8 @@ The method overrides of the trainer only choose between roles. The work of the f
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +26,20 @@ from ..clients import (
     SharedModel,
     Student,
     batches_per_round,
+    client_seed,
 )
 from ..clients.model_factory import ClientModelBuilder
 from ..clients.store import client_file_name
 from ..distillation import DistillationServer, Teachers
 from ..engines import EngineContext, WatchPeers
+from ..messages import ClientUpdate, Fit
 from ..messages.ledger import Ledger
 from ..server import RoundLoop, RoundProgress, RoundSummary, ServerState, call_event, spread_over_clients
 from .announcement import announce
 from .checkpoint import clients_directory, read_server_state, write_server_state
 from .checks import check_labelled, check_resumed
 from .client_checkpoint import TEACHERS_DIR, load_teachers, save_clients, save_teachers
-from .setup import FederationSetup
+from .setup import SERVER_NAME, FederationSetup
 
 
 CLIENT_STORE_DIR = "client_store"
@@ -219,6 +223,8 @@ class Federation:
         )
         server.weights = server.read(self.exchange)
         distillation_sends_parameters = distillation is not None and distillation.sends_parameters
+        if setup.aggregation.trains_on_server:
+            server.train_on_server = self._server_training(server)
         return RoundLoop(
             engine=self.engine,
             server=server,
@@ -231,6 +237,38 @@ class Federation:
             row_limit=self._row_limit,
             progress=self._progress,
         )
+
+    def _server_training(self, server: ServerState) -> Callable[[], ClientUpdate]:
+        """Return the function that trains the global model on the server's own examples."""
+        setup = self._setup
+        worker = ClientWorker(
+            models=SharedModel(self._trainer, self.exchange, self._args, MemoryStore()),
+            train_datasets=setup.server_datasets,
+            eval_datasets=None,
+            algorithm=setup.aggregation,
+            # A client store in the checkpoint keeps the optimizers of clients only.
+            config=dataclasses.replace(setup.config, client_optimizer_state="reset"),
+            callbacks=[WatchPeers(setup.processes)] if setup.is_spread else [],
+            is_federation=True,
+        )
+
+        def train() -> ClientUpdate:
+            seed = client_seed(setup.seed, SERVER_NAME, server.round)
+            message = Fit(server.round, SERVER_NAME, seed, server.weights, settings=dict(server.fit_settings))
+            with setup.independent(as_main=True):
+                reply = worker.handle(message)
+            if not isinstance(reply, ClientUpdate):
+                raise RuntimeError(
+                    f"Round {server.round + 1}: the server could not train on `server_dataset`: {worker.last_error}"
+                ) from worker.last_error
+            reply = reply.to(server.device)
+            if setup.spreads_clients:
+                # Accelerators may compute slightly different values.
+                setup.processes.wait(f"training of the server, round {server.round}")
+                setup.processes.broadcast_(list(reply.state.values()), source=0)
+            return reply
+
+        return train
 
     # ---- Rounds
 

@@ -60,7 +60,7 @@ from .loop_stubs import RoundDataLoader, RoundsCallback, RoundScheduler, ServerO
 from .optimizer_factories import OptimizerFactories
 from .output_lock import output_dir_lock
 from .saving import SavingMixin
-from .setup import FederationSetup
+from .setup import SERVER_NAME, FederationSetup
 
 
 class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
@@ -150,6 +150,7 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
             eval_datasets=None
             if eval_clients is None
             else self._prepared_datasets(evaluation, eval_clients, participants, {}),
+            server_datasets=self._server_datasets(train, participants),
             client_callbacks=[*self._callbacks_of_parent(user_callbacks), *client_callbacks],
         )
         self.add_callback(RoundsCallback(self))
@@ -169,6 +170,13 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
         if participants.task is not None:
             return EncodedClients(clients, participants, self.processing_class)
         return PreparedClients(self, preparation, clients, prepared) if preparation.calls else clients
+
+    def _server_datasets(self, preparation: Preparation, participants: Participants) -> Mapping[str, Any]:
+        """The server's own examples, encoded or prepared like the examples of a client."""
+        if not isinstance(participants.server_dataset, Dataset):
+            return {}
+        examples = FederatedDataset.from_dict({SERVER_NAME: participants.server_dataset})
+        return self._prepared_datasets(preparation, examples, participants, {})
 
     def as_plain_trainer(self, args: TrainingArguments) -> Any:
         """

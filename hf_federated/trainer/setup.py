@@ -36,6 +36,10 @@ from .checks import (
 from .launch_consistency import check_consistency, describe_setup
 
 
+# Name of the server in messages to its own worker.
+SERVER_NAME = "server"
+
+
 @dataclass(kw_only=True)
 class FederationSetup:
     """
@@ -50,6 +54,8 @@ class FederationSetup:
         eval_clients ([`FederatedDataset`], *optional*): Evaluation examples by client.
         train_datasets (`Mapping[str, Dataset]`): Training examples by client, prepared for the trainer.
         eval_datasets (`Mapping[str, Dataset]`, *optional*): Evaluation examples by client, prepared for the trainer.
+        server_datasets (`Mapping[str, Dataset]`): The server's own examples, prepared for the trainer, under
+            [`SERVER_NAME`]. Empty if the server has no examples.
         participants ([`Participants`]): Public examples, the server's examples, and clients with their own models,
             tokenizers or training arguments.
         aggregation ([`Aggregation`]): The averaging algorithm.
@@ -69,6 +75,7 @@ class FederationSetup:
     eval_clients: FederatedDataset | None
     train_datasets: Mapping[str, Any]
     eval_datasets: Mapping[str, Any] | None
+    server_datasets: Mapping[str, Any]
     participants: Participants
     aggregation: Aggregation
     distillation_callback: DistillationCallback | None
@@ -102,7 +109,7 @@ class FederationSetup:
             clients, eval_clients, participants, postprocessors: The arguments that the user passed.
             user_callbacks (`Sequence[TrainerCallback]`): The user's callbacks. An [`AggregationCallback`] among them
                 replaces `aggregation` of the configuration.
-            fields: `arguments`, `train_datasets`, `eval_datasets` and `client_callbacks`.
+            fields: `arguments`, `train_datasets`, `eval_datasets`, `server_datasets` and `client_callbacks`.
 
         Raises:
             ValueError: If an argument or a combination is not supported.

@@ -45,8 +45,9 @@ class AlgorithmNames:
     >>> AGGREGATION_NAMES.check("fedporx")
     Traceback (most recent call last):
     ValueError: `aggregation` is 'fedporx'; did you mean 'fedprox'? Allowed are 'fedavg', 'fedprox', 'fednova', \
-'fedopt', 'scaffold', 'local_only', 'mutual_kd', 'median', 'trimmed_mean', 'geometric_median', 'krum', a reference to \
-your own class ('my_package.module:MyClass'), or an instance of an `Aggregation` subclass.
+'fedopt', 'scaffold', 'local_only', 'mutual_kd', 'median', 'trimmed_mean', 'geometric_median', 'krum', \
+'norm_bounded_mean', 'centered_clipping', 'fltrust', a reference to your own class ('my_package.module:MyClass'), or \
+an instance of an `Aggregation` subclass.
 
     ```
     """
@@ -197,6 +198,9 @@ AGGREGATION_NAMES = AlgorithmNames(
         "trimmed_mean": "hf_federated.aggregation.trimmed_mean:TrimmedMean",
         "geometric_median": "hf_federated.aggregation.geometric_median:GeometricMedian",
         "krum": "hf_federated.aggregation.krum:Krum",
+        "norm_bounded_mean": "hf_federated.aggregation.norm_bounded_mean:NormBoundedMean",
+        "centered_clipping": "hf_federated.aggregation.centered_clipping:CenteredClipping",
+        "fltrust": "hf_federated.aggregation.fltrust:FLTrust",
     },
 )
 

@@ -42,6 +42,34 @@ def sum_of_distances(points: np.ndarray, center: np.ndarray) -> float:
     return float(np.linalg.norm(points - center, axis=1).sum())
 
 
+# ---- States of clients
+
+
+NUM_CLIENTS = 9
+BEFORE = {
+    "w": torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6),
+    "b": torch.zeros(5, dtype=torch.float64),
+    "count": torch.tensor(3),
+}
+
+
+def client_states(num_clients=NUM_CLIENTS, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"client {number}": {
+            name: (value + torch.randn(value.shape, generator=generator, dtype=torch.float64)).to(dtype)
+            if value.is_floating_point()
+            else value + number
+            for name, value in BEFORE.items()
+        }
+        for number in range(num_clients)
+    }
+
+
+def before(dtype=torch.float64):
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in BEFORE.items()}
+
+
 # ---- Running an algorithm
 
 
@@ -65,3 +93,36 @@ def vectors(states: dict[str, State]) -> np.ndarray:
 
 def vector(state: State) -> np.ndarray:
     return np.concatenate([value.double().numpy().ravel() for value in state.values() if value.is_floating_point()])
+
+
+# ---- Clipping
+
+
+def norm_bounded_mean(before: np.ndarray, points: np.ndarray, max_norm: float, shares: np.ndarray) -> np.ndarray:
+    changes = points - before
+    clipped = [change * min(1.0, max_norm / np.linalg.norm(change)) for change in changes]
+    return before + shares @ np.stack(clipped) / shares.sum()
+
+
+def centered_clipping(
+    momenta: np.ndarray, center: np.ndarray, radius: float | None, num_iterations: int
+) -> np.ndarray:
+    """Algorithm 2 of Karimireddy et al. Without a radius, it is the median distance."""
+    for _ in range(num_iterations):
+        distances = np.linalg.norm(momenta - center, axis=1)
+        limit = np.median(distances) if radius is None else radius
+        steps = [(m - center) * min(1.0, limit / d) for m, d in zip(momenta, distances, strict=True)]
+        center = center + np.mean(steps, axis=0)
+    return center
+
+
+def fltrust(before: np.ndarray, points: np.ndarray, server_point: np.ndarray) -> np.ndarray:
+    """Algorithm 2 of Cao et al."""
+    own = server_point - before
+    total, trust = np.zeros_like(before), 0.0
+    for point in points:
+        change = point - before
+        score = max(0.0, change @ own / (np.linalg.norm(change) * np.linalg.norm(own)))
+        total += score * change * np.linalg.norm(own) / np.linalg.norm(change)
+        trust += score
+    return before if trust == 0 else before + total / trust

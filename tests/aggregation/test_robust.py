@@ -12,36 +12,11 @@ import numpy as np
 import pytest
 import robust_reference as reference
 import torch
-from robust_reference import run, vector, vectors
+from robust_reference import BEFORE, NUM_CLIENTS, before, client_states, run, vector, vectors
 
 from hf_federated import CoordinateMedian, FedAvg, FedOpt, GeometricMedian, Krum, RoundFailedError, TrimmedMean
 from hf_federated.aggregation import UpdateCollection
 from hf_federated.messages.serialization import pack, unpack
-
-
-NUM_CLIENTS = 9
-BEFORE = {
-    "w": torch.linspace(-1, 1, 24, dtype=torch.float64).view(4, 6),
-    "b": torch.zeros(5, dtype=torch.float64),
-    "count": torch.tensor(3),
-}
-
-
-def client_states(num_clients=NUM_CLIENTS, dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        f"client {number}": {
-            name: (value + torch.randn(value.shape, generator=generator, dtype=torch.float64)).to(dtype)
-            if value.is_floating_point()
-            else value + number
-            for name, value in BEFORE.items()
-        }
-        for number in range(num_clients)
-    }
-
-
-def before(dtype=torch.float64):
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in BEFORE.items()}
 
 
 RULES = {

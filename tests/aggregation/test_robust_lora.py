@@ -6,6 +6,20 @@ import numpy as np
 import pytest
 import robust_reference as reference
 import torch
+from lora_states import (
+    BEFORE,
+    HEAD,
+    NUM_IN,
+    NUM_OUT,
+    RANK,
+    A,
+    B,
+    assert_equals,
+    client_states,
+    product,
+    random_state,
+    vectors,
+)
 from peft import LoraConfig, get_peft_model
 from robust_reference import run
 from tiny import tiny_model
@@ -14,50 +28,6 @@ from hf_federated import CoordinateMedian, GeometricMedian, Krum, TrimmedMean
 from hf_federated.adapters import Exchange
 from hf_federated.aggregation import lora_factors
 from hf_federated.aggregation.lora_factors import FactorPair, find_other_factors, find_pairs
-
-
-RANK, NUM_OUT, NUM_IN, NUM_CLIENTS = 2, 7, 6, 7
-A, B, HEAD = "query.lora_A.default.weight", "query.lora_B.default.weight", "classifier.weight"
-
-
-def random_state(seed, scale=1.0, size=(NUM_OUT, NUM_IN), rank=RANK):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return scale * torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    return {A: draw(rank, size[1]), B: draw(size[0], rank), HEAD: draw(3, 2)}
-
-
-BEFORE = random_state(100)
-
-
-def client_states(num_clients=NUM_CLIENTS, **kwargs):
-    """Every client changes the global state a little."""
-    return {
-        f"client {number}": {name: BEFORE[name] + value for name, value in random_state(number, 0.3).items()}
-        for number in range(num_clients)
-    }
-
-
-def product(state):
-    return (state[B] @ state[A]).numpy()
-
-
-def vectors(states):
-    """The products and all other tensors of each client as one row."""
-    return np.stack(
-        [np.concatenate([product(state).ravel(), state[HEAD].numpy().ravel()]) for state in states.values()]
-    )
-
-
-def assert_equals(result, expected, size=(NUM_OUT, NUM_IN)):
-    """Compare with the nearest matrix of the rank of the factors."""
-    matrix, head = expected[: size[0] * size[1]].reshape(size), expected[size[0] * size[1] :]
-    u, s, vh = np.linalg.svd(matrix, full_matrices=False)
-    nearest = (u[:, :RANK] * s[:RANK]) @ vh[:RANK]
-    np.testing.assert_allclose(product(result), nearest, rtol=0, atol=1e-8)
-    np.testing.assert_allclose(result[HEAD].numpy().ravel(), head, rtol=0, atol=1e-8)
 
 
 RULES = {

@@ -248,7 +248,7 @@ class OverwriteWeights(FederatedCallback):
 AVERAGING = [
     name
     for name, algorithm in AGGREGATIONS.items()
-    if algorithm.exchanges_parameters and not algorithm.trains_private_models
+    if algorithm.exchanges_parameters and not algorithm.trains_private_models and not algorithm.trains_on_server
 ]
 TRAINING = {"fednova": {"optim": "sgd", "learning_rate": 0.05}}
 # Four clients allow no hostile client.

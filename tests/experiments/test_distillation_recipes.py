@@ -56,6 +56,12 @@ def test_distillation_named_by_a_reference_gets_the_public_examples(recipe):
     assert run.trainer.public_dataset is None
 
 
+def test_aggregation_that_trains_on_the_server_gets_its_examples(recipe):
+    run = build_run(recipe("federation.aggregation=fltrust"))
+    assert len(run.trainer.server_dataset) == 6 and run.trainer.public_dataset is None
+    assert run_federated(run)["bytes_up"] > 0
+
+
 def test_client_models_are_assigned_in_turn_with_their_training_arguments(recipe, model_dir):
     models = f"[{{name_or_path: {model_dir}, kwargs: {{num_hidden_layers: 1}}}}, "
     models += f"{{name_or_path: {model_dir}, training: {{learning_rate: 0.5}}}}]"

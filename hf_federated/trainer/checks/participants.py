@@ -40,7 +40,7 @@ def check_participants(
         ValueError: If an argument is missing or has no use. The message names the argument and the change to make.
     """
     _check_columns_known(distillation, participants, clients)
-    _check_server_examples(distillation, participants, clients)
+    _check_server_examples(aggregation, distillation, participants, clients)
     _check_client_models(aggregation, distillation, participants, clients, postprocessors)
     _check_client_arguments(participants, bool(args and args.fp16))
     if num_shared := count_overlap(clients, participants):
@@ -67,15 +67,20 @@ def _check_columns_known(
 
 
 def _check_server_examples(
-    distillation: Distillation | None, participants: Participants, clients: FederatedDataset
+    aggregation: Aggregation,
+    distillation: Distillation | None,
+    participants: Participants,
+    clients: FederatedDataset,
 ) -> None:
-    """Check `public_dataset` and `server_dataset` against the distillation algorithm."""
+    """Check `public_dataset` and `server_dataset` against the algorithms."""
     name = None if distillation is None else distillation.name
-    if (
-        distillation is not None
-        and not distillation.requirements.public_dataset
-        and (participants.public_dataset is not None or participants.server_dataset is not None)
-    ):
+    has_public = participants.public_dataset is not None
+    has_unused = participants.server_dataset is not None and not aggregation.trains_on_server
+    if aggregation.trains_on_server and not participants.server_dataset:
+        raise ValueError(
+            f"aggregation={aggregation.name!r} needs `server_dataset`: labeled examples on which the server trains."
+        )
+    if distillation is not None and not distillation.requirements.public_dataset and (has_public or has_unused):
         raise ValueError(
             f"distillation={name!r} uses neither public examples nor labelled examples of the server. Leave "
             "`public_dataset` and `server_dataset` out."
@@ -95,10 +100,10 @@ def _check_server_examples(
             f"distillation={name!r} needs `public_dataset`, examples without labels that the server and all clients "
             f"have, but {found}. `split_for_distillation` sets public examples aside."
         )
-    if distillation is None and (participants.public_dataset is not None or participants.server_dataset is not None):
+    if distillation is None and (has_public or has_unused):
         raise ValueError(
             "`public_dataset` and `server_dataset` are for distillation, but FederatedConfig names no distillation "
-            "algorithm. Set `distillation`, or leave both datasets out."
+            "algorithm. Set `distillation`, or leave both datasets out. aggregation='fltrust' uses `server_dataset`."
         )
     streams = [client_id for client_id, num_rows in clients.num_rows.items() if num_rows is None]
     if distillation is not None and distillation.requirements.initial_model and streams:
