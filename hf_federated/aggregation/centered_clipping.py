@@ -12,10 +12,10 @@ from ..messages import Fit
 from ..utils.arguments import require
 from ..utils.robust_statistics import median
 from ..utils.weighted_mean import State, wide_dtype
-from .base import Accumulator, LocalHook
+from .base import LocalHook
 from .robust import ClippedMean
 from .update_collection import UpdateCollection
-from .update_statistics import clipping_scales, combine, gram_matrix, norm_of
+from .update_statistics import clipping_scales, combine, gram_matrix
 
 
 class CenteredClipping(ClippedMean):
@@ -124,19 +124,16 @@ class CenteredClipping(ClippedMean):
     def streams(self, state: State) -> bool:
         return self.radius is not None and self.num_iterations == 1
 
-    def accumulator(self, state: State, extra: State | None = None) -> Accumulator:
-        # Tensors restored from a checkpoint are on the CPU.
-        self._center = {name: value.to(state[name].device) for name, value in self._center.items()}
-        return super().accumulator(state, extra)
+    def limit(self) -> float:
+        assert self.radius is not None
+        return self.radius
 
-    def clip(self, changes: State) -> State:
-        distances = (
-            {name: change - self._center[name] for name, change in changes.items()} if self._center else changes
-        )
-        scale = float(clipping_scales(norm_of(distances), self.radius))
-        if scale == 1.0:
-            return changes
-        return {name: changes[name] - (1 - scale) * distance for name, distance in distances.items()}
+    def center_of(self, state: State) -> State:
+        center = super().center_of(state)
+        # A `v` that was restored from a checkpoint is on the CPU.
+        return {
+            name: value + self._center[name].to(value) if self._center else value for name, value in center.items()
+        }
 
     def estimate(self, updates: UpdateCollection) -> State:
         before = updates.reference
@@ -152,11 +149,10 @@ class CenteredClipping(ClippedMean):
         return result
 
     def move_towards(self, state: State, estimate_of: Any) -> State:
-        self._center = {
-            name: (estimate_of(name).double() - value.double()).to(wide_dtype(value.dtype))
-            for name, value in state.items()
-            if value.is_floating_point()
-        }
+        for name, value in state.items():
+            if value.is_floating_point():
+                estimate = estimate_of(name)
+                self._center[name] = (estimate - value.to(estimate)).to(wide_dtype(value.dtype))
         return super().move_towards(state, estimate_of)
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ..utils.weighted_mean import State
 from .lora_factors import find_pairs
 from .robust import ClippedMean
 from .update_collection import UpdateCollection
-from .update_statistics import clipping_scales, combine, norm_of, squared_norms
+from .update_statistics import clipping_scales, combine, squared_norms
 
 
 class NormBoundedMean(ClippedMean):
@@ -95,9 +95,9 @@ class NormBoundedMean(ClippedMean):
     def streams(self, state: State) -> bool:
         return self.max_norm is not None and not find_pairs(state)
 
-    def clip(self, changes: State) -> State:
-        scale = float(clipping_scales(norm_of(changes), self.max_norm))
-        return changes if scale == 1.0 else {name: change * scale for name, change in changes.items()}
+    def limit(self) -> float:
+        assert self.max_norm is not None
+        return self.max_norm
 
     def estimate(self, updates: UpdateCollection) -> State:
         norms = squared_norms(updates).sqrt()

@@ -16,7 +16,7 @@ from .base import Accumulator, Aggregation
 from .lora_factors import find_other_factors, find_pairs
 from .server_optimizer import ServerOptimizer
 from .update_collection import UpdateCollection
-from .update_statistics import changes_of
+from .update_statistics import clipping_scales, distance
 
 
 UPDATES = "updates"
@@ -194,34 +194,27 @@ class ClippedMean(RobustAggregation):
     a sum and keeps no update. Integer tensors keep their global values.
     """
 
-    # The global state of the round.
-    _before: State
+    # The center of the round, by name of the floating tensors, in float32 or wider.
+    _round_center: State
 
     def streams(self, state: State) -> bool:
-        """Whether the server limits each change on arrival. If not, it keeps the updates for [`estimate`]."""
+        """Whether the server limits each update on arrival. If not, it keeps the updates for [`estimate`]."""
         raise NotImplementedError
 
-    def clip(self, changes: State) -> State:
-        """
-        Limit the changes of an update on arrival.
-
-        Args:
-            changes (`dict[str, torch.Tensor]`): The changes of the floating tensors, in float64.
-
-        Returns:
-            `dict[str, torch.Tensor]`: The limited changes. If nothing is limited, it is the argument itself.
-        """
+    def limit(self) -> float:
+        """Return the largest distance of an update from the center, if the server limits each update on arrival."""
         raise NotImplementedError
+
+    def center_of(self, state: State) -> State:
+        """Return the center around which updates are limited. The default is the global state."""
+        return {name: value.to(wide_dtype(value.dtype)) for name, value in state.items() if value.is_floating_point()}
 
     def accumulator(self, state: State, extra: State | None = None) -> Accumulator:
         if not self.streams(state):
             return super().accumulator(state, extra)
         accumulator = Aggregation.accumulator(self, state, extra)
-        self._before = state
-        floating = {name: value for name, value in state.items() if value.is_floating_point()}
-        accumulator.means["state"] = WeightedMean(
-            {name: torch.empty_like(value, dtype=wide_dtype(value.dtype)) for name, value in floating.items()}
-        )
+        self._round_center = self.center_of(state)
+        accumulator.means["state"] = WeightedMean(self._round_center)
         return accumulator
 
     @torch.no_grad()
@@ -229,15 +222,13 @@ class ClippedMean(RobustAggregation):
         if accumulator.collections:
             super().accumulate(accumulator, update)
             return
-        changes = changes_of(update.state, self._before)
-        clipped = self.clip(changes)
-        values = {
-            name: (update.state[name] if clipped is changes else self._before[name] + change).to(
-                wide_dtype(self._before[name].dtype)
-            )
-            for name, change in clipped.items()
+        center = self._round_center
+        scale = float(clipping_scales(distance(update.state, center), self.limit()))
+        limited = {
+            name: value if scale == 1.0 else torch.lerp(center[name], value, scale)
+            for name, value in ((name, update.state[name].to(center[name].dtype)) for name in center)
         }
-        accumulator.mean.add(values, self.weight(update))
+        accumulator.mean.add(limited, self.weight(update))
         if update.extra:
             accumulator.extra.add(update.extra, 1.0)
 
@@ -245,7 +236,7 @@ class ClippedMean(RobustAggregation):
     def aggregate(self, accumulator: Accumulator, state: State) -> State:
         if accumulator.collections:
             return super().aggregate(accumulator, state)
-        self._before = {}
+        self._round_center = {}
         return self.move_towards(
             state,
             lambda name: accumulator.mean.mean_of(name, wide=True) if state[name].is_floating_point() else state[name],

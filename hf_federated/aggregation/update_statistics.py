@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ..utils.weighted_mean import State, wide_dtype
+from ..utils.weighted_mean import PIECE, State, wide_dtype
 from .lora_factors import (
     FactorPair,
     add_gram,
@@ -97,11 +97,8 @@ def squared_norm(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.T
     """Squared norm `‖y − x‖²` of the change of one state in memory. LoRA modules count by their product."""
     pairs = find_pairs(before)
     factors = {name for pair in pairs for name in (pair.a, pair.b)}
-    total = 0.0
-    for name, value in before.items():
-        if value.is_floating_point() and name not in factors:
-            change = state[name].detach().double() - value.double()
-            total += float(torch.linalg.vector_norm(change)) ** 2
+    others = {name: value for name, value in before.items() if value.is_floating_point() and name not in factors}
+    total = float(distance(state, others)) ** 2
     for pair in pairs:
         left, right = change_factors(pair.matrices(before), pair.matrices(state))
         total += float(((left @ left.T) * (right @ right.T)).sum())
@@ -123,19 +120,29 @@ def rounded(weights: torch.Tensor) -> torch.Tensor:
     return torch.ldexp((mantissa * 2**WEIGHT_BITS).round() / 2**WEIGHT_BITS, exponent)
 
 
-def changes_of(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> State:
-    """Changes of the floating tensors of one state, in float64."""
-    wide = torch.float64
-    return {
-        name: value.detach().to(wide) - before[name].to(wide)
-        for name, value in state.items()
-        if value.is_floating_point()
-    }
+def distance(state: Mapping[str, torch.Tensor], center: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """
+    Distance of two states over all tensors of the center, in float64.
 
+    Args:
+        state (`Mapping[str, torch.Tensor]`): A state with the names of the center.
+        center (`Mapping[str, torch.Tensor]`): Floating tensors.
 
-def norm_of(changes: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Norm of all values together."""
-    return torch.stack([torch.linalg.vector_norm(change) for change in changes.values()]).norm().cpu()
+    Returns:
+        `torch.Tensor`: The distance, a scalar on the CPU.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for name, value in center.items():
+        # GPUs of Apple do not support float64.
+        device = "cpu" if value.device.type == "mps" else value.device
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        # Pieces stay in the cache of a CPU, and a whole tensor in float64 needs memory.
+        pieces = state[name].detach().reshape(-1).split(PIECE), value.detach().reshape(-1).split(PIECE)
+        for new, old in zip(*pieces, strict=True):
+            change = new.to(square) - old.to(square)
+            square += change @ change
+        total += square.cpu()
+    return total.sqrt()
 
 
 def clipping_scales(norms: torch.Tensor, largest: float | None) -> torch.Tensor:

@@ -120,6 +120,11 @@ class RoleMixin(LoopArgumentsMixin):
         return self._federation_setup.participants.public_dataset
 
     @property
+    def server_dataset(self) -> Dataset | None:
+        """The labeled examples of the server."""
+        return self._federation_setup.participants.server_dataset
+
+    @property
     def engine(self) -> Engine:
         """The engine that runs the clients."""
         return self._federation_setup.engine
