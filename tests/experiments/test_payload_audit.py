@@ -119,6 +119,16 @@ def test_predictions_are_audited_by_the_model_that_the_server_distils(values):
     assert 0 <= audit.find("FedID", "lira").metrics["auc"] <= 1
 
 
+@pytest.mark.slow
+def test_causal_language_model_is_audited(values, llama_dir):
+    values["model"] = {"name_or_path": str(llama_dir)}
+    values["task"] = {"name": "language-modeling", "max_length": 24}
+    audit = audit_recipe(recipe_with(values), lambda line: None)
+    results = {result.attack: result.metrics for result in audit.results["as configured"]}
+    assert list(results) == ["token_set", "dager_step", "dager_run", "loss_threshold", "lira", "canary"]
+    assert results["token_set"]["recall"] > 0.9 and 0 <= results["canary"]["exposure"] <= 2
+
+
 def test_training_adds_the_audit_to_the_card(values, tmp_path):
     printed = []
     train_recipe(recipe_with(values, attacks=["token_set"]), echo=printed.append)
