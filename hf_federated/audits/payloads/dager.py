@@ -10,8 +10,8 @@ gradient has a low dimension. It contains every true input and almost no other i
 2. At the second attention layer, the input of a token depends on the other tokens of its example. The attack tests
    sequences of the tokens of step 1. For a decoder, it extends sequences token by token, because an input depends only
    on earlier tokens. For an encoder, it tests whole sequences: all sequences if their number is at most
-   `max_sequences`, otherwise it exchanges single tokens of a sequence as long as the distance decreases. The published
-   code draws random sequences in this case.
+   `max_sequences`, otherwise it exchanges neighbouring tokens of a sequence as long as the distance decreases. The
+   published code draws random sequences in this case.
 
 Two details differ from the paper. The attack reads all linear layers of a block that have the same input (query, key
 and value), and not the query alone. The rank is not a constant: the singular values that exceed the noise are selected
@@ -45,7 +45,7 @@ from .evidence import AttackResult, Evidence, Payload
 _BATCH_SIZE = 256
 # Two inputs are equal if their relative difference is smaller.
 _SAME_INPUT = 1e-4
-# Number of passes over all positions when single tokens of a sequence are exchanged.
+# Number of passes over all positions when tokens of a sequence are exchanged.
 _MAX_SWEEPS = 4
 # Number of starts of this search for each example.
 _NUM_STARTS = 4
@@ -227,7 +227,7 @@ class Dager:
     def _exchange_tokens(
         self, probe: _Probe, options: list[list[int]], num_examples: int
     ) -> Iterable[tuple[list[int], float]]:
-        """Exchange single tokens as long as the distance decreases, from several random starts for each example."""
+        """Exchange neighbouring tokens as long as the distance decreases, from random starts for each example."""
         draw = random.Random(0)
         for start in range(_NUM_STARTS * num_examples):
             # The first start has the nearest token at each position.
@@ -235,10 +235,12 @@ class Dager:
             best = probe.sequence_distances([sequence])[0]
             for _ in range(_MAX_SWEEPS):
                 before = best
-                for position, tokens in enumerate(options):
-                    if len(tokens) == 1:
+                for position in range(len(options) - 1):
+                    # Two neighbours at a time: swapped tokens are a local minimum of single exchanges.
+                    pairs = list(itertools.product(*options[position : position + 2]))
+                    if len(pairs) == 1:
                         continue
-                    trials = [[*sequence[:position], token, *sequence[position + 1 :]] for token in tokens]
+                    trials = [[*sequence[:position], *pair, *sequence[position + 2 :]] for pair in pairs]
                     distances = probe.sequence_distances(trials)
                     chosen = min(range(len(trials)), key=distances.__getitem__)
                     if distances[chosen] < best:
