@@ -295,6 +295,20 @@ class Aggregation:
             ValueError: If the algorithm cannot use the values. The server then rejects the update.
         """
 
+    def check_update(self, update: ClientUpdate) -> None:
+        """
+        Check that the algorithm can aggregate an update.
+
+        The tensors of the update and the numbers that it claims have already been checked.
+
+        Args:
+            update ([`ClientUpdate`]): Update of a client.
+
+        Raises:
+            ValueError: If the algorithm cannot use the update. The server then rejects the update.
+        """
+        self.weight(update)
+
     def weight(self, update: ClientUpdate) -> float:
         """Return the weight of an update in the mean."""
         if self.weighting == "uniform":

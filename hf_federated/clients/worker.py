@@ -8,6 +8,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -41,6 +43,8 @@ from .streams import ClientStream
 
 
 logger = logging.get_logger(__name__)
+
+_PACKAGE = Path(__file__).parents[1]
 
 # Keys of log entries that are not metrics: the progress of training, and token counts, which have a separate field.
 NON_METRIC_KEYS = {"epoch", "step", "num_input_tokens_seen", "num_tokens"}
@@ -112,8 +116,8 @@ class ClientWorker:
         """
         Answer a message.
 
-        An exception on the client's side is returned as a [`ClientFailure`], as from a client on another machine. It
-        is kept in `last_error`, and its traceback is logged once. Errors of the client store, and errors that do not
+        An exception on the client's side is returned as a [`ClientFailure`] without its text, as from a client on
+        another machine. It is kept in `last_error`, and its traceback is logged once. Errors of the client store, and errors that do not
         depend on the client, are raised.
 
         Args:
@@ -150,11 +154,10 @@ class ClientWorker:
         except Exception as error:
             self.last_error = error
             self._log_traceback(error, message)
-            text = f"{type(error).__name__}: {error}"
-            return ClientFailure(message.round, message.client_id, text)
+            return ClientFailure(message.round, message.client_id, describe_failure(error), nonce=message.nonce)
         if to_keep:
             self.models.set_state(message.client_id, to_keep)
-        return reply
+        return replace(reply, nonce=message.nonce)
 
     def _log_traceback(self, error: Exception, message: Message) -> None:
         """Log the traceback of a client's error. An error with the same lines of code is not logged again."""
@@ -313,6 +316,24 @@ class ClientWorker:
         metrics.pop("eval_num_tokens", None)
         values = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         return Metrics(message.round, message.client_id, num_examples=len(dataset), metrics=values)
+
+
+def describe_failure(error: Exception) -> str:
+    """
+    Describe an error without its text, which may contain an example of the client.
+
+    Args:
+        error (`Exception`): The error.
+
+    Returns:
+        `str`: Class of the error, and the innermost line of this package in its traceback.
+    """
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(Path(name).relative_to(_PACKAGE), line) for name, line in frames if Path(name).is_relative_to(_PACKAGE)]
+    if not own:
+        return type(error).__name__
+    path, line = own[-1]
+    return f"{type(error).__name__} ({_PACKAGE.name}/{path.as_posix()}, line {line})"
 
 
 def _num_examples(trainer: Any) -> int:

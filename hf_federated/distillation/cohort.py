@@ -34,6 +34,13 @@ from .teachers import Teachers
 
 logger = logging.get_logger(__name__)
 
+# Largest magnitude of a logit that a client may send. The largest number of float16 is 65504.
+MAX_LOGIT = 1e6
+# Largest distillation loss that a client may report: a squared error of logits.
+MAX_LOSS = MAX_LOGIT**2
+# Errors of reading what a client sent. Each of them is a failure of this client.
+INVALID_CONTENT = (ValueError, TypeError, KeyError, IndexError, RuntimeError, OverflowError)
+
 # `ask(phase, client_ids, message_for)` sends each client its message and returns the replies, in the clients' order.
 Ask = Callable[[str, Sequence[str], Callable[[str], Message]], dict[str, Message]]
 R = TypeVar("R")
@@ -102,7 +109,7 @@ class Cohort:
         for client_id, metrics in list(self.metrics.items()):
             try:
                 check(metrics)
-            except ValueError as error:
+            except INVALID_CONTENT as error:
                 self.exclude(client_id, f"Client {client_id!r}, round {self.round + 1}: {error}")
         self.check_enough()
 
@@ -171,8 +178,9 @@ class Cohort:
                         "learn from them. Raise `max_length` of its tokenizer, or use another tokenizer."
                     )
                 found[client_id], absent[client_id] = predictions, missing
-            except ValueError as error:
-                self.exclude(client_id, f"Client {client_id!r}, round {self.round + 1}: {error}")
+            except INVALID_CONTENT as error:
+                text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+                self.exclude(client_id, f"Client {client_id!r}, round {self.round + 1}: {text}")
         self.check_enough()
         return found, {} if self.positions is None else _narrow(self.positions, rows, absent)
 
@@ -290,14 +298,18 @@ class Cohort:
     def _losses(self, phase: str, message: Callable[[str], Message]) -> dict[str, float]:
         losses: dict[str, float] = {}
         for client_id, reply in self._send(phase, message, Metrics).items():
-            try:
-                losses[client_id] = float(reply.metrics["distillation_loss"])
-            except (KeyError, TypeError, ValueError, OverflowError):
+            where = f"Client {client_id!r}, round {self.round + 1}, {phase}"
+            loss = reply.metrics.get("distillation_loss")
+            if loss is None:
                 self.exclude(
                     client_id,
-                    f"Client {client_id!r}, round {self.round + 1}, {phase}: the reply has no number "
-                    "`distillation_loss`. The client side of the distillation must add it to the metrics.",
+                    f"{where}: the reply has no number `distillation_loss`. The client side of the distillation must "
+                    "add it to the metrics.",
                 )
+            elif not abs(loss) <= MAX_LOSS:  # Also NaN.
+                self.exclude(client_id, f"{where}: `distillation_loss` is {loss:g}, expected a finite number.")
+            else:
+                losses[client_id] = float(loss)
         self.check_enough()
         return losses
 
@@ -387,6 +399,9 @@ def _check(values: torch.Tensor, given: tuple[int, ...], shape: tuple[int, ...])
             f"its prediction of requested row {row} contains NaN or infinite values. Lower this client's learning "
             "rate, or check its data."
         )
+    largest = float(values.abs().max()) if values.numel() else 0.0
+    if largest > MAX_LOGIT:
+        raise ValueError(f"its predictions have a logit of magnitude {largest:g}; at most {MAX_LOGIT:g} is allowed.")
 
 
 def _narrow(positions: Positions, rows: PublicRows, absent: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

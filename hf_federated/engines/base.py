@@ -7,19 +7,28 @@ sampling and seeds, so the same plan gives the same result on every engine.
 
 from __future__ import annotations
 
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
+
+from transformers.utils import logging
 
 from ..aggregation import Accumulator
 from ..clients import ClientWorker
 from ..distributed.process_group import ProcessGroup
 from ..messages import ClientFailure, Message
 from ..messages.ledger import Ledger
+from ..messages.validation import ExpectedReply
 
+
+logger = logging.get_logger(__name__)
+
+# Number of bytes of a nonce.
+NONCE_LENGTH = 16
 
 T = TypeVar("T")
 
@@ -138,31 +147,62 @@ class Engine(ABC):
         """
         Execute a plan. A caller that closes the generator early does not ask the remaining clients.
 
+        A reply is bound to the request: each client of the cohort answers for itself, in this round, once, and with
+        the nonce of the request. Another reply is refused and counts as a failure of the client that sent it.
+
         Args:
             plan ([`Plan`]): The plan to execute.
             on_dispatch (`Callable[[str], None]`, *optional*): Called with a client's id when its message is sent.
 
         Yields:
-            [`Message`]: One reply of each client, in any order. The reply of a client that failed is a
-            [`ClientFailure`]. A client that did not reply is left out. An engine with several processes yields a part
-            of the replies in each process. [`~Engine.gather`] and [`~Engine.reduce`] combine the results.
+            [`Message`]: One reply of each client, in any order. The reply is a [`ClientFailure`] if the client failed,
+            if its reply was refused, or if it did not reply. An engine with several processes yields a part of the
+            replies in each process. [`~Engine.gather`] and [`~Engine.reduce`] combine the results.
         """
+        # The clients that were asked and have not replied.
+        waiting: dict[str, ExpectedReply] = {}
+        answered: set[str] = set()
 
         def dispatch(client_id: str) -> Message:
-            message = plan.message_for(client_id)
+            message = replace(plan.message_for(client_id), nonce=secrets.token_hex(NONCE_LENGTH))
             self.ledger.record(plan.round, client_id, bytes_down=message.num_bytes)
             if on_dispatch is not None:
                 on_dispatch(client_id)
+            waiting[client_id] = ExpectedReply.to(message)
             return message
 
         num_failures = 0
         for client_id, reply in self._execute(plan, dispatch):
-            self.ledger.record(plan.round, client_id, bytes_up=reply.num_bytes)
+            expected = waiting.pop(client_id, None)
+            if expected is None:
+                reason = "it has already replied" if client_id in answered else "it was not asked"
+                logger.warning(f"Ignored a reply of client {client_id!r}, round {plan.round + 1}: {reason}.")
+                continue
+            answered.add(client_id)
+            reply = self._checked(expected, reply)
             num_failures += isinstance(reply, ClientFailure)
             yield reply
             del reply  # Free the memory before the next client trains.
             if plan.max_failures is not None and num_failures > plan.max_failures:
                 return
+        reason = "no reply" if plan.deadline is None else f"no reply within {plan.deadline} seconds"
+        for client_id in self.own_clients(plan.cohort):
+            if client_id not in answered:
+                yield ClientFailure(plan.round, client_id, reason)
+
+    def _checked(self, expected: ExpectedReply, reply: Message) -> Message:
+        """Count the bytes of a reply, and return it. Return a failure of the client if the reply is refused."""
+        round, client_id = expected.round, expected.client_id
+        try:
+            expected.check(reply)
+            self.ledger.record(round, client_id, bytes_up=reply.num_bytes)
+        except (TypeError, ValueError) as error:
+            return ClientFailure(round, client_id, f"its reply was refused: {error}")
+        if isinstance(reply, ClientFailure) and self.last_error is not None:
+            # The client runs in this process, so the text of the error has not left it.
+            reply = replace(reply, error=f"{type(self.last_error).__name__}: {self.last_error}")
+        # The nonce has served its purpose. Without it, the replies of two equal runs are equal.
+        return replace(reply, nonce="")
 
     def collect(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> dict[str, Message]:
         """
@@ -173,7 +213,8 @@ class Engine(ABC):
             on_dispatch (`Callable[[str], None]`, *optional*): As in [`~Engine.run`].
 
         Returns:
-            `dict[str, Message]`: Replies by client id, in the order of the cohort, without clients that did not reply.
+            `dict[str, Message]`: Replies by client id, in the order of the cohort, without clients that were not asked
+                because of `max_failures`.
         """
         replies = {reply.client_id: reply for reply in self.run(plan, on_dispatch)}
         return {client_id: replies[client_id] for client_id in plan.cohort if client_id in replies}
@@ -202,7 +243,12 @@ class Engine(ABC):
 
     @abstractmethod
     def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
-        """Yield the id and the reply of each client. Call `dispatch` for a message exactly when it is sent."""
+        """
+        Yield the id and the reply of each client. Call `dispatch` for a message exactly when it is sent.
+
+        The id is that of the client that sent the reply, as the engine knows it and not as the reply claims. A client
+        may be yielded again or without having been asked: [`~Engine.run`] refuses its reply.
+        """
 
     @abstractmethod
     def save(self, directory: Path) -> dict[str, str]:

@@ -6,9 +6,10 @@ A blob is a safetensors file with a JSON header (`serialization.py`), never a pi
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
+from .fields import Count, check_fields
 from .serialization import pack, packed_size, unpack
 
 
@@ -21,7 +22,8 @@ class Serializable:
     Frozen dataclass that serializes its fields and its kind to bytes.
 
     A subclass declares its fields. [`~Serializable.to_bytes`] serializes only these fields, and
-    [`~Serializable.from_bytes`] rejects a blob with different fields.
+    [`~Serializable.from_bytes`] rejects a blob with different fields, or with values that the annotations of the
+    fields do not allow (`fields.py`).
     """
 
     kind: ClassVar[str] = ""
@@ -49,7 +51,8 @@ class Serializable:
             blob (`bytes`): Serialized object.
 
         Raises:
-            ValueError: If the blob is damaged, is of another kind, or has other fields than this class declares.
+            ValueError: If the blob is damaged, is of another kind, has other fields than this class declares, or a
+                field has a value of another type or out of range.
         """
         return cls._from_tree(unpack(blob))
 
@@ -63,7 +66,12 @@ class Serializable:
         if not isinstance(fields, dict) or set(fields) != expected:
             given = list(fields) if isinstance(fields, dict) else fields
             raise ValueError(f"A message of kind {cls.kind!r} has the fields {sorted(expected)}, got {given!r}.")
-        return cls(**fields)
+        read = cls(**fields)
+        try:
+            check_fields(read)
+        except ValueError as error:
+            raise ValueError(f"A message of kind {cls.kind!r} has an invalid field: {error}") from error
+        return read
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,13 @@ class Message(Serializable):
     Args:
         round (`int`): Round number, from 0.
         client_id (`str`): Id of the client that sends or receives the message.
+        nonce (`str`, *optional*): Random text that the engine adds to a request. The reply contains the same text, so
+            a reply to an earlier request is refused.
     """
 
-    round: int
+    # Kind of the reply of a client that succeeds. Empty for a reply, and for a request that any message may answer.
+    answered_by: ClassVar[str] = ""
+
+    round: Count
     client_id: str
+    nonce: str = field(default="", kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from .base import Message
+from .fields import Count, Seed
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class PublicRowsMessage(Message):
     """
 
     order: int | None
-    start: int
-    stop: int
-    seed: int
+    start: Count
+    stop: Count
+    seed: Seed
 
 
 def public_order(num_rows: int, seed: int | None) -> torch.Tensor:
@@ -63,6 +64,7 @@ class Predict(PublicRowsMessage):
     """
 
     kind: ClassVar[str] = "predict"
+    answered_by: ClassVar[str] = "predictions"
 
     keeps_graph: bool = False
 
@@ -106,10 +108,11 @@ class Distill(PublicRowsMessage):
     """
 
     kind: ClassVar[str] = "distill"
+    answered_by: ClassVar[str] = "metrics"
 
     targets: dict[str, torch.Tensor]
-    num_epochs: int
-    num_training_epochs: int
+    num_epochs: Count
+    num_training_epochs: Count
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -133,9 +136,10 @@ class Feedback(PublicRowsMessage):
     """
 
     kind: ClassVar[str] = "feedback"
+    answered_by: ClassVar[str] = "metrics"
 
     targets: dict[str, torch.Tensor]
     feedback: dict[str, torch.Tensor]
-    step: int
-    num_training_steps: int
+    step: Count
+    num_training_steps: Count
     settings: dict[str, Any] = field(default_factory=dict)

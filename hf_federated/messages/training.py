@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from .base import Message
+from .fields import Count, MetricValues, Seed
 
 
 # Prefix of the metrics that contain the number of examples of a client per class.
@@ -35,13 +36,14 @@ class Fit(Message):
     """
 
     kind: ClassVar[str] = "fit"
+    answered_by: ClassVar[str] = "client_update"
 
-    seed: int
+    seed: Seed
     state: dict[str, torch.Tensor]
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     returns_state: bool = True
-    max_rows: int | None = None
+    max_rows: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,10 @@ class ClientUpdate(Message):
     kind: ClassVar[str] = "client_update"
 
     state: dict[str, torch.Tensor]
-    num_examples: int
-    num_tokens: int
-    num_steps: int
-    metrics: dict[str, float] = field(default_factory=dict)
+    num_examples: Count
+    num_tokens: Count
+    num_steps: Count
+    metrics: MetricValues = field(default_factory=dict)
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -98,6 +100,7 @@ class Evaluate(Message):
     """
 
     kind: ClassVar[str] = "evaluate"
+    answered_by: ClassVar[str] = "metrics"
 
     state: dict[str, torch.Tensor]
 
@@ -117,8 +120,8 @@ class Metrics(Message):
 
     kind: ClassVar[str] = "metrics"
 
-    num_examples: int
-    metrics: dict[str, float]
+    num_examples: Count
+    metrics: MetricValues
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,8 @@ class ClientFailure(Message):
     Args:
         round (`int`): Round number, from 0.
         client_id (`str`): Id of the sending client.
-        error (`str`): Class and text of the error. It contains data of the client only if the text of the error does.
+        error (`str`): Class of the error, and the place in the library where it occurred. The text of the error stays
+            on the client, because it may contain an example.
     """
 
     kind: ClassVar[str] = "client_failure"

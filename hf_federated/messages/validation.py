@@ -1,12 +1,20 @@
-"""Checks of client updates: keys, shapes, dtypes and finite values."""
+"""Checks of replies: whether a reply answers the request, and keys, shapes, dtypes and values of client updates."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .training import ClientUpdate
+from .base import Message
+from .fields import check_fields
+from .training import CLASS_COUNT, ClientFailure, ClientUpdate
+
+
+# Longest part of a received text in an error message.
+MAX_SHOWN_LENGTH = 100
 
 
 # Function that raises `ValueError` for unusable values of `extra`. Names, shapes and dtypes are already checked.
@@ -15,6 +23,52 @@ CheckExtra = Callable[[Mapping[str, torch.Tensor]], None]
 
 class InvalidUpdateError(ValueError):
     """The server rejected an update. The message names the client, the round, the key and the expected value."""
+
+
+@dataclass(frozen=True)
+class ExpectedReply:
+    """
+    What the reply to a request must contain.
+
+    Args:
+        client_id (`str`): Id of the client that was asked.
+        round (`int`): Round number, from 0.
+        nonce (`str`): Nonce of the request.
+        kind (`str`): Kind of the reply of a client that succeeds. Empty if any message may answer the request.
+    """
+
+    client_id: str
+    round: int
+    nonce: str
+    kind: str
+
+    @classmethod
+    def to(cls, request: Message) -> ExpectedReply:
+        """Describe the reply to a request."""
+        return cls(request.client_id, request.round, request.nonce, request.answered_by)
+
+    def check(self, reply: Any) -> None:
+        """
+        Check a reply.
+
+        Args:
+            reply (`Any`): What the client sent.
+
+        Raises:
+            ValueError: If the reply is no message, is of another kind, round or client than requested, does not
+                contain the nonce of the request, or has a field with a value of another type or out of range.
+        """
+        if not isinstance(reply, Message):
+            raise ValueError(f"it is a {type(reply).__name__}, expected a message")
+        if self.kind and reply.kind not in (self.kind, ClientFailure.kind):
+            raise ValueError(f"it is a {reply.kind!r}, expected a {self.kind!r}")
+        check_fields(reply)
+        if reply.client_id != self.client_id:
+            raise ValueError(f"it is in the name of client {reply.client_id[:MAX_SHOWN_LENGTH]!r}")
+        if reply.round != self.round:
+            raise ValueError(f"it belongs to round {reply.round + 1}")
+        if reply.nonce != self.nonce:
+            raise ValueError("it does not contain the nonce of the request, so it may answer an earlier request")
 
 
 def first_non_finite(state: Mapping[str, torch.Tensor]) -> str | None:
@@ -58,19 +112,67 @@ def _check_state(state: Mapping[str, torch.Tensor], reference: Mapping[str, torc
         )
 
 
+@dataclass(frozen=True)
+class UpdateLimits:
+    """
+    Largest numbers that an update of a client may claim. `None` is no limit.
+
+    Args:
+        num_examples (`int`, *optional*): Number of training examples that the client has announced.
+        num_steps (`int`, *optional*): Number of optimizer steps that the client can take in a round.
+        num_tokens (`int`, *optional*): Number of input tokens that the client can see in a round.
+    """
+
+    num_examples: int | None = None
+    num_steps: int | None = None
+    num_tokens: int | None = None
+
+
+def check_claims(update: ClientUpdate, limits: UpdateLimits) -> None:
+    """
+    Check the numbers that a client claims. They decide the weight of its update.
+
+    Args:
+        update ([`ClientUpdate`]): Update of the client.
+        limits ([`UpdateLimits`]): What the client may claim.
+
+    Raises:
+        InvalidUpdateError: If the update has no example or no step, if it claims more than the limits allow, or if
+            its class counts are negative or more than its examples.
+    """
+    where = f"Client {update.client_id!r}, round {update.round + 1}"
+    if update.num_examples < 1 or update.num_steps < 1:
+        raise InvalidUpdateError(
+            f"{where}: {update.num_examples} examples, {update.num_tokens} tokens and {update.num_steps} steps; "
+            "expected at least one example and one step. An update without data cannot be weighted."
+        )
+    for name, limit in vars(limits).items():
+        claimed = getattr(update, name)
+        if limit is not None and claimed > limit:
+            noun = name.removeprefix("num_")
+            raise InvalidUpdateError(
+                f"{where}: the update claims {claimed} {noun}, but the client has at most {limit}."
+            )
+    counts = [value for name, value in update.metrics.items() if name.startswith(CLASS_COUNT)]
+    # A comparison with NaN is false.
+    if counts and not (min(counts) >= 0 and sum(counts) <= update.num_examples):
+        raise InvalidUpdateError(
+            f"{where}: the update claims {sum(counts):g} labels and {update.num_examples} examples. Counts of labels "
+            "must be at least 0, and their sum at most the number of examples."
+        )
+
+
 def check_update(
     update: ClientUpdate,
-    round: int,
     reference: Mapping[str, torch.Tensor],
     extra_reference: Mapping[str, torch.Tensor],
     extra_checks: Sequence[CheckExtra] = (),
 ) -> None:
     """
-    Check an update before it is aggregated.
+    Check the tensors of an update before it is aggregated.
 
     Args:
         update ([`ClientUpdate`]): Update of the client.
-        round (`int`): Current round.
         reference (`Mapping[str, torch.Tensor]`): The global state that was sent. Keys, shapes and dtypes of the update
             must be equal.
         extra_reference (`Mapping[str, torch.Tensor]`): Tensors with the keys, shapes and dtypes that `extra` of the
@@ -79,20 +181,10 @@ def check_update(
             an algorithm cannot use.
 
     Raises:
-        InvalidUpdateError: If a key, shape or dtype differs, if a value is not finite, if the algorithm cannot use a
-            value, if a count or metric is invalid, or if the update is a reply to another round.
+        InvalidUpdateError: If a key, shape or dtype differs, if a value is not finite, or if the algorithm cannot use
+            a value.
     """
-    where = f"Client {update.client_id!r}, round {round + 1}"
-    if update.round != round:
-        raise InvalidUpdateError(f"{where}: the update is a reply to round {update.round + 1}.")
-    if update.num_examples < 1 or update.num_tokens < 0 or update.num_steps < 1:
-        raise InvalidUpdateError(
-            f"{where}: {update.num_examples} examples, {update.num_tokens} tokens and {update.num_steps} steps; "
-            "expected at least one example and one step. An update without data cannot be weighted."
-        )
-    for name, value in update.metrics.items():
-        if not isinstance(value, (int, float)):
-            raise InvalidUpdateError(f"{where}: the metric {name!r} is {value!r}, expected a number.")
+    where = f"Client {update.client_id!r}, round {update.round + 1}"
     _check_state(update.state, reference, where)
     extra_where = f"{where}, additional tensors"
     _check_state(update.extra, extra_reference, extra_where)

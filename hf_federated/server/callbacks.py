@@ -47,6 +47,8 @@ class ServerState:
         expected_extra (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of an update's `extra`.
         extra_checks (`list[Callable]`): Functions of an update's `extra`. A function raises `ValueError` if an
             algorithm cannot use the values. The update is then rejected.
+        update_checks (`list[Callable]`): Functions of an update. A function raises `ValueError` if an algorithm cannot
+            use the update. The update is then rejected.
         accumulators (`list[Accumulator]`): Sums of the updates of this round. When `on_aggregate` fires, each listed
             accumulator contains the updates of all processes. The list is emptied after `on_aggregate`.
         client_metrics (`dict[str, dict[str, float]]`): Reported metrics of each accepted client, including
@@ -82,6 +84,7 @@ class ServerState:
     fit_extra: dict[str, torch.Tensor] = field(default_factory=dict)
     expected_extra: dict[str, torch.Tensor] = field(default_factory=dict)
     extra_checks: list[CheckExtra] = field(default_factory=list)
+    update_checks: list[Callable[[ClientUpdate], None]] = field(default_factory=list)
     accumulators: list[Accumulator] = field(default_factory=list)
     client_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     min_clients: int = 1
@@ -94,7 +97,7 @@ class ServerState:
         """Set the round and its cohort, and reset the state of the previous round."""
         self.round, self.cohort = round, cohort
         self.rejected, self.fit_settings, self.fit_extra, self.expected_extra = {}, {}, {}, {}
-        self.extra_checks, self.accumulators = [], []
+        self.extra_checks, self.update_checks, self.accumulators = [], [], []
         self.aggregated = None
 
     def read(self, exchange: Exchange) -> dict[str, torch.Tensor]:
@@ -249,6 +252,7 @@ class AggregationCallback(FederatedCallback):
         self._accumulator = self.algorithm.accumulator(server.expected_state, server.expected_extra)
         server.accumulators.append(self._accumulator)
         server.extra_checks.append(self.algorithm.check_extra)
+        server.update_checks.append(self.algorithm.check_update)
         server.fit_settings.update(self.algorithm.fit_settings())
         server.fit_extra.update(self.algorithm.fit_extra(server.weights))
         server.expected_extra.update(self.algorithm.expected_extra(server.weights))

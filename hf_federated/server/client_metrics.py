@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from transformers.utils import logging
+
 from ..messages import CLASS_COUNT
 
+
+logger = logging.get_logger(__name__)
 
 # Last words of the names of metrics for which lower is better. For all other metrics, higher is better, except for
 # `metric_for_best_model`, whose direction the training arguments set.
@@ -31,6 +36,43 @@ def lower_is_better(metric: str, best_metric: str | None, greater_is_better: boo
     return metric.rpartition("_")[2] in _LOWER_IS_BETTER
 
 
+# A value is left out of a mean if its magnitude is above this multiple of the median magnitude over the clients.
+MAX_RATIO_TO_MEDIAN = 1e6
+# Largest magnitude of a value of one or two clients.
+MAX_MAGNITUDE = 1e30
+
+
+def split_off_outliers(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """
+    Separate the values of clients that would make a mean meaningless.
+
+    An outlier is NaN or infinite, or its magnitude is more than `MAX_RATIO_TO_MEDIAN` times the larger of 1 and the
+    median magnitude of the finite values. With fewer than three finite values, the limit is `MAX_MAGNITUDE`.
+
+    Args:
+        values (`Mapping[str, float]`): One value of each client, by client id.
+
+    Returns:
+        `tuple`: The values without the outliers, and the outliers, by client id.
+    """
+    magnitudes = [abs(value) for value in values.values() if math.isfinite(value)]
+    limit = MAX_MAGNITUDE
+    if len(magnitudes) >= 3:
+        limit = MAX_RATIO_TO_MEDIAN * max(1.0, min(statistics.median(magnitudes), MAX_MAGNITUDE))
+    # A comparison with NaN is false.
+    kept = {client_id: value for client_id, value in values.items() if abs(value) <= limit}
+    return kept, {client_id: value for client_id, value in values.items() if client_id not in kept}
+
+
+def _without_outliers(client_metrics: Mapping[str, Mapping[str, float]], name: str, where: str) -> dict[str, float]:
+    """Return the values of a metric by client id. Log the clients whose value is left out."""
+    values = {client_id: metrics[name] for client_id, metrics in client_metrics.items() if name in metrics}
+    kept, outliers = split_off_outliers(values)
+    for client_id, value in outliers.items():
+        logger.warning(f"Client {client_id!r}{where}: `{name}` is {value:g}. The mean over clients leaves it out.")
+    return kept
+
+
 def spread_over_clients(
     client_metrics: Mapping[str, Mapping[str, float]],
     best_metric: str | None = None,
@@ -38,6 +80,8 @@ def spread_over_clients(
 ) -> dict[str, float]:
     """
     Mean, worst, best and spread of each metric over clients. Every client has the same weight.
+
+    Outliers, as [`split_off_outliers`] defines them, are left out. The log names their clients.
 
     Args:
         client_metrics (`Mapping[str, Mapping[str, float]]`): Metrics by client id.
@@ -61,7 +105,9 @@ def spread_over_clients(
     names = {name for metrics in client_metrics.values() for name in metrics if not name.endswith(_IGNORED_SUFFIXES)}
     summary: dict[str, float] = {}
     for name in sorted(names):
-        values = [metrics[name] for metrics in client_metrics.values() if name in metrics]
+        values = list(_without_outliers(client_metrics, name, ", evaluation").values())
+        if not values:
+            continue
         worst, best = (max, min) if lower_is_better(name, best_metric, greater_is_better) else (min, max)
         summary[f"federated/{name}_mean"] = statistics.fmean(values)
         summary[f"federated/{name}_worst"] = worst(values)
@@ -104,28 +150,47 @@ class RoundSummary:
     clients: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
-    def from_clients(cls, client_metrics: dict[str, dict[str, float]], num_failed: int) -> RoundSummary:
-        """Summarize the clients' metrics, which include `num_examples`, `num_tokens` and `num_steps`."""
+    def from_clients(
+        cls, client_metrics: dict[str, dict[str, float]], num_failed: int, round: int = 0
+    ) -> RoundSummary:
+        """
+        Summarize the metrics of the clients, without outliers as [`split_off_outliers`] defines them.
+
+        Args:
+            client_metrics (`dict[str, dict[str, float]]`): Metrics by client id, which include `num_examples`,
+                `num_tokens` and `num_steps`.
+            num_failed (`int`): Number of clients that failed or whose update was rejected.
+            round (`int`, *optional*, defaults to `0`): Round number, for the log.
+        """
+
+        def values_of(name: str) -> dict[str, float]:
+            return _without_outliers(client_metrics, name, f", round {round + 1}")
 
         def mean(name: str) -> float | None:
-            values = [metrics[name] for metrics in client_metrics.values() if name in metrics]
-            return statistics.fmean(values) if values else None
+            values = values_of(name)
+            return statistics.fmean(values.values()) if values else None
 
         logged = dict.fromkeys(
             name for metrics in client_metrics.values() for name in metrics if name not in _SUMMARIZED
         )
-        names = [name for name in logged if not name.startswith(CLASS_COUNT)]
-        weights = [max(metrics["num_examples"], 1) for metrics in client_metrics.values()]
-        losses = [metrics.get("loss", 0.0) for metrics in client_metrics.values()]
+        means = {name: mean(name) for name in logged if not name.startswith(CLASS_COUNT)}
         return cls(
-            loss=sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / sum(weights),
+            loss=_mean_loss(client_metrics, values_of("loss")),
             grad_norm=mean("grad_norm"),
             learning_rate=mean("learning_rate"),
             num_clients=len(client_metrics),
             num_failed=num_failed,
             num_examples=int(sum(metrics["num_examples"] for metrics in client_metrics.values())),
             num_tokens=int(sum(metrics["num_tokens"] for metrics in client_metrics.values())),
-            total_flos=sum(metrics.get("total_flos", 0.0) for metrics in client_metrics.values()),
-            other_metrics={name: mean(name) or 0.0 for name in names},
+            total_flos=sum(values_of("total_flos").values()),
+            other_metrics={name: value for name, value in means.items() if value is not None},
             clients=client_metrics,
         )
+
+
+def _mean_loss(client_metrics: Mapping[str, Mapping[str, float]], losses: Mapping[str, float]) -> float:
+    """Return the mean loss, weighted by the number of examples: 0 if no client reports one, NaN if none is usable."""
+    if not losses:
+        return math.nan if any("loss" in metrics for metrics in client_metrics.values()) else 0.0
+    weights = {client_id: max(client_metrics[client_id]["num_examples"], 1) for client_id in losses}
+    return sum(weights[client_id] * loss for client_id, loss in losses.items()) / sum(weights.values())

@@ -13,7 +13,7 @@ from ..clients import ClientSampler, RowLimit, client_seed
 from ..config import FederatedConfig
 from ..engines import Engine, Plan
 from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
-from ..messages.validation import InvalidUpdateError, check_update
+from ..messages.validation import InvalidUpdateError, UpdateLimits, check_claims, check_update
 from ..postprocessing import Postprocessor, cast_floating, exchange_dtype, run_server_side
 from ..utils.errors import RoundFailedError
 from .callbacks import ServerState
@@ -42,6 +42,8 @@ class RoundLoop:
         sends_state (`bool`, *optional*, defaults to `True`): Whether clients receive the global state.
         row_limit ([`RowLimit`], *optional*): Limits the number of examples that a client trains on.
         progress ([`~hf_federated.server.progress.RoundProgress`], *optional*): Shows how far a round is.
+        limits (`Callable[[str], UpdateLimits]`, *optional*): Returns the limits of what an update of a client may
+            claim. By default, there are none.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class RoundLoop:
         sends_state: bool = True,
         row_limit: RowLimit | None = None,
         progress: RoundProgress | None = None,
+        limits: Callable[[str], UpdateLimits] = lambda client_id: UpdateLimits(),
     ) -> None:
         self.engine = engine
         self.server = server
@@ -67,6 +70,7 @@ class RoundLoop:
         self._sends_state = sends_state
         self._row_limit = row_limit
         self._progress = progress or RoundProgress(lambda: (), config.num_rounds or 1)
+        self._limits = limits
         server.ask = self._ask
         server.min_clients = config.min_clients
 
@@ -107,12 +111,6 @@ class RoundLoop:
         accepted = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, dict)}
         server.rejected = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, str)}
         self._check_failures(first_error)
-        no_reply = f"no reply within round_deadline={config.round_deadline} seconds"
-        server.rejected = {
-            client_id: server.rejected.get(client_id, f"Client {client_id!r}, round {round + 1}: {no_reply}")
-            for client_id in server.cohort
-            if client_id not in accepted
-        }
         self._check_enough(len(accepted), first_error)
         server.client_metrics = dict(accepted)
         for accumulator in server.accumulators:
@@ -124,7 +122,7 @@ class RoundLoop:
         self._fire("on_distill")
         if server.weights is not server.aggregated:
             self._write(server.weights)
-        return RoundSummary.from_clients(accepted, num_failed=len(server.rejected))
+        return RoundSummary.from_clients(accepted, num_failed=len(server.rejected), round=round)
 
     def _collect_updates(self, plan: Plan) -> tuple[dict[str, dict[str, float] | str], Exception | None]:
         """
@@ -192,11 +190,24 @@ class RoundLoop:
         server = self.server
         if isinstance(reply, ClientFailure):
             raise InvalidUpdateError(f"Client {reply.client_id!r}, round {server.round + 1}: {reply.error}")
-        if not isinstance(reply, ClientUpdate):
-            raise TypeError(f"Client {reply.client_id!r} answered a Fit with {type(reply).__name__}.")
-        reply = reply.to(server.device)
-        update = run_server_side(self._postprocessors, reply, server.expected_state, self._seed_of(reply.client_id))
-        check_update(update, server.round, server.expected_state, server.expected_extra, server.extra_checks)
+        assert isinstance(reply, ClientUpdate)  # The engine refuses another reply to a `Fit`.
+        where = f"Client {reply.client_id!r}, round {server.round + 1}"
+        check_claims(reply, self._limits(reply.client_id))
+        try:
+            reply = reply.to(server.device)
+            update = run_server_side(
+                self._postprocessors, reply, server.expected_state, self._seed_of(reply.client_id)
+            )
+        except InvalidUpdateError:
+            raise
+        except Exception as error:
+            raise InvalidUpdateError(f"{where}, postprocessing: {type(error).__name__}: {error}") from error
+        check_update(update, server.expected_state, server.expected_extra, server.extra_checks)
+        for check in server.update_checks:
+            try:
+                check(update)
+            except ValueError as error:
+                raise InvalidUpdateError(f"{where}: {error}") from error
         return update
 
     def _check_failures(self, cause: Exception | None) -> None:
@@ -230,30 +241,34 @@ class RoundLoop:
             client_ids (`Sequence[str]`): Ids of the clients to evaluate.
 
         Returns:
-            `dict[str, dict[str, float]]`: Metrics by client id.
+            `dict[str, dict[str, float]]`: Metrics by client id, without the clients that failed. The log names these.
 
         Raises:
-            RoundFailedError: If a client fails. The message names the client.
+            RoundFailedError: If every client fails. The message contains the first failure.
         """
         server = self.server
         state = cast_floating(server.expected_state, exchange_dtype(self._config.exchange_dtype))
         plan = Plan(
             server.round, tuple(client_ids), lambda client_id: Evaluate(server.round, client_id, state), "evaluation"
         )
-        results: dict[str, dict[str, float]] = {}
+        results: dict[str, dict[str, float] | str] = {}
+        first_error: Exception | None = None
         try:
             with closing(self._progress.run(self.engine, plan)) as replies:
                 for reply in replies:
                     if isinstance(reply, Metrics):
                         results[reply.client_id] = reply.metrics
                         continue
-                    reason = f"the reply is a {type(reply).__name__}"
-                    if isinstance(reply, ClientFailure):
-                        reason = reply.error
-                    raise RoundFailedError(
-                        f"Client {reply.client_id!r} could not be evaluated: {reason}"
-                    ) from self.engine.last_error
+                    assert isinstance(reply, ClientFailure)  # The engine refuses another reply to an `Evaluate`.
+                    first_error = first_error or self.engine.last_error
+                    reason = f"Client {reply.client_id!r} could not be evaluated: {reply.error}"
+                    results[reply.client_id] = reason
+                    logger.warning(reason)
         finally:
             # With `exchange_dtype`, the clients evaluated a state of lower precision.
             self._write(server.weights)
-        return self.engine.gather(plan, results)
+        outcomes = self.engine.gather(plan, results)
+        evaluated = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, dict)}
+        if client_ids and not evaluated:
+            raise RoundFailedError(str(next(iter(outcomes.values())))) from first_error
+        return evaluated

@@ -28,12 +28,14 @@ from ..clients import (
     batches_per_round,
     client_seed,
 )
+from ..clients.limits import max_input_length, update_limits
 from ..clients.model_factory import ClientModelBuilder
 from ..clients.store import client_file_name
 from ..distillation import DistillationServer, Teachers
 from ..engines import EngineContext, WatchPeers
 from ..messages import ClientUpdate, Fit
 from ..messages.ledger import Ledger
+from ..messages.validation import UpdateLimits
 from ..server import RoundLoop, RoundProgress, RoundSummary, ServerState, call_event, spread_over_clients
 from .announcement import announce
 from .checkpoint import clients_directory, read_server_state, write_server_state
@@ -89,6 +91,7 @@ class Federation:
         self._examples_per_step = self._trainer.get_total_train_batch_size(args)
         if checkpoint is not None:
             self._load(clients_directory(checkpoint), saved)
+        self._num_examples = setup.clients.num_rows
         self.loop = self._build_loop()
 
     # ---- Construction
@@ -236,6 +239,22 @@ class Federation:
             sends_state=setup.aggregation.exchanges_parameters or distillation_sends_parameters,
             row_limit=self._row_limit,
             progress=self._progress,
+            limits=self._limits,
+        )
+
+    def _limits(self, client_id: str) -> UpdateLimits:
+        """Limits of what an update of a client may claim, from its number of examples and the training arguments."""
+        setup, config = self._setup, self._setup.config
+        num_examples = self._num_examples[client_id]
+        if setup.train_datasets is not setup.clients and num_examples is not None:
+            # A preparation may pack examples or cut them in parts.
+            num_examples = len(setup.train_datasets[client_id])
+        return update_limits(
+            num_examples,
+            config.local_epochs,
+            config.local_steps,
+            self._examples_per_step,
+            max_input_length(self._trainer),
         )
 
     def _server_training(self, server: ServerState) -> Callable[[], ClientUpdate]:

@@ -84,9 +84,7 @@ def test_round_ends_at_its_deadline_once_min_clients_have_replied(tmp_path, min_
     )
     late = [client_id for client_id in CLIENTS if client_id not in accepted]
     assert list(rejected.reasons) == late
-    assert all(
-        f"Client {name!r}, round 1: no reply within round_deadline=0.2" in rejected.reasons[name] for name in late
-    )
+    assert all(f"Client {name!r}, round 1: no reply within 0.2 seconds" in rejected.reasons[name] for name in late)
     log = next(entry for entry in trainer.state.log_history if "federated/num_clients" in entry)
     assert (log["federated/num_clients"], log["federated/num_failed"]) == (len(accepted), len(late))
 
@@ -103,9 +101,7 @@ def test_round_fails_if_all_clients_fail_after_its_deadline(tmp_path):
             time.sleep(0.1)
             raise RuntimeError("out of memory")
 
-    with pytest.raises(
-        RoundFailedError, match="0 of 3 clients delivered a valid update, but min_clients=1.*out of mem"
-    ):
+    with pytest.raises(RoundFailedError, match="3 of 3 clients failed. .*min_clients=1.*out of mem"):
         train(tmp_path, client_callbacks=[FailsAfterSleep()], round_deadline=0.05)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from tiny import arguments, rows, same_weights, tiny_model
@@ -147,10 +149,15 @@ def test_failed_client_is_reported_and_counted_and_does_not_affect_other_clients
             del message.state["classifier.bias"]
         return message
 
+    sent: list[Message] = []
+    deliver = local._deliver
+    local._deliver = lambda message: sent.append(deliver(message)) or sent[-1]
     replies = list(local.run(Plan(0, ("a", "b", "c"), message_for)))
     assert [type(reply) for reply in replies] == [ClientUpdate, ClientFailure, ClientUpdate]
     assert replies[1].client_id == "b" and "KeyError" in replies[1].error and "classifier.bias" in replies[1].error
-    assert local.ledger.to_dict()["rounds"]["0"]["b"][1] == len(replies[1].to_bytes())
+    # The client sent the class and the place of the error. This process adds the text.
+    assert re.fullmatch(r"KeyError \(hf_federated/adapters/exchange\.py, line \d+\)", sent[1].error)
+    assert local.ledger.to_dict()["rounds"]["0"]["b"][1] == len(sent[1].to_bytes())
     without_failure = list(engine(tmp_path).run(Plan(0, ("c",), fit)))
     assert replies[2].to_bytes() == without_failure[0].to_bytes()
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
-from hf_federated.messages import ClientUpdate
-from hf_federated.messages.validation import InvalidUpdateError, check_update, first_non_finite
+from hf_federated.messages import ClientFailure, ClientUpdate, Fit, Metrics
+from hf_federated.messages.validation import (
+    ExpectedReply,
+    InvalidUpdateError,
+    UpdateLimits,
+    check_claims,
+    check_update,
+    first_non_finite,
+)
 
 
 REFERENCE = {
@@ -28,20 +36,20 @@ def update(**changes):
 
 def rejection_message(bad: ClientUpdate) -> str:
     with pytest.raises(InvalidUpdateError) as error:
-        check_update(bad, 2, REFERENCE, EXTRA)
+        check_update(bad, REFERENCE, EXTRA)
     text = str(error.value)
     assert text.startswith("Client 'north', round 3")
     return text
 
 
 def test_valid_update_is_accepted():
-    check_update(update(), 2, REFERENCE, EXTRA)
+    check_update(update(), REFERENCE, EXTRA)
 
 
 def test_order_of_keys_does_not_matter():
     good = update()
     reversed_state = dict(reversed(good.state.items()))
-    check_update(dataclasses.replace(good, state=reversed_state), 2, REFERENCE, EXTRA)
+    check_update(dataclasses.replace(good, state=reversed_state), REFERENCE, EXTRA)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -57,7 +65,7 @@ def test_huge_finite_values_are_accepted():
     huge = torch.tensor([[3e38, -3e38], [3.4028234e38, -3.4028234e38], [1e-45, -0.0]])
     assert huge.isfinite().all() and not (huge * huge).isfinite().all()  # a sum of squares would overflow
     half = torch.tensor([3e38, -3e38], dtype=torch.bfloat16)
-    check_update(update(embedding=huge, half=half), 2, REFERENCE, EXTRA)
+    check_update(update(embedding=huge, half=half), REFERENCE, EXTRA)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -103,10 +111,6 @@ def test_wrong_dtype_is_rejected_with_the_expected_dtype(dtype):
     assert f"'embedding' is {dtype}, expected torch.float32" in text
 
 
-def test_reply_to_another_round_is_rejected():
-    assert "the update is a reply to round 2" in rejection_message(dataclasses.replace(update(), round=1))
-
-
 @pytest.mark.parametrize(
     ("extra", "expected"),
     [
@@ -122,7 +126,64 @@ def test_additional_tensors_are_checked(extra, expected):
     assert "additional tensors" in text and expected in text
 
 
-@pytest.mark.parametrize("value", [None, "0.1", [0.1]])
-def test_metric_that_is_not_a_number_is_rejected_with_its_name(value):
-    bad = dataclasses.replace(update(), metrics={"loss": 0.5, "min_epoch_loss": value})
-    assert f"the metric 'min_epoch_loss' is {value!r}, expected a number" in rejection_message(bad)
+# ---- Claims of an update
+
+
+LIMITS = UpdateLimits(num_examples=10, num_steps=20, num_tokens=300)
+
+
+@pytest.mark.parametrize(("name", "limit"), vars(LIMITS).items())
+def test_update_claims_at_most_what_the_client_announced(name, limit):
+    good = ClientUpdate(2, "north", {}, num_examples=1, num_tokens=0, num_steps=1)
+    check_claims(dataclasses.replace(good, **{name: limit}), LIMITS)
+    check_claims(dataclasses.replace(good, **{name: 10**12}), UpdateLimits())
+    noun = name.removeprefix("num_")
+    with pytest.raises(InvalidUpdateError, match=rf"^Client 'north', round 3: .*{limit + 1} {noun}.* most {limit}\.$"):
+        check_claims(dataclasses.replace(good, **{name: limit + 1}), LIMITS)
+
+
+@pytest.mark.parametrize("changes", [{"num_examples": 0}, {"num_steps": 0}], ids=str)
+def test_update_without_data_is_rejected(changes):
+    with pytest.raises(InvalidUpdateError, match="at least one example and one step"):
+        check_claims(dataclasses.replace(update(), **changes), LIMITS)
+
+
+@pytest.mark.parametrize("counts", [(2.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (math.inf, -math.inf)], ids=str)
+def test_class_counts_are_at_most_the_examples(counts):
+    metrics = {f"class_count_{label}": count for label, count in enumerate(counts)}
+    bad = dataclasses.replace(update(), num_examples=2, metrics=metrics)
+    with pytest.raises(InvalidUpdateError, match="their sum at most the number of examples"):
+        check_claims(bad, LIMITS)
+    check_claims(dataclasses.replace(bad, metrics={"class_count_0": 1.0, "class_count_1": 1.0}), LIMITS)
+
+
+# ---- Replies
+
+
+REQUEST = Fit(2, "north", seed=0, state={}, nonce="0123")
+REPLY = dataclasses.replace(update(), nonce="0123")
+
+
+def test_reply_to_the_request_is_accepted():
+    ExpectedReply.to(REQUEST).check(REPLY)
+    ExpectedReply.to(REQUEST).check(ClientFailure(2, "north", "OSError", nonce="0123"))
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (None, "it is a NoneType, expected a message"),
+        (b"garbage", "it is a bytes, expected a message"),
+        (Metrics(2, "north", 1, {}, nonce="0123"), "it is a 'metrics', expected a 'client_update'"),
+        (dataclasses.replace(REPLY, client_id="south"), "in the name of client 'south'"),
+        (dataclasses.replace(REPLY, client_id="s" * 999), "in the name of client '" + "s" * 100 + "'"),
+        (dataclasses.replace(REPLY, round=1), "it belongs to round 2"),
+        (dataclasses.replace(REPLY, nonce="0124"), "does not contain the nonce of the request"),
+        (dataclasses.replace(REPLY, nonce=""), "does not contain the nonce of the request"),
+        (dataclasses.replace(REPLY, num_examples=None), "`num_examples` is None, expected int"),
+    ],
+    ids=["nothing", "bytes", "kind", "client", "long name", "round", "old nonce", "no nonce", "field"],
+)
+def test_reply_that_does_not_answer_the_request_is_refused(reply, expected):
+    with pytest.raises(ValueError, match=expected):
+        ExpectedReply.to(REQUEST).check(reply)
