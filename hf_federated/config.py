@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -41,6 +42,15 @@ else:
 
         def __new__(cls, text: str) -> int | float:
             return float(text) if any(mark in text.lower() for mark in ".e") else int(text)
+
+
+def _check_share_or_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"`{name}` is {value!r}; set a count (10) or a share (0.1).")
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise ValueError(f"`{name}` is {value}; a share must be in (0, 1]. Set an integer for a count.")
+    if isinstance(value, int):
+        require(name, value, value >= 1, "at least 1")
 
 
 def _parse_dict(value: Any, name: str) -> dict[str, Any]:
@@ -220,8 +230,14 @@ class FederatedConfig(SavedConfig):
         lr_schedule (`str`, *optional*, defaults to `"global"`):
             `"global"`: one learning-rate schedule over the whole run. The position of a client in the schedule is
             round × local steps of the client. `"round"`: the schedule restarts in every round.
-        min_clients (`int`, *optional*, defaults to `1`):
-            Minimum number of valid updates per round. A round with fewer updates fails.
+        min_clients (`int` or `float`, *optional*, defaults to `1`):
+            Minimum number of valid updates per round. A round with fewer updates fails. An `int` is a count. A `float`
+            in (0, 1] is a share of the sampled clients, rounded up.
+        max_update_ratio (`float`, *optional*, defaults to `30.0`):
+            Largest change by a client in a round, as a ratio to the median change of the clients in this round and in
+            past rounds. Changes are compared per optimizer step, see
+            [`~hf_federated.server.bound_update.BoundUpdate`]. The server rejects an update with a larger change and
+            names the client. `inf` or `None` accepts every finite change.
         round_deadline (`float`, *optional*):
             Time in seconds after which a round stops waiting for clients, once `min_clients` clients have replied.
             Clients without a reply count as failed in the round. By default a round waits for all clients.
@@ -320,7 +336,13 @@ class FederatedConfig(SavedConfig):
         default="global",
         metadata={"help": "One learning-rate schedule over the run or one per round.", "choices": list(LR_SCHEDULES)},
     )
-    min_clients: int = field(default=1, metadata={"help": "Minimum number of valid updates per round."})
+    min_clients: ShareOrCount = field(
+        default=1, metadata={"help": "Minimum number of valid updates per round: a count (10) or a share (0.5)."}
+    )
+    max_update_ratio: float | None = field(
+        default=30.0,
+        metadata={"help": "Largest change by a client, as a ratio to the median change of the clients ('inf': any)."},
+    )
     round_deadline: float | None = field(
         default=None,
         metadata={"help": "Seconds after which a round with min_clients replies stops waiting."},
@@ -362,15 +384,7 @@ class FederatedConfig(SavedConfig):
         DISTILLATION_NAMES.check(self.distillation)
         if self.num_rounds is not None:
             require("num_rounds", self.num_rounds, self.num_rounds >= 1, "at least 1")
-        if isinstance(self.clients_per_round, bool) or not isinstance(self.clients_per_round, (int, float)):
-            raise ValueError(f"`clients_per_round` is {self.clients_per_round!r}; set a count (10) or a share (0.1).")
-        if isinstance(self.clients_per_round, float) and not 0 < self.clients_per_round <= 1:
-            raise ValueError(
-                f"`clients_per_round` is {self.clients_per_round}; a share must be in (0, 1]. Set an integer for a "
-                "count."
-            )
-        if isinstance(self.clients_per_round, int):
-            require("clients_per_round", self.clients_per_round, self.clients_per_round >= 1, "at least 1")
+        _check_share_or_count("clients_per_round", self.clients_per_round)
         if self.local_epochs < 1 or self.local_epochs != int(self.local_epochs):
             raise ValueError(
                 f"`local_epochs` is {self.local_epochs}; it must be an integer of at least 1. Use "
@@ -387,7 +401,9 @@ class FederatedConfig(SavedConfig):
             )
         if self.balance is not None:
             require_one_of("balance", self.balance, BALANCES)
-        require("min_clients", self.min_clients, self.min_clients >= 1, "at least 1")
+        _check_share_or_count("min_clients", self.min_clients)
+        if self.max_update_ratio is not None:
+            require("max_update_ratio", self.max_update_ratio, self.max_update_ratio > 1, "above 1, or None for any")
         if self.max_resident_clients is not None:
             require("max_resident_clients", self.max_resident_clients, self.max_resident_clients >= 1, "at least 1")
         if self.round_deadline is not None and not self.round_deadline > 0:
@@ -404,6 +420,12 @@ class FederatedConfig(SavedConfig):
         if self.freeze is not None:
             self.freeze = str(self.freeze)
             parse_freeze(self.freeze)
+
+    def min_clients_of(self, num_clients: int) -> int:
+        """Return the minimum number of valid updates of a cohort of `num_clients` clients."""
+        if isinstance(self.min_clients, int):
+            return self.min_clients
+        return max(1, math.ceil(round(self.min_clients * num_clients, 9)))
 
     def to_dict(self) -> dict[str, Any]:
         """

@@ -445,6 +445,13 @@ class Accumulator:
         """Number of updates added."""
         return max(self.mean.num_updates, *(len(collection) for collection in self.collections.values()), 0)
 
+    def merge(self, other: Accumulator) -> None:
+        """Add all updates of another accumulator of the same round."""
+        if self.first_client is None:
+            self.first_client = other.first_client
+        for name, mean in self.means.items():
+            mean.merge(other.means[name])
+
     def add(self, update: ClientUpdate) -> None:
         """Add the update of one client."""
         if self.first_client is None:

@@ -117,8 +117,8 @@ class ClientWorker:
         Answer a message.
 
         An exception on the client's side is returned as a [`ClientFailure`] without its text, as from a client on
-        another machine. It is kept in `last_error`, and its traceback is logged once. Errors of the client store, and errors that do not
-        depend on the client, are raised.
+        another machine. It is kept in `last_error`, and its traceback is logged once. Errors of the client store, and
+        errors that do not depend on the client, are raised.
 
         Args:
             message ([`Message`]): A message of the server.

@@ -69,6 +69,11 @@ class Teachers:
         for client_id in set(cohort) - self._received_this_round:
             self.remove(client_id)
 
+    def discard_received(self, client_id: str) -> None:
+        """Remove the model that a client sent in this round, because its update was rejected afterwards."""
+        if client_id in self._received_this_round:
+            self.remove(client_id)
+
     def remove(self, client_id: str) -> None:
         """Remove the model of a client, if this process stores it."""
         if self._histograms.pop(client_id, None) is not None:

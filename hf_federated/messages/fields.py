@@ -64,7 +64,8 @@ def check_fields(message: Any) -> None:
         ValueError: If a field has a value of another type, out of range, or with too many entries. The message names
             the field.
     """
-    for name, annotation in _annotations(type(message)).items():
+    cls: Any = type(message)
+    for name, annotation in _annotations(cls).items():
         problem = _find_problem(getattr(message, name), annotation)
         if problem is not None:
             raise ValueError(f"`{name}` {problem}.")

@@ -18,7 +18,9 @@ from ..aggregation import Accumulator, Aggregation, WeightedMean
 from ..aggregation.validation import check_aggregate
 from ..distillation import Ask, Cohort, Distillation, DistillationServer, RunOnMain
 from ..messages import ClientUpdate
-from ..messages.validation import CheckExtra
+from ..messages.validation import CheckExtra, first_non_finite
+from ..utils.errors import RoundFailedError
+from .bound_update import Group, GroupedAccumulator
 
 
 def _no_engine(phase: str, client_ids: Sequence[str], message_for: Any) -> dict[str, Any]:
@@ -49,7 +51,9 @@ class ServerState:
             algorithm cannot use the values. The update is then rejected.
         update_checks (`list[Callable]`): Functions of an update. A function raises `ValueError` if an algorithm cannot
             use the update. The update is then rejected.
-        accumulators (`list[Accumulator]`): Sums of the updates of this round. When `on_aggregate` fires, each listed
+        grouped (`list[GroupedAccumulator]`): Sums of the updates that have arrived in this round, before it is known
+            which updates are out of bounds.
+        accumulators (`list[Accumulator]`): Sums of the accepted updates of this round, from `on_aggregate` on. Each
             accumulator contains the updates of all processes. The list is emptied after `on_aggregate`.
         client_metrics (`dict[str, dict[str, float]]`): Reported metrics of each accepted client, including
             `num_examples`, `num_tokens` and `num_steps`. Available from `on_aggregate` on.
@@ -85,6 +89,7 @@ class ServerState:
     expected_extra: dict[str, torch.Tensor] = field(default_factory=dict)
     extra_checks: list[CheckExtra] = field(default_factory=list)
     update_checks: list[Callable[[ClientUpdate], None]] = field(default_factory=list)
+    grouped: list[GroupedAccumulator] = field(default_factory=list)
     accumulators: list[Accumulator] = field(default_factory=list)
     client_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     min_clients: int = 1
@@ -97,7 +102,7 @@ class ServerState:
         """Set the round and its cohort, and reset the state of the previous round."""
         self.round, self.cohort = round, cohort
         self.rejected, self.fit_settings, self.fit_extra, self.expected_extra = {}, {}, {}, {}
-        self.extra_checks, self.update_checks, self.accumulators = [], [], []
+        self.extra_checks, self.update_checks, self.grouped, self.accumulators = [], [], [], []
         self.aggregated = None
 
     def read(self, exchange: Exchange) -> dict[str, torch.Tensor]:
@@ -167,7 +172,11 @@ class FederatedCallback(TrainerCallback):
         **kwargs: Any,
     ) -> TrainerControl | None:
         """
-        Called for each accepted update. Do not keep a reference to the update, or memory grows with the cohort.
+        Called for each update that passes the checks. Do not keep a reference to the update, or memory grows with the
+        cohort.
+
+        An update whose change is too large is rejected when all updates have arrived (`max_update_ratio`).
+        `server.rejected` then contains its client in `on_aggregate`.
 
         With several processes and `parallelism="clients"`, the event fires only in the process that trained the
         client. Changes of `control` apply to all processes at the end of the round.
@@ -239,8 +248,8 @@ class AggregationCallback(FederatedCallback):
     ```
     """
 
-    # The means of this round, from `on_round_begin` to `on_aggregate`.
-    _accumulator: Accumulator
+    # Position of the means in the lists of the server, in this round.
+    _position: int
 
     def __init__(self, algorithm: Aggregation) -> None:
         self.algorithm = algorithm
@@ -249,8 +258,9 @@ class AggregationCallback(FederatedCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
         # Every algorithm adds its tensors to `expected_extra` in this event, so the dictionary is complete afterwards.
-        self._accumulator = self.algorithm.accumulator(server.expected_state, server.expected_extra)
-        server.accumulators.append(self._accumulator)
+        expected_state, expected_extra = server.expected_state, server.expected_extra
+        self._position = len(server.grouped)
+        server.grouped.append(GroupedAccumulator(lambda: self.algorithm.accumulator(expected_state, expected_extra)))
         server.extra_checks.append(self.algorithm.check_extra)
         server.update_checks.append(self.algorithm.check_update)
         server.fit_settings.update(self.algorithm.fit_settings())
@@ -265,18 +275,24 @@ class AggregationCallback(FederatedCallback):
         state: TrainerState,
         control: TrainerControl,
         update: ClientUpdate,
+        *,
+        server: ServerState,
+        group: Group = (),
         **kwargs: Any,
     ) -> None:
-        self._accumulator.add(update)
+        server.grouped[self._position].add(update, group)
 
     def on_aggregate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
     ) -> None:
-        aggregated = self.algorithm.aggregate(self._accumulator, server.weights)
+        aggregated = self.algorithm.aggregate(server.accumulators[self._position], server.weights)
         check_aggregate(self.algorithm, aggregated, server.weights)
+        if (name := first_non_finite(aggregated)) is not None:
+            raise RoundFailedError(
+                f"Round {server.round + 1}: {self.algorithm!r} computed NaN or infinite values for {name!r} from "
+                "finite updates. Lower the learning rate of the server."
+            )
         server.weights = aggregated
-        # The sums are as large as the model and are not needed until the next round.
-        del self._accumulator
 
 
 class DistillationCallback(FederatedCallback):
@@ -362,6 +378,8 @@ class DistillationCallback(FederatedCallback):
             run_on_main=self._run_on_main,
         )
         if self.server.teachers is not None:
+            for client_id in server.rejected:
+                self.server.teachers.discard_received(client_id)
             self.server.teachers.discard_outdated(cohort.client_ids)
         cohort.check_reports(lambda metrics: self.algorithm.check_report(metrics, num_classes))
         self.logs = self.algorithm.distill(cohort, self.server)

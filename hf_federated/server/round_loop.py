@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
@@ -16,6 +17,7 @@ from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metr
 from ..messages.validation import InvalidUpdateError, UpdateLimits, check_claims, check_update
 from ..postprocessing import Postprocessor, cast_floating, exchange_dtype, run_server_side
 from ..utils.errors import RoundFailedError
+from .bound_update import MAX_GROUPS, BoundUpdate, Group, Magnitude, highest_octave
 from .callbacks import ServerState
 from .client_metrics import RoundSummary
 from .progress import RoundProgress
@@ -23,6 +25,8 @@ from .progress import RoundProgress
 
 logger = logging.get_logger(__name__)
 
+# The metrics and the magnitude of an update, or the reason for which it was rejected.
+Outcome = tuple[dict[str, float], Magnitude] | str
 # Fires an event of the round on the trainer's callbacks.
 Fire = Callable[..., Any]
 
@@ -44,6 +48,8 @@ class RoundLoop:
         progress ([`~hf_federated.server.progress.RoundProgress`], *optional*): Shows how far a round is.
         limits (`Callable[[str], UpdateLimits]`, *optional*): Returns the limits of what an update of a client may
             claim. By default, there are none.
+        bound ([`~hf_federated.server.bound_update.BoundUpdate`], *optional*): Rejects updates with a change that is
+            too large. By default, there is no bound.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class RoundLoop:
         row_limit: RowLimit | None = None,
         progress: RoundProgress | None = None,
         limits: Callable[[str], UpdateLimits] = lambda client_id: UpdateLimits(),
+        bound: BoundUpdate | None = None,
     ) -> None:
         self.engine = engine
         self.server = server
@@ -71,8 +78,8 @@ class RoundLoop:
         self._row_limit = row_limit
         self._progress = progress or RoundProgress(lambda: (), config.num_rounds or 1)
         self._limits = limits
+        self._bound = BoundUpdate(math.inf) if bound is None else bound
         server.ask = self._ask
-        server.min_clients = config.min_clients
 
     def run(self, round: int) -> RoundSummary:
         """
@@ -99,20 +106,22 @@ class RoundLoop:
         server, config = self.server, self._config
         server.begin_round(round, self._sampler(round))
         self._fire("on_round_begin")
+        server.min_clients = config.min_clients_of(len(server.cohort))
+        self._bound.begin_round(server.expected_state)
         plan = Plan(
             round,
             server.cohort,
             self._fit_messages(),
             deadline=config.round_deadline,
-            min_replies=config.min_clients,
+            min_replies=server.min_clients,
         )
         outcomes, first_error = self._collect_updates(plan)
-        outcomes = self.engine.gather(plan, outcomes)
-        accepted = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, dict)}
-        server.rejected = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, str)}
+        accepted = self._settle(self.engine.gather(plan, outcomes))
         self._check_failures(first_error)
         self._check_enough(len(accepted), first_error)
         server.client_metrics = dict(accepted)
+        server.accumulators = [grouped.settle(self._bound.is_accepted) for grouped in server.grouped]
+        server.grouped = []
         for accumulator in server.accumulators:
             self.engine.reduce(plan, accumulator)
         self._fire("on_aggregate")
@@ -124,16 +133,18 @@ class RoundLoop:
             self._write(server.weights)
         return RoundSummary.from_clients(accepted, num_failed=len(server.rejected), round=round)
 
-    def _collect_updates(self, plan: Plan) -> tuple[dict[str, dict[str, float] | str], Exception | None]:
+    def _collect_updates(self, plan: Plan) -> tuple[dict[str, Outcome], Exception | None]:
         """
         Train the clients of this process. Stop at a failure after which too few clients remain.
 
         Returns:
-            `dict[str, dict[str, float] | str]`: The metrics of each accepted update, or the reason for which the
-                server rejected it.
+            `dict[str, Outcome]`: Metrics and magnitude of each update that passed the checks, or the reason for which
+                the server rejected it.
             `Exception`, *optional*: The error of the first rejected update.
         """
-        outcomes: dict[str, dict[str, float] | str] = {}
+        outcomes: dict[str, Outcome] = {}
+        # The clients of each group of updates, see `BoundUpdate`.
+        groups: dict[Group, list[str]] = {}
         first_error: Exception | None = None
         num_failed = 0
         replies = self._progress.run(
@@ -143,6 +154,7 @@ class RoundLoop:
             for reply in replies:
                 try:
                     update = self._accept(reply)
+                    magnitude = self._bound.measure(update)
                 except InvalidUpdateError as error:
                     first_error = first_error or self.engine.last_error or error
                     outcomes[reply.client_id] = str(error)
@@ -151,15 +163,52 @@ class RoundLoop:
                     if num_failed > self._num_spare:
                         break
                     continue
-                self._fire("on_client_end", update=update)
-                outcomes[update.client_id] = update.reported_metrics
+                group = self._bound.group_of(magnitude)
+                groups.setdefault(group, []).append(update.client_id)
+                self._fire("on_client_end", update=update, group=group)
+                outcomes[update.client_id] = (update.reported_metrics, magnitude)
                 del update, reply  # Free the memory before the next client trains.
+                if len(groups) > MAX_GROUPS:
+                    # The highest group is the last one that a bound accepts.
+                    self._drop(highest := max(groups, key=highest_octave), groups.pop(highest), outcomes)
         return outcomes, first_error
+
+    def _drop(self, group: Group, client_ids: Sequence[str], outcomes: dict[str, Outcome]) -> None:
+        """Reject the updates of a group, so that the number of sums stays bounded."""
+        for grouped in self.server.grouped:
+            grouped.drop(group)
+        for client_id in client_ids:
+            outcomes[client_id] = (
+                f"Client {client_id!r}, round {self.server.round + 1}: the change of its update is larger than the "
+                f"changes of {MAX_GROUPS} groups of other clients."
+            )
+            logger.warning(f"Rejected: {outcomes[client_id]}")
+
+    def _settle(self, outcomes: dict[str, Outcome]) -> dict[str, dict[str, float]]:
+        """
+        Decide which updates are accepted, when the updates of all processes are known.
+
+        Returns:
+            `dict[str, dict[str, float]]`: Metrics of the accepted updates. `rejected` of the server has the others.
+        """
+        measured = {client_id: outcome for client_id, outcome in outcomes.items() if not isinstance(outcome, str)}
+        magnitudes = {client_id: magnitude for client_id, (_, magnitude) in measured.items()}
+        out_of_bounds = self._bound.decide(magnitudes, self.server.round)
+        for reason in out_of_bounds.values():
+            logger.warning(f"Rejected: {reason}")
+        rejected = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, str)}
+        # In the order of the cohort.
+        self.server.rejected = {
+            client_id: rejected.get(client_id) or out_of_bounds[client_id]
+            for client_id in outcomes
+            if client_id in rejected or client_id in out_of_bounds
+        }
+        return {client_id: metrics for client_id, (metrics, _) in measured.items() if client_id not in out_of_bounds}
 
     @property
     def _num_spare(self) -> int:
         """Number of clients of the cohort that may fail."""
-        return len(self.server.cohort) - self._config.min_clients
+        return len(self.server.cohort) - self.server.min_clients
 
     def _fit_messages(self) -> Callable[[str], Fit]:
         """Return the function that builds this round's messages, which share the tensors of the global state."""
@@ -179,7 +228,7 @@ class RoundLoop:
 
         Clients are left out after a failure that leaves too few clients.
         """
-        num_spare = max(len(client_ids) - self._config.min_clients, 0)
+        num_spare = max(len(client_ids) - self.server.min_clients, 0)
         plan = Plan(self.server.round, tuple(client_ids), message_for, phase, max_failures=num_spare)
         return self._progress.collect(self.engine, plan)
 
@@ -212,7 +261,7 @@ class RoundLoop:
 
     def _check_failures(self, cause: Exception | None) -> None:
         """Raise an error if too few clients remain."""
-        server, num_spare, min_clients = self.server, self._num_spare, self._config.min_clients
+        server, num_spare, min_clients = self.server, self._num_spare, self.server.min_clients
         if len(server.rejected) <= num_spare:
             return
         # Several processes may see further failures before each of them stops. The error counts the failures at which
@@ -224,7 +273,7 @@ class RoundLoop:
         ) from cause
 
     def _check_enough(self, num_accepted: int, cause: Exception | None) -> None:
-        server, min_clients = self.server, self._config.min_clients
+        server, min_clients = self.server, self.server.min_clients
         if num_accepted >= min_clients:
             return
         reason = next(iter(server.rejected.values()), "the cohort is too small")

@@ -6,6 +6,7 @@ The method overrides of the trainer only choose between roles. The work of the f
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from ..messages import ClientUpdate, Fit
 from ..messages.ledger import Ledger
 from ..messages.validation import UpdateLimits
 from ..server import RoundLoop, RoundProgress, RoundSummary, ServerState, call_event, spread_over_clients
+from ..server.bound_update import BoundUpdate
 from .announcement import announce
 from .checkpoint import clients_directory, read_server_state, write_server_state
 from .checks import check_labelled, check_resumed
@@ -80,6 +82,11 @@ class Federation:
         self.engine = setup.engine
         self.engine.start(self._engine_context())
         setup.aggregation.setup(setup.num_rounds, len(setup.clients))
+        max_ratio = setup.config.max_update_ratio
+        self._bound = BoundUpdate(
+            math.inf if max_ratio is None else max_ratio,
+            sends_changes=setup.aggregation.update_content == "changes",
+        )
         self.teachers = self._start_distillation()
         self.summary = RoundSummary()
         self.examples_seen = 0
@@ -206,6 +213,8 @@ class Federation:
     def _load(self, directory: Path, saved: dict[str, Any]) -> None:
         setup = self._setup
         setup.aggregation.load_state_dict(saved["aggregation"])
+        # A checkpoint of version 0.1.0 has no bound.
+        self._bound.load_state_dict(saved.get("bound", {}))
         if setup.distillation_callback is not None:
             setup.distillation_callback.load_state_dict(saved["distillation"])
             load_teachers(directory, saved["teachers"], self.teachers, setup.processes, setup.spreads_clients)
@@ -240,6 +249,7 @@ class Federation:
             row_limit=self._row_limit,
             progress=self._progress,
             limits=self._limits,
+            bound=self._bound,
         )
 
     def _limits(self, client_id: str) -> UpdateLimits:
@@ -410,6 +420,7 @@ class Federation:
         state = {
             "identity": setup.identity(self._args),
             "aggregation": setup.aggregation.state_dict(),
+            "bound": self._bound.state_dict(),
             "ledger": self.engine.ledger.state_dict(),
             "clients": digests,
             "teachers": teacher_digests,

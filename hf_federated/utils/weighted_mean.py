@@ -119,6 +119,25 @@ class WeightedMean:
         if self.num_updates == 1 and self._sums:
             torch._foreach_mul_(list(self._sums.values()), self.total_weight)
 
+    def merge(self, other: WeightedMean) -> None:
+        """
+        Add all states of another mean, whose sums may be changed.
+
+        Args:
+            other ([`WeightedMean`]): A mean of states with the same names, shapes and dtypes.
+        """
+        if other.num_updates == 0:
+            return
+        if self.num_updates == 0:
+            self._sums, self._others, self._dtypes = other._sums, other._others, other._dtypes
+        else:
+            self._make_sum()
+            other._make_sum()
+            if self._sums:
+                torch._foreach_add_(list(self._sums.values()), [other._sums[name] for name in self._sums])
+        self.total_weight += other.total_weight
+        self.num_updates += other.num_updates
+
     def reduction_tensors(
         self, total_weight: float, num_updates: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -1,8 +1,8 @@
 """An engine with one hostile client, and the attacks that this client carries out on the server.
 
-An attack replaces the replies of the hostile client to one phase of a round. It receives the request, the honest reply
-and what the hostile client has seen so far, and returns what the server receives, each item with the client that really
-sent it.
+An attack replaces the replies of the hostile client to one phase of a round. It receives the request, the honest
+reply and what the hostile client has seen so far. It returns what the server receives, each item with the client that
+really sent it.
 """
 
 from __future__ import annotations

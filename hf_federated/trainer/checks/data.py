@@ -96,7 +96,7 @@ def check_clients(
     """
     args = trainer.args
     sampler = ClientSampler(list(clients), federation.clients_per_round, federation.federation_seed or 0)
-    if federation.min_clients > sampler.num_sampled:
+    if federation.min_clients_of(sampler.num_sampled) > sampler.num_sampled:
         raise ValueError(
             f"min_clients={federation.min_clients}, but a round samples {sampler.num_sampled} clients. Lower "
             "`min_clients`, or raise `clients_per_round`."

@@ -19,6 +19,7 @@ from ...utils.errors import CheckpointError
 CHANGEABLE_FIELDS = (
     "num_rounds",
     "min_clients",
+    "max_update_ratio",
     "evaluate_clients",
     "log_clients",
     "parallelism",

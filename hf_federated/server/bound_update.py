@@ -1,0 +1,270 @@
+"""`BoundUpdate`: a bound on the norm of the change of one client, relative to the changes of all clients.
+
+The bound needs the median of the cohort, which is known when the last update has arrived. By then all updates are
+summed. The updates are therefore summed in groups of similar norms, and the groups above the bound are dropped at the
+end of the round. In a normal round all updates are in one group.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..aggregation import Accumulator
+from ..messages import ClientUpdate
+from ..messages.validation import InvalidUpdateError
+
+
+State = Mapping[str, torch.Tensor]
+# The magnitude of an update, by part: `"state"`, and `"extra"` if the algorithm exchanges additional tensors.
+Magnitude = dict[str, float]
+# The group of an update: a power of 2 of its magnitude, by part.
+Group = tuple[tuple[str, int], ...]
+
+PARTS = {"state": "change", "extra": "additional tensors"}
+
+# A change grows with the number of steps `s` like `√s` (a random walk) up to `s` (a constant direction). The magnitude
+# is the norm divided by `s` to the power between these two.
+STEP_EXPONENT = 0.75
+# Number of rounds whose medians form the reference.
+HISTORY_LENGTH = 20
+# Largest norm of a change, relative to the norm of the global state. It is checked when the update arrives.
+MAX_RATIO_TO_STATE = 1e4
+# Typical value of a parameter, for the norm of a state that is zero.
+TYPICAL_VALUE = 1e-2
+# Number of sums that a process keeps in a round.
+MAX_GROUPS = 8
+# The lowest power of 2 of a magnitude. It stands for all magnitudes below the bound if past rounds are known.
+LOWEST = -(10**6)
+# Number of clients of a first round from which its median is a bound.
+MIN_CLIENTS = 3
+
+_REMEDY = "If the client is honest, lower its learning rate, clip its gradients, or raise `max_update_ratio`."
+
+
+class BoundUpdate:
+    """
+    Rejects the updates of clients that change the global state much more than other clients do.
+
+    The magnitude of an update is `‖x_i − x‖₂ / s_i^0.75`, where `s_i` is the number of optimizer steps. An update is
+    rejected if its magnitude is above `max_ratio · max(h, min(m, max_ratio · h))`. `m` is the median magnitude of the
+    cohort and `h` the median of the last 20 rounds, so that a cohort with a hostile majority raises the bound by at
+    most `max_ratio` in a round. In the first round the bound is `max_ratio · m`, and it needs three clients. The bound
+    is rounded up by at most a factor of 2. Additional tensors of the algorithm, such as the control variates of
+    Scaffold, have their own bound, without the division by the steps.
+
+    A process keeps up to eight sums of updates in the first round, and one sum in a normal later round. It stores no
+    update.
+
+    Args:
+        max_ratio (`float`): Largest ratio to the median, above 1. Infinity rejects no update.
+        sends_changes (`bool`, *optional*, defaults to `False`): Whether updates contain changes instead of values.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated.messages import ClientUpdate
+    >>> from hf_federated.server.bound_update import BoundUpdate
+
+    >>> bound, state = BoundUpdate(max_ratio=30.0), {"w": torch.ones(4)}
+    >>> bound.begin_round(state)
+    >>> updates = {
+    ...     name: ClientUpdate(0, name, {"w": state["w"] + step}, num_examples=1, num_tokens=0, num_steps=1)
+    ...     for name, step in {"a": 0.1, "b": 0.2, "c": 500.0}.items()
+    ... }
+    >>> magnitudes = {name: bound.measure(update) for name, update in updates.items()}
+    >>> list(bound.decide(magnitudes, round=0))
+    ['c']
+    ```
+    """
+
+    def __init__(self, max_ratio: float, sends_changes: bool = False) -> None:
+        self.max_ratio = max_ratio
+        self._sends_changes = sends_changes
+        self._history: dict[str, list[float]] = {}
+        self._state: State = {}
+        self._state_norm = 0.0
+        # The medians of past rounds and the bounds of this round, by part.
+        self._references: dict[str, float] = {}
+        self._limits: dict[str, float] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Whether updates are measured at all."""
+        return math.isfinite(self.max_ratio)
+
+    def begin_round(self, state: State) -> None:
+        """
+        Start a round.
+
+        Args:
+            state (`Mapping[str, torch.Tensor]`): The global state that clients receive. Empty if updates contain no
+                parameters.
+        """
+        self._state = {name: value for name, value in state.items() if value.is_floating_point()}
+        self._limits = {}
+        self._references = {part: statistics.median(medians) for part, medians in self._history.items()}
+        if self.is_active:
+            typical = TYPICAL_VALUE * math.sqrt(sum(value.numel() for value in self._state.values()))
+            self._state_norm = max(_norm(list(self._state.values())), typical)
+
+    def measure(self, update: ClientUpdate) -> Magnitude:
+        """
+        Return the magnitude of an update.
+
+        Args:
+            update ([`ClientUpdate`]): An update whose tensors were checked.
+
+        Raises:
+            InvalidUpdateError: If the change is out of all proportion to the global state.
+        """
+        if not self.is_active:
+            return {}
+        magnitude: Magnitude = {}
+        if self._state:
+            values = [update.state[name] for name in self._state]
+            norm = _norm(values) if self._sends_changes else _norm(values, list(self._state.values()))
+            if norm > MAX_RATIO_TO_STATE * self._state_norm:
+                raise InvalidUpdateError(
+                    f"Client {update.client_id!r}, round {update.round + 1}: the norm of its change is {norm:.3g}, "
+                    f"but the norm of the global state is {self._state_norm:.3g}. {_REMEDY}"
+                )
+            magnitude["state"] = norm / update.num_steps**STEP_EXPONENT
+        extra = [value for value in update.extra.values() if value.is_floating_point()]
+        if extra:
+            magnitude["extra"] = _norm(extra)
+        return magnitude
+
+    def group_of(self, magnitude: Magnitude) -> Group:
+        """Return the group of an update. All updates of a group are accepted or rejected together."""
+        return tuple((part, self._octave(part, value)) for part, value in magnitude.items())
+
+    def _octave(self, part: str, value: float) -> int:
+        """Return the group `k` of a magnitude, from `unit · 2^k` to `unit · 2^(k + 1)`."""
+        if value == 0:
+            return LOWEST
+        octave = math.floor(math.log2(value) - math.log2(self._unit(part)))
+        # The bound is at least one unit if past rounds are known, so all updates below it can share a group.
+        return LOWEST if part in self._references and octave <= 0 else octave
+
+    def _unit(self, part: str) -> float:
+        return self.max_ratio * self._references[part] if part in self._references else 1.0
+
+    def decide(self, magnitudes: Mapping[str, Magnitude], round: int) -> dict[str, str]:
+        """
+        Decide which updates of a round are rejected, and add the round to the history.
+
+        Args:
+            magnitudes (`Mapping[str, dict[str, float]]`): Magnitudes of the updates of all processes, by client id.
+            round (`int`): Round number, from 0.
+
+        Returns:
+            `dict[str, str]`: Reasons of the rejected updates, by client id.
+        """
+        for part in PARTS:
+            limit = self._limit(part, [each[part] for each in magnitudes.values() if each.get(part)])
+            if limit is not None:
+                self._limits[part] = limit
+        reasons: dict[str, str] = {}
+        for client_id, magnitude in magnitudes.items():
+            exceeded = [part for part, octave in self.group_of(magnitude) if not self._is_within(part, octave)]
+            if exceeded:
+                part = exceeded[0]
+                reasons[client_id] = (
+                    f"Client {client_id!r}, round {round + 1}: the magnitude of its {PARTS[part]} is "
+                    f"{magnitude[part]:.3g}, but at most {self._limits[part]:.3g} is allowed: {self.max_ratio:g} "
+                    f"times the median of the cohort and of past rounds (`max_update_ratio`). {_REMEDY}"
+                )
+        for part in PARTS:
+            accepted = [
+                magnitude[part]
+                for client_id, magnitude in magnitudes.items()
+                if client_id not in reasons and magnitude.get(part)
+            ]
+            if accepted:
+                history = [*self._history.get(part, []), statistics.median(accepted)]
+                self._history[part] = history[-HISTORY_LENGTH:]
+        return reasons
+
+    def _limit(self, part: str, values: Sequence[float]) -> float | None:
+        """Return the largest allowed magnitude. `None` if there are too few updates to tell."""
+        reference = self._references.get(part)
+        if reference is None:
+            return self.max_ratio * statistics.median(values) if len(values) >= MIN_CLIENTS else None
+        median = statistics.median(values) if values else 0.0
+        return self.max_ratio * max(reference, min(median, self.max_ratio * reference))
+
+    def _is_within(self, part: str, octave: int) -> bool:
+        if part not in self._limits or octave == LOWEST:
+            return True
+        return math.log2(self._unit(part)) + octave <= math.log2(self._limits[part])
+
+    def is_accepted(self, group: Group) -> bool:
+        """Whether the updates of a group are accepted. It is known after [`~BoundUpdate.decide`]."""
+        return all(self._is_within(part, octave) for part, octave in group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the medians of past rounds, by part."""
+        return {part: list(medians) for part, medians in self._history.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the medians that `state_dict` returned."""
+        self._history = {part: list(medians) for part, medians in state.items()}
+
+
+class GroupedAccumulator:
+    """
+    Sums the updates of a round in groups, of which only the accepted ones are kept at the end of the round.
+
+    Args:
+        build (`Callable[[], Accumulator]`): Builds an empty accumulator.
+    """
+
+    def __init__(self, build: Callable[[], Accumulator]) -> None:
+        self._build = build
+        self._groups: dict[Group, Accumulator] = {}
+
+    def add(self, update: ClientUpdate, group: Group) -> None:
+        """Add an update to its group."""
+        if group not in self._groups:
+            self._groups[group] = self._build()
+        self._groups[group].add(update)
+
+    def drop(self, group: Group) -> None:
+        """Drop the updates of a group."""
+        self._groups.pop(group, None)
+
+    def settle(self, is_accepted: Callable[[Group], bool]) -> Accumulator:
+        """Return the sum of the accepted groups."""
+        accepted = [accumulator for group, accumulator in self._groups.items() if is_accepted(group)]
+        self._groups = {}
+        if not accepted:
+            return self._build()
+        for other in accepted[1:]:
+            accepted[0].merge(other)
+        return accepted[0]
+
+
+def highest_octave(group: Group) -> int:
+    """Return the highest power of 2 of a group."""
+    return max((octave for _, octave in group), default=LOWEST)
+
+
+def _norm(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor] | None = None) -> float:
+    """Return the norm of tensors, or of their differences to other tensors. Overflow is avoided."""
+    if not values:
+        return 0.0
+    norm = math.inf
+    for dtype in (torch.float32, torch.float64):
+        wide = (value.to(dtype) for value in values)
+        if references is not None:
+            wide = (value - reference.to(dtype) for value, reference in zip(wide, references, strict=True))
+        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in wide])))
+        if math.isfinite(norm):
+            return norm
+    return norm

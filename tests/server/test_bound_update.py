@@ -1,0 +1,281 @@
+"""The bound on the change of one client: its arithmetic, its groups, and runs with a client that sends huge values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+
+import pytest
+import torch
+from federations import build_federation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import rows, same_weights
+
+from hf_federated import FedAvg, FederatedCallback, FederatedConfig, RoundFailedError
+from hf_federated.engines import LocalEngine
+from hf_federated.messages import ClientUpdate
+from hf_federated.messages.validation import InvalidUpdateError
+from hf_federated.server.bound_update import HISTORY_LENGTH, BoundUpdate, GroupedAccumulator
+
+
+STATE = {"w": torch.ones(4), "count": torch.tensor(3)}
+
+
+def update(name: str, norm: float, num_steps: int = 1, **extra: torch.Tensor) -> ClientUpdate:
+    """An update whose change has a norm."""
+    state = {**STATE, "w": STATE["w"] + torch.tensor([norm, 0.0, 0.0, 0.0], dtype=torch.float64).float()}
+    return ClientUpdate(0, name, state, num_examples=1, num_tokens=0, num_steps=num_steps, extra=extra)
+
+
+def decide(bound: BoundUpdate, norms: dict[str, float], round: int = 0) -> list[str]:
+    bound.begin_round(STATE)
+    return list(bound.decide({name: bound.measure(update(name, norm)) for name, norm in norms.items()}, round))
+
+
+def test_magnitude_is_the_norm_of_the_change_per_step():
+    bound = BoundUpdate(30.0)
+    bound.begin_round(STATE)
+    assert bound.measure(update("a", 3.0))["state"] == pytest.approx(3.0)
+    assert bound.measure(update("a", 3.0, num_steps=16))["state"] == pytest.approx(3.0 / 8)
+    assert bound.measure(update("a", 3.0, c=torch.tensor([3.0, 4.0]))) == pytest.approx({"state": 3.0, "extra": 5.0})
+    changes = BoundUpdate(30.0, sends_changes=True)
+    changes.begin_round(STATE)
+    assert changes.measure(update("a", 0.0))["state"] == pytest.approx(2.0)
+
+
+def test_norm_of_huge_values_does_not_overflow():
+    bound = BoundUpdate(30.0)
+    bound.begin_round({"w": torch.full((4,), 3e38)})
+    huge = dataclasses.replace(update("a", 0.0), state={"w": torch.full((4,), -3e38)})
+    assert bound.measure(huge)["state"] == pytest.approx(1.2e39)
+
+
+def test_change_out_of_proportion_to_the_state_is_rejected_when_it_arrives():
+    bound = BoundUpdate(30.0)
+    bound.begin_round(STATE)
+    bound.measure(update("a", 1e3))
+    with pytest.raises(InvalidUpdateError, match=r"^Client 'a', round 1: the norm of its change is 1e\+30"):
+        bound.measure(update("a", 1e30))
+
+
+def test_first_round_is_bounded_by_its_median():
+    assert decide(BoundUpdate(30.0), {"a": 1.0, "b": 2.0, "c": 3.0, "d": 29.0, "e": 200.0}) == ["e"]
+    # Two clients cannot tell which of them is hostile.
+    assert decide(BoundUpdate(30.0), {"a": 1.0, "b": 1e3}) == []
+    assert decide(BoundUpdate(30.0), {"a": 0.0, "b": 0.0, "c": 0.0}) == []
+
+
+def test_hostile_majority_of_a_cohort_raises_the_bound_by_at_most_the_ratio():
+    bound = BoundUpdate(10.0)
+    for round in range(3):
+        assert decide(bound, {"a": 1.0, "b": 1.1, "c": 0.9}, round) == []
+    assert decide(bound, {"a": 1e3, "b": 1e3, "c": 1.0}, 3) == ["a", "b"]
+    # A median of 50 is within the bound, so the bound follows it.
+    assert decide(bound, {"a": 40.0, "b": 50.0, "c": 60.0}, 4) == []
+
+
+def test_growing_changes_of_a_warm_up_are_accepted():
+    bound = BoundUpdate(30.0)
+    for round in range(12):
+        scale = 2.0**round
+        assert decide(bound, {"a": scale * 1e-3, "b": scale * 2e-3, "c": scale * 3e-3}, round) == []
+
+
+def test_history_is_limited_and_restored():
+    bound, restored = BoundUpdate(30.0), BoundUpdate(30.0)
+    for round in range(HISTORY_LENGTH + 5):
+        decide(bound, {"a": 1.0, "b": 1.0 + round, "c": 30.0}, round)
+    restored.load_state_dict(bound.state_dict())
+    assert len(restored.state_dict()["state"]) == HISTORY_LENGTH
+    norms = {"a": 1.0, "b": 1500.0, "c": 30.0}
+    assert decide(bound, norms, 99) == decide(restored, norms, 99) == ["b"]
+
+
+def test_infinite_ratio_measures_nothing():
+    bound = BoundUpdate(math.inf)
+    assert not bound.is_active and decide(bound, {"a": 1.0, "b": 1.0, "c": 1e30}) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(1e-6, 9e3), min_size=3, max_size=12),
+    st.lists(st.floats(1e-3, 1e2), max_size=4),
+    st.floats(1.5, 100),
+)
+def test_rejected_updates_are_above_the_bound_and_groups_agree(norms, medians, max_ratio):
+    bound = BoundUpdate(max_ratio)
+    bound.load_state_dict({"state": medians} if medians else {})
+    bound.begin_round(STATE)
+    magnitudes = {str(i): bound.measure(update(str(i), norm)) for i, norm in enumerate(norms)}
+    median = statistics.median(each["state"] for each in magnitudes.values())
+    limit = max_ratio * median
+    if medians:
+        reference = statistics.median(medians)
+        limit = max_ratio * max(reference, min(median, max_ratio * reference))
+    groups = {name: bound.group_of(magnitude) for name, magnitude in magnitudes.items()}
+    rejected = bound.decide(magnitudes, 0)
+    for name, magnitude in magnitudes.items():
+        assert bound.is_accepted(groups[name]) is (name not in rejected)
+        assert (name in rejected) or magnitude["state"] <= 2.001 * limit
+        assert (name not in rejected) or magnitude["state"] >= 0.999 * limit
+
+
+def test_sum_of_groups_equals_the_sum_of_their_updates():
+    updates = [update(name, norm) for name, norm in {"a": 1.0, "b": 2.0, "c": 4.0, "d": 1e3}.items()]
+    grouped, expected = GroupedAccumulator(lambda: FedAvg().accumulator(STATE)), FedAvg().accumulator(STATE)
+    for number, each in enumerate(updates):
+        grouped.add(each, (("state", number),))
+        if number != 3:
+            expected.add(each)
+    total = grouped.settle(lambda group: group != (("state", 3),))
+    assert total.first_client == "a" and total.num_updates == 3
+    assert all(value.equal(expected.mean.finalize()[name]) for name, value in total.mean.finalize().items())
+    assert grouped.settle(lambda group: True).num_updates == 0
+
+
+# ---- Runs
+
+
+CLIENTS = {name: rows(8, seed=seed) for seed, name in enumerate("abcde")}
+
+
+class Scaling(LocalEngine):
+    """Multiplies the change of a client, or sets all of its values."""
+
+    def __init__(self, client_id: str, factor: float = 1.0, value: float | None = None, from_round: int = 0) -> None:
+        super().__init__()
+        self._client_id, self._factor, self._value, self._from_round = client_id, factor, value, from_round
+
+    def _deliver(self, message):
+        reply = super()._deliver(message)
+        if reply.client_id != self._client_id or reply.round < self._from_round:
+            return reply
+        state = {
+            name: message.state[name] + self._factor * (value - message.state[name])
+            if self._value is None
+            else torch.full_like(value, self._value)
+            for name, value in reply.state.items()
+        }
+        return dataclasses.replace(reply, state=state)
+
+
+class Rejections(FederatedCallback):
+    def __init__(self) -> None:
+        self.rejected: list[dict[str, str]] = []
+
+    def on_round_end(self, args, state, control, server, **kwargs):
+        self.rejected.append(dict(server.rejected))
+
+
+def run(directory, engine=None, clients=CLIENTS, **federation):
+    rejections = Rejections()
+    trainer = build_federation(
+        directory, clients, num_rounds=3, federation=federation, trainer={"callbacks": [rejections], "engine": engine}
+    )
+    trainer.train()
+    return trainer, rejections.rejected
+
+
+@pytest.mark.parametrize("client_id", ["a", "c", "e"])
+@pytest.mark.parametrize("attack", [{"value": 1e30}, {"value": 1e2}, {"factor": 300.0}, {"factor": -300.0}], ids=str)
+def test_huge_update_is_rejected_by_name_and_honest_clients_go_on(tmp_path, client_id, attack, caplog):
+    trainer, rejected = run(tmp_path, Scaling(client_id, **attack))
+    assert [list(reasons) for reasons in rejected] == [[client_id]] * 3
+    assert sum(f"Rejected: Client {client_id!r}" in text for text in caplog.messages) == 3
+    assert all(parameter.abs().max() < 5 for parameter in trainer.model.parameters())
+    log = next(entry for entry in trainer.state.log_history if "federated/num_failed" in entry)
+    assert (log["federated/num_clients"], log["federated/num_failed"]) == (4, 1)
+
+
+def test_run_with_a_rejected_client_equals_a_run_in_which_it_fails(tmp_path):
+    class Failing(LocalEngine):
+        def _execute(self, plan, dispatch):
+            for client_id, reply in super()._execute(plan, dispatch):
+                yield client_id, None if client_id == "c" else reply
+
+    hostile, _ = run(tmp_path / "hostile", Scaling("c", 300.0))
+    failing, _ = run(tmp_path / "failing", Failing())
+    assert same_weights(hostile.model, failing.model)
+
+
+def test_bound_can_be_switched_off(tmp_path):
+    _, rejected = run(tmp_path, Scaling("a", 300.0), max_update_ratio=None)
+    assert rejected == [{}] * 3
+
+
+def test_scaffold_bounds_the_control_variates(tmp_path):
+    class Poisoned(LocalEngine):
+        def _deliver(self, message):
+            reply = super()._deliver(message)
+            if reply.client_id != "b":
+                return reply
+            return dataclasses.replace(reply, extra={name: value + 1e6 for name, value in reply.extra.items()})
+
+    trainer, rejected = run(tmp_path, Poisoned(), aggregation="scaffold")
+    assert all("additional tensors" in reasons["b"] for reasons in rejected)
+
+
+def test_resumed_run_has_the_bound_of_the_interrupted_run(tmp_path):
+    arguments = {"save_strategy": "steps", "save_steps": 1, "num_rounds": 3}
+    whole = build_federation(
+        tmp_path / "whole", CLIENTS, trainer={"engine": Scaling("a", 100.0, from_round=2)}, **arguments
+    )
+    whole.train()
+    resumed = build_federation(
+        tmp_path / "whole", CLIENTS, trainer={"engine": Scaling("a", 100.0, from_round=2)}, **arguments
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert same_weights(whole.model, resumed.model)
+    assert resumed._federation._bound.state_dict() == whole._federation._bound.state_dict()
+
+
+def test_round_fails_with_too_few_clients_within_the_bound(tmp_path):
+    with pytest.raises(RoundFailedError, match=r"1 of 5 clients failed. The remaining 4 .*'c', round 1: the"):
+        run(tmp_path, Scaling("c", 300.0), min_clients=1.0)
+
+
+def test_many_hostile_magnitudes_do_not_raise_memory_or_reject_honest_clients(tmp_path):
+    class Decoys(LocalEngine):
+        """Most clients send changes of very different sizes."""
+
+        def _deliver(self, message):
+            reply = super()._deliver(message)
+            number = int(reply.client_id)
+            if number >= 9:
+                return reply
+            change = 50.0 * 1.8**number
+            state = {
+                name: message.state[name] + change * (value - message.state[name])
+                for name, value in reply.state.items()
+            }
+            return dataclasses.replace(reply, state=state)
+
+    clients = {f"{number:02}": rows(8, seed=number) for number in range(19)}
+    _, rejected = run(tmp_path, Decoys(), clients)
+    assert all(set(reasons) <= {f"{number:02}" for number in range(9)} for reasons in rejected)
+    assert len(rejected[0]) >= 8
+
+
+# ---- Settings
+
+
+def test_min_clients_may_be_a_share():
+    config = FederatedConfig(min_clients=0.5)
+    assert [config.min_clients_of(number) for number in (1, 2, 3, 10)] == [1, 1, 2, 5]
+    assert FederatedConfig(min_clients=0.1).min_clients_of(30) == 3
+    assert FederatedConfig(min_clients=2).min_clients_of(30) == 2
+    assert FederatedConfig(min_clients=1.0).min_clients_of(7) == 7
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 1.5, True, "2", math.nan])
+def test_min_clients_is_a_count_or_a_share(value):
+    with pytest.raises(ValueError, match="`min_clients` is"):
+        FederatedConfig(min_clients=value)
+
+
+@pytest.mark.parametrize("value", [0, 1.0, -3.0, math.nan])
+def test_ratio_is_above_one(value):
+    with pytest.raises(ValueError, match="`max_update_ratio` is .*above 1"):
+        FederatedConfig(max_update_ratio=value)
