@@ -192,7 +192,7 @@ class BoundUpdate:
         return reasons
 
     def _limit(self, part: str, values: Sequence[float]) -> float | None:
-        """Return the largest allowed magnitude. `None` if there are too few updates to tell."""
+        """Return the largest allowed magnitude. `None` with too few updates."""
         reference = self._references.get(part)
         if reference is None:
             return self.max_ratio * statistics.median(values) if len(values) >= MIN_CLIENTS else None

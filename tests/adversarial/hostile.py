@@ -173,14 +173,14 @@ def identity_attacks(phase: str, wrong_kind: Callable[[Any], Message]) -> list[A
         return [(knowledge.other, dataclasses.replace(reply, client_id=knowledge.other))]
 
     def as_unknown(request: Any, reply: Any, knowledge: Knowledge) -> list[tuple[str, Any]]:
-        return [("nobody", dataclasses.replace(reply, client_id="nobody"))]
+        return [("stranger", dataclasses.replace(reply, client_id="stranger"))]
 
     def hundred_times(request: Any, reply: Any, knowledge: Knowledge) -> list[tuple[str, Any]]:
         return [(knowledge.own, reply)] * 100
 
     return [
         Attack("answers in another's name", as_other, "in the name of client", phase),
-        Attack("answers in an unknown name", changed(client_id="nobody"), "in the name of client 'nobody'", phase),
+        Attack("answers in an unknown name", changed(client_id="stranger"), "in the name of client 'stranger'", phase),
         Attack("an unknown client answers", after(as_unknown, honest), "it was not asked", phase, refused=False),
         Attack("answers for another client", after(for_other, honest), "already replied", phase, refused=False),
         Attack("answers 101 times", after(honest, hundred_times), "already replied", phase, refused=False),

@@ -52,7 +52,7 @@ def test_attack_is_named_and_the_model_does_not_move(tmp_path, outcomes, attack,
     failed, cooperative = outcomes
     assert trainer.state.global_step == 2
     assert same_weights(trainer.model, failed if attack.refused else cooperative)
-    names = ["nobody"] if attack.name == "an unknown client answers" else [HOSTILE, OTHER]
+    names = ["stranger"] if attack.name == "an unknown client answers" else [HOSTILE, OTHER]
     assert any(attack.named in text and any(name in text for name in names) for text in caplog.messages)
     for round, reasons in enumerate(rejected):
         assert list(reasons) == ([HOSTILE] if attack.refused else [])

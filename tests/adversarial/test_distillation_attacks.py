@@ -58,7 +58,7 @@ def test_attack_is_named_and_the_models_do_not_move(tmp_path, outcomes, attack, 
     for client_id in (OTHER, "c"):
         own, expected = client_weights(trainer)[client_id], client_weights(reference)[client_id]
         assert all(own[name].equal(expected[name]) for name in expected)
-    names = ["nobody"] if attack.name == "an unknown client answers" else [HOSTILE, OTHER]
+    names = ["stranger"] if attack.name == "an unknown client answers" else [HOSTILE, OTHER]
     assert any(attack.named in text and any(name in text for name in names) for text in caplog.messages)
     for round, reasons in enumerate(rejected):
         assert list(reasons) == ([HOSTILE] if attack.refused else [])

@@ -62,7 +62,7 @@ def test_change_out_of_proportion_to_the_state_is_rejected_when_it_arrives():
 
 def test_first_round_is_bounded_by_its_median():
     assert decide(BoundUpdate(30.0), {"a": 1.0, "b": 2.0, "c": 3.0, "d": 29.0, "e": 200.0}) == ["e"]
-    # Two clients cannot tell which of them is hostile.
+    # With two clients, either of them may be hostile.
     assert decide(BoundUpdate(30.0), {"a": 1.0, "b": 1e3}) == []
     assert decide(BoundUpdate(30.0), {"a": 0.0, "b": 0.0, "c": 0.0}) == []
 
