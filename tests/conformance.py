@@ -27,8 +27,11 @@ ENGINES: dict[str, tuple[Callable[[], Engine | None], int]] = {
     "serialized": (lambda: LocalEngine(serialize=True), 1),
     "1 rank": (RankEngine, 1),
     "2 ranks": (RankEngine, 2),
+    "2 serialized ranks": (lambda: RankEngine(serialize=True), 2),
 }
 REFERENCE = "local"
+# This engine serializes messages and has several processes. Tests with the other engines are marked slow.
+STRICTEST = "2 serialized ranks"
 
 
 class EveryAggregationHook(Aggregation):

@@ -451,6 +451,13 @@ class Accumulator:
             self.first_client = other.first_client
         for name, mean in self.means.items():
             mean.merge(other.means[name])
+        for name, collection in self.collections.items():
+            collection.merge(other.collections[name])
+
+    def clear(self) -> None:
+        """Remove the updates that are on disk."""
+        for collection in self.collections.values():
+            collection.clear()
 
     def add(self, update: ClientUpdate) -> None:
         """Add the update of one client."""

@@ -254,6 +254,18 @@ class UpdateCollection:
             if not has_client:
                 self._write(position, piece)
 
+    def merge(self, other: UpdateCollection) -> None:
+        """
+        Add the clients of another collection, and remove its file.
+
+        Args:
+            other ([`UpdateCollection`]): A collection of other clients with the same reference.
+        """
+        for client_id, weight in other.weights.items():
+            state = {name: other.read(client_id, name) for name in other.reference}
+            self.add(client_id, state, weight)
+        other.clear()
+
     # ---- End
 
     def clear(self) -> None:

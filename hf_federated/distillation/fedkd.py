@@ -120,6 +120,11 @@ class FedKD(Distillation):
                 f"it reports {counts} as its numbers of examples of each class, which weighting='class_counts' needs. "
                 f"Expected one finite, non-negative number for each of {num_classes} classes. Check the client's data."
             )
+        if sum(counts.values()) > metrics["num_examples"]:
+            raise ValueError(
+                f"it reports {counts} as its numbers of examples of each class, but it has {metrics['num_examples']} "
+                "examples."
+            )
 
     def setup(self, num_rounds: int) -> None:
         if num_rounds != 1:

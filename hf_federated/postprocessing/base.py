@@ -8,6 +8,7 @@ conversion of dtypes are steps. The ledger counts the bytes between the two side
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -41,6 +42,9 @@ class Postprocessor:
     ```
     """
 
+    # Whether the client side adds noise. The server then cannot check what earlier steps of the list did.
+    adds_noise: ClassVar[bool] = False
+
     def client_side(self, update: ClientUpdate, message: Fit) -> ClientUpdate:
         """
         Change an update before it leaves the client.
@@ -67,6 +71,18 @@ class Postprocessor:
         """
         return update
 
+    def check_update(self, update: ClientUpdate, state: dict[str, torch.Tensor]) -> None:
+        """
+        Check that the client carried out this step. It is called after `server_side` if no later step adds noise.
+
+        Args:
+            update ([`ClientUpdate`]): The update after `server_side`.
+            state (`dict[str, torch.Tensor]`): The global state that was sent to the client.
+
+        Raises:
+            ValueError: If the client did not carry out the step. The server then rejects the update.
+        """
+
 
 def run_client_side(steps: Sequence[Postprocessor], update: ClientUpdate, message: Fit) -> ClientUpdate:
     """Run all client sides in order. Their random numbers depend on the seed of the message."""
@@ -83,6 +99,10 @@ def run_server_side(
     """Run all server sides in reverse order. Their random numbers depend on the seed that was sent to the client."""
     if steps:
         with isolated_rng(derived_seed(seed, "server side")):
+            is_noisy = False
             for step in reversed(steps):
                 update = step.server_side(update, state)
+                if not is_noisy:
+                    step.check_update(update, state)
+                is_noisy = is_noisy or step.adds_noise
     return update

@@ -25,12 +25,11 @@ class ClipUpdate(Postprocessor):
     2018, "flat clipping"). Clipping bounds the influence of one client on the global model, which is the sensitivity
     of differential privacy. Clipping without noise gives no privacy.
 
-    The server computes the norm again and rejects an update that the client did not clip.
+    The server computes the norm again and rejects an update that the client did not clip, unless a later step adds
+    noise.
 
     Args:
         max_norm (`float`): Largest norm `S`, positive.
-        check_on_server (`bool`, *optional*, defaults to `True`): Whether the server checks the norm. It cannot check
-            the norm if a later postprocessor of the client adds noise.
 
     Raises:
         ValueError: If `max_norm` is not positive.
@@ -49,11 +48,10 @@ class ClipUpdate(Postprocessor):
     ```
     """
 
-    def __init__(self, max_norm: float, check_on_server: bool = True) -> None:
+    def __init__(self, max_norm: float) -> None:
         if not max_norm > 0:
             raise ValueError(f"`max_norm` is {max_norm}; it must be positive.")
         self.max_norm = max_norm
-        self.check_on_server = check_on_server
 
     def client_side(self, update: ClientUpdate, message: Fit) -> ClientUpdate:
         changes = _changes(update, message.state)
@@ -64,18 +62,14 @@ class ClipUpdate(Postprocessor):
         clipped = {name: message.state[name].to(change) + change * scale for name, change in changes.items()}
         return dataclasses.replace(update, state={**update.state, **clipped})
 
-    def server_side(self, update: ClientUpdate, state: dict[str, torch.Tensor]) -> ClientUpdate:
-        if not self.check_on_server:
-            return update
+    def check_update(self, update: ClientUpdate, state: dict[str, torch.Tensor]) -> None:
         norm = float(_norm(_changes(update, state)))
         # NaN is rejected by the check of the values, which names the tensor.
         if norm > self.max_norm * (1 + TOLERANCE):
             raise InvalidUpdateError(
                 f"Client {update.client_id!r}, round {update.round + 1}: the norm of its change is {norm:.4g}, but "
-                f"ClipUpdate(max_norm={self.max_norm:g}) limits it. Pass the same postprocessors on all clients, and "
-                "`check_on_server=False` if a later postprocessor adds noise."
+                f"ClipUpdate(max_norm={self.max_norm:g}) limits it. Pass the same postprocessors on all clients."
             )
-        return update
 
 
 def _changes(update: ClientUpdate, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,8 @@ class GaussianNoise(Postprocessor):
     0.1
     ```
     """
+
+    adds_noise: ClassVar[bool] = True
 
     def __init__(self, std: float, reproducible: bool = False) -> None:
         if not std > 0:

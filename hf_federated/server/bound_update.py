@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,7 @@ class BoundUpdate:
         self._sends_changes = sends_changes
         self._history: dict[str, list[float]] = {}
         self._state: State = {}
+        self._extra: Collection[str] = ()
         self._state_norm = 0.0
         # The medians of past rounds and the bounds of this round, by part.
         self._references: dict[str, float] = {}
@@ -98,14 +99,16 @@ class BoundUpdate:
         """Whether updates are measured at all."""
         return math.isfinite(self.max_ratio)
 
-    def begin_round(self, state: State) -> None:
+    def begin_round(self, state: State, extra: Collection[str] = ()) -> None:
         """
         Start a round.
 
         Args:
             state (`Mapping[str, torch.Tensor]`): The global state that clients receive. Empty if updates contain no
                 parameters.
+            extra (`Collection[str]`, *optional*): Names of the additional tensors that the algorithm averages.
         """
+        self._extra = extra
         self._state = {name: value for name, value in state.items() if value.is_floating_point()}
         self._limits = {}
         self._references = {part: statistics.median(medians) for part, medians in self._history.items()}
@@ -135,7 +138,7 @@ class BoundUpdate:
                     f"but the norm of the global state is {self._state_norm:.3g}. {_REMEDY}"
                 )
             magnitude["state"] = norm / update.num_steps**STEP_EXPONENT
-        extra = [value for value in update.extra.values() if value.is_floating_point()]
+        extra = [value for name, value in update.extra.items() if name in self._extra and value.is_floating_point()]
         if extra:
             magnitude["extra"] = _norm(extra)
         return magnitude
@@ -237,11 +240,14 @@ class GroupedAccumulator:
 
     def drop(self, group: Group) -> None:
         """Drop the updates of a group."""
-        self._groups.pop(group, None)
+        if (accumulator := self._groups.pop(group, None)) is not None:
+            accumulator.clear()
 
     def settle(self, is_accepted: Callable[[Group], bool]) -> Accumulator:
         """Return the sum of the accepted groups."""
-        accepted = [accumulator for group, accumulator in self._groups.items() if is_accepted(group)]
+        for group in [group for group in self._groups if not is_accepted(group)]:
+            self.drop(group)
+        accepted = list(self._groups.values())
         self._groups = {}
         if not accepted:
             return self._build()

@@ -47,6 +47,8 @@ class ServerState:
         fit_settings (`dict[str, Any]`): `settings` of the `Fit` messages of this round.
         fit_extra (`dict[str, torch.Tensor]`): `extra` of the `Fit` messages of this round.
         expected_extra (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of an update's `extra`.
+        averaged_extra (`set[str]`): Names in `expected_extra` of the tensors that an averaging algorithm averages.
+            Their norm is bounded as that of a change.
         extra_checks (`list[Callable]`): Functions of an update's `extra`. A function raises `ValueError` if an
             algorithm cannot use the values. The update is then rejected.
         update_checks (`list[Callable]`): Functions of an update. A function raises `ValueError` if an algorithm cannot
@@ -87,6 +89,7 @@ class ServerState:
     fit_settings: dict[str, Any] = field(default_factory=dict)
     fit_extra: dict[str, torch.Tensor] = field(default_factory=dict)
     expected_extra: dict[str, torch.Tensor] = field(default_factory=dict)
+    averaged_extra: set[str] = field(default_factory=set)
     extra_checks: list[CheckExtra] = field(default_factory=list)
     update_checks: list[Callable[[ClientUpdate], None]] = field(default_factory=list)
     grouped: list[GroupedAccumulator] = field(default_factory=list)
@@ -102,6 +105,7 @@ class ServerState:
         """Set the round and its cohort, and reset the state of the previous round."""
         self.round, self.cohort = round, cohort
         self.rejected, self.fit_settings, self.fit_extra, self.expected_extra = {}, {}, {}, {}
+        self.averaged_extra = set()
         self.extra_checks, self.update_checks, self.grouped, self.accumulators = [], [], [], []
         self.aggregated = None
 
@@ -265,7 +269,9 @@ class AggregationCallback(FederatedCallback):
         server.update_checks.append(self.algorithm.check_update)
         server.fit_settings.update(self.algorithm.fit_settings())
         server.fit_extra.update(self.algorithm.fit_extra(server.weights))
-        server.expected_extra.update(self.algorithm.expected_extra(server.weights))
+        own_extra = self.algorithm.expected_extra(server.weights)
+        server.expected_extra.update(own_extra)
+        server.averaged_extra.update(own_extra)
         if self.algorithm.trains_on_server:
             self.algorithm.on_server_update(server.train_on_server())
 

@@ -7,17 +7,20 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conformance import ENGINES, REFERENCE, SCENARIOS, SLOW_SCENARIOS
+from conformance import ENGINES, REFERENCE, SCENARIOS, SLOW_SCENARIOS, STRICTEST
 from launches import logs, notes, same_bits, weights
 from workers import without_timings
 
 from hf_federated import AGGREGATIONS, DISTILLATIONS
 
 
-OTHER_ENGINES = [name for name in ENGINES if name != REFERENCE]
 MARKED_SCENARIOS = [
     pytest.param(name, marks=pytest.mark.slow) if name in SLOW_SCENARIOS else name for name in SCENARIOS
 ]
+OTHER_ENGINES = [
+    pytest.param(name, marks=[] if name == STRICTEST else pytest.mark.slow) for name in ENGINES if name != REFERENCE
+]
+RESUMED = [pytest.param(name, marks=[] if "every_" in name else pytest.mark.slow) for name in SCENARIOS]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,7 @@ def test_every_engine_gives_the_same_bytes(conform, scenario, engine):
     assert_same_run(conform(scenario, REFERENCE), conform(scenario, engine), ENGINES[engine][1])
 
 
-@pytest.mark.parametrize("scenario", MARKED_SCENARIOS)
+@pytest.mark.parametrize("scenario", RESUMED)
 def test_a_run_resumed_on_another_engine_gives_the_same_bytes(conform, launch, tmp_path, scenario):
     whole = conform(scenario, REFERENCE)
     num_rounds = notes(whole)["log"][-1]["step"]
@@ -72,9 +75,8 @@ def test_a_run_resumed_on_another_engine_gives_the_same_bytes(conform, launch, t
         pytest.skip("a run of one round has nothing to resume")
     # The run looks as if it had been stopped after its first round.
     shutil.copytree(whole / "run" / "checkpoint-1", tmp_path / "run" / "checkpoint-1")
-    engine = OTHER_ENGINES[-1]
-    num_processes = ENGINES[engine][1]
-    answer = launch(tmp_path, scenario, num_processes, engine=engine, resume=True)
+    num_processes = ENGINES[STRICTEST][1]
+    answer = launch(tmp_path, scenario, num_processes, engine=STRICTEST, resume=True)
     assert answer["codes"] == [0] * num_processes, logs(tmp_path)
     assert same_bits(weights(whole), weights(tmp_path))
     assert notes(whole)["ledger"] == notes(tmp_path)["ledger"]

@@ -144,7 +144,11 @@ def test_rejected_updates_and_different_test_examples_are_reported(grid_path, tm
     recipe["benchmark"] = {
         "seeds": [0],
         "runs": {
-            "wild": {"training": {"learning_rate": 1e20, "max_grad_norm": 0}, "federation.clients_per_round": 4},
+            "wild": {
+                "training": {"learning_rate": 1e20, "max_grad_norm": 0},
+                "federation.clients_per_round": 4,
+                "federation.max_update_ratio": None,
+            },
             "fewer": {"data.max_test_rows": 5},
             "broken": {"data.path": "nowhere/to/be/found"},
         },
