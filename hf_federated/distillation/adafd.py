@@ -6,7 +6,6 @@ Xiao and Liu, Adaptive Federated Distillation for Multi-Domain Non-IID Textual D
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -33,6 +32,10 @@ from .server import DistillationServer
 LLM = "llm"
 # Recipient of the prompt, for the model card.
 LANGUAGE_MODEL = "the user's function or language model"
+
+
+# Largest loss that a client may report. With a cross-entropy, a loss of 700 is a probability of 1e-304.
+MAX_EPOCH_LOSS = 1e6
 
 
 class ReportEpochLosses(LocalDistillation):
@@ -207,10 +210,10 @@ class AdaFD(Distillation):
 
     def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
         loss = metrics.get("min_epoch_loss")
-        if self.uses_losses and (loss is None or not 0 <= loss < math.inf):
+        if self.uses_losses and (loss is None or not 0 <= loss <= MAX_EPOCH_LOSS):
             raise ValueError(
                 f"it reports {loss!r} as the smallest mean loss of its epochs, which weighting={self.weighting!r} "
-                "needs. Expected a finite, non-negative number. Check this client's training."
+                f"needs. Expected a number between 0 and {MAX_EPOCH_LOSS:g}. Check this client's training."
             )
 
     def weigh(self, predictions: Predictions, cohort: Cohort) -> dict[str, float]:

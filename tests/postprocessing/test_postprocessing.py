@@ -10,8 +10,16 @@ import pytest
 import torch
 from tiny import arguments, rows, same_weights, tiny_model
 
-from hf_federated import ClipUpdate, FederatedCallback, FederatedConfig, FederatedTrainer, Postprocessor
+from hf_federated import (
+    ClipUpdate,
+    FederatedCallback,
+    FederatedConfig,
+    FederatedTrainer,
+    GaussianNoise,
+    Postprocessor,
+)
 from hf_federated.messages import ClientUpdate, Fit
+from hf_federated.messages.validation import InvalidUpdateError
 from hf_federated.postprocessing import run_client_side, run_server_side
 
 
@@ -97,6 +105,21 @@ def test_clipping_keeps_the_dtype(dtype):
 def test_clipping_keeps_nan_values():
     clipped = ClipUpdate(max_norm=1.0).client_side(reply(w=torch.tensor([float("nan"), 1.0])), SENT)
     assert clipped.state["w"].isnan().any()
+
+
+def test_server_rejects_an_update_that_was_not_clipped():
+    state = {"w": torch.zeros(2)}
+    for length, is_clipped in ((1.0, True), (1.005, True), (1.02, False), (1e30, False)):
+        update = ClientUpdate(4, "a", {"w": torch.tensor([length, 0.0])}, num_examples=1, num_tokens=0, num_steps=1)
+        if is_clipped:
+            assert run_server_side([ClipUpdate(1.0)], update, state, 0) is update
+            continue
+        with pytest.raises(InvalidUpdateError, match=r"^Client 'a', round 5: the norm .* ClipUpdate\(max_norm=1\)"):
+            run_server_side([ClipUpdate(1.0)], update, state, 0)
+        # The norm of noise is larger. Noise before the clipping is clipped.
+        assert run_server_side([ClipUpdate(1.0), GaussianNoise(1.0)], update, state, 0) is update
+        with pytest.raises(InvalidUpdateError):
+            run_server_side([GaussianNoise(1.0), ClipUpdate(1.0)], update, state, 0)
 
 
 @pytest.mark.parametrize("max_norm", [0, -1.0, float("nan")])

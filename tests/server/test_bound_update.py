@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tiny import rows, same_weights
 
 from hf_federated import FedAvg, FederatedCallback, FederatedConfig, RoundFailedError
+from hf_federated.aggregation import build_aggregation
 from hf_federated.engines import LocalEngine
 from hf_federated.messages import ClientUpdate
 from hf_federated.messages.validation import InvalidUpdateError
@@ -136,6 +137,20 @@ def test_sum_of_groups_equals_the_sum_of_their_updates():
     assert total.first_client == "a" and total.num_updates == 3
     assert all(value.equal(expected.mean.finalize()[name]) for name, value in total.mean.finalize().items())
     assert grouped.settle(lambda group: True).num_updates == 0
+
+
+def test_groups_of_updates_on_disk_are_merged_and_dropped():
+    median = build_aggregation("median")
+    updates = [update(name, norm) for name, norm in {"a": 1.0, "b": 2.0, "c": 9.0, "d": 1e3}.items()]
+    grouped, expected = GroupedAccumulator(lambda: median.accumulator(STATE)), median.accumulator(STATE)
+    for number, each in enumerate(updates):
+        grouped.add(each, (("state", number),))
+        if number != 3:
+            expected.add(each)
+    total = grouped.settle(lambda group: group != (("state", 3),))
+    found, wanted = median.aggregate(total, STATE), median.aggregate(expected, STATE)
+    assert all(found[name].equal(wanted[name]) for name in STATE)
+    assert found["w"][0] == 3.0
 
 
 # ---- Runs
