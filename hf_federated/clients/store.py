@@ -35,6 +35,14 @@ def _pack(client_id: str, state: dict[str, Any]) -> bytes:
     return pack({"client_id": client_id, "state": state})
 
 
+def _read_state(path: Path) -> dict[str, Any]:
+    tree = unpack(path.read_bytes())
+    state = tree.get("state") if isinstance(tree, dict) else None
+    if not isinstance(state, dict):
+        raise ValueError("The file is damaged or is not the state of a client. Resume from a checkpoint.")
+    return state
+
+
 class ClientStore(ABC):
     """Storage for the state of every client, by client id."""
 
@@ -127,7 +135,7 @@ class MemoryStore(ClientStore):
 
     def load(self, directory: Path, digests: Mapping[str, str]) -> None:
         files = {client_id: _checked_file(directory, client_id, digest) for client_id, digest in digests.items()}
-        self._states = {client_id: unpack(path.read_bytes())["state"] for client_id, path in files.items()}
+        self._states = {client_id: _read_state(path) for client_id, path in files.items()}
 
 
 class DiskStore(ClientStore):
@@ -165,7 +173,7 @@ class DiskStore(ClientStore):
     def get(self, client_id: str) -> dict[str, Any]:
         path = self.directory / client_file_name(client_id)
         with _name_file_in_errors(path):
-            return unpack(path.read_bytes())["state"] if path.exists() else {}
+            return _read_state(path) if path.exists() else {}
 
     def set(self, client_id: str, state: dict[str, Any]) -> None:
         path = self.directory / client_file_name(client_id)

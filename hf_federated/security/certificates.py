@@ -35,6 +35,7 @@ from .keys import (
     check_rsa_bits,
     fingerprint,
     generate_rsa_key,
+    pem_errors,
     require_cryptography,
 )
 
@@ -171,7 +172,7 @@ def client_fingerprints(folder: str | os.PathLike[str]) -> dict[str, str]:
         pem = path.read_bytes()
         try:
             names = x509.load_pem_x509_certificate(pem).subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-        except ValueError as error:
+        except pem_errors() as error:
             raise ValueError(f"{path} is not a certificate: {error}. Create the certificate again.") from None
         client = str(names[0].value) if names else ""
         if not client or client_certificate(folder, client) != path:
@@ -296,12 +297,13 @@ def _load_authority(folder: Path, days: int) -> tuple[Certificate, RSAPrivateKey
 
     try:
         certificate = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+        public_key = certificate.public_key()
         key = load_pem_private_key((folder / "ca.key").read_bytes(), password=None)
-    except (ValueError, TypeError) as error:
+    except pem_errors() as error:
         raise ValueError(
             f"ca.pem or ca.key in {folder} cannot be read: {error}. Restore the file, or choose another folder."
         ) from None
-    if not isinstance(key, RSAPrivateKey) or key.public_key() != certificate.public_key():
+    if not isinstance(key, RSAPrivateKey) or key.public_key() != public_key:
         raise ValueError(f"ca.key in {folder} is not the key of ca.pem. Restore the matching file.")
     remaining = certificate.not_valid_after_utc - datetime.datetime.now(datetime.timezone.utc)
     # Some minutes of tolerance: a new authority may be created with ca_days equal to days.

@@ -101,6 +101,14 @@ def fingerprint_of(public_key: bytes) -> str:
     return f"sha256:{hashlib.sha256(public_key).hexdigest()}"
 
 
+def pem_errors() -> tuple[type[Exception], ...]:
+    """Errors of `cryptography` for PEM files that are damaged or have an unsupported content."""
+    from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
+
+    return (ValueError, TypeError, UnsupportedAlgorithm, x509.InvalidVersion)
+
+
 def fingerprint(pem: bytes) -> str:
     """
     Return the fingerprint of a party's public key, by which peers recognize the party.
@@ -127,7 +135,7 @@ def fingerprint(pem: bytes) -> str:
             if b"BEGIN CERTIFICATE" in pem
             else load_pem_public_key(pem)
         )
-    except ValueError as error:
+    except pem_errors() as error:
         raise EncryptionError(f"The bytes are neither a certificate nor a public key in PEM: {error}") from None
     if not isinstance(key, RSAPublicKey):
         raise EncryptionError("The key is not an RSA key. An identity needs an RSA key.")
@@ -215,13 +223,12 @@ class Identity:
             EncryptionError: If `pem` is not an RSA private key without a password.
         """
         require_cryptography("Identity")
-        from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
         try:
             key = load_pem_private_key(pem, password=None)
-        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        except pem_errors() as error:
             raise EncryptionError(
                 f"The key of {name!r} is not a private key in PEM without a password: {error}"
             ) from None
