@@ -45,7 +45,7 @@ def attack(folder, federation=None, postprocessors=(), model=None, **arguments):
         {"weight_decay": 0.1, "postprocessors": [ClipUpdate(0.05)]},
         {"optim": "sgd", "learning_rate": 0.1, "weight_decay": 0.1},
     ],
-    ids=str,
+    ids=["adamw", "decay", "decay in bfloat16", "bfloat16", "decay and clipping", "sgd"],
 )
 def test_full_fine_tuning_names_the_exact_vocabulary(tmp_path, settings):
     result = attack(tmp_path, **settings)
