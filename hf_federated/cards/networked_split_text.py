@@ -183,7 +183,9 @@ class NetworkedSplitText(SplitCardText):
         return (
             f"{transfer} The parameters are sent through the server in envelopes. An envelope is encrypted with"
             " AES-256-GCM under a key that is wrapped with RSA for the receiving client, and it is signed by the"
-            " sending client. The server sees the sender, the receiver, the step and the number of bytes. It cannot"
+            " sending client. The server sees the sender, the receiver, the step, the number of bytes, and whether the"
+            " parameters are for all other clients. If a client was removed from the run, the server names it to the"
+            " clients that wait for it. It cannot"
             " read the parameters if each client was given the correct fingerprints of the other clients and no client"
             " colludes with the server."
         )

@@ -24,7 +24,10 @@ def add_server_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = 
         help="id of a client; repeat the option for each client, in the order of the clients",
     )
     parser.add_argument(
-        "--deadline", type=float, metavar="SECONDS", help="for client_batch: how long a step waits for the clients"
+        "--deadline",
+        type=float,
+        metavar="SECONDS",
+        help="how long a step waits for its clients before it continues without them",
     )
     parser.add_argument(
         "--heartbeat-timeout",

@@ -33,6 +33,23 @@ from .parts import Part
 from .wire import Wire
 
 
+class ClientFaultError(ValueError):
+    """
+    Raised if the messages of some clients make a computation for several clients impossible.
+
+    Args:
+        client_ids (`Sequence[str]`): The clients that cause the error.
+        text (`str`): The error, as a clause that names the clients.
+        is_recoverable (`bool`, *optional*, defaults to `True`): Whether the computation can be repeated without these
+            clients.
+    """
+
+    def __init__(self, client_ids: Sequence[str], text: str, is_recoverable: bool = True) -> None:
+        super().__init__(text)
+        self.client_ids = list(client_ids)
+        self.is_recoverable = is_recoverable
+
+
 # Maximum number of graphs and caches per client. If a client exceeds a maximum, its oldest graph or cache is dropped.
 MAX_GRAPHS = 64
 MAX_CACHES = 16
@@ -46,6 +63,15 @@ class _Graph:
     inputs: torch.Tensor
     outputs: torch.Tensor
     sizes: list[tuple[int, int]]
+
+
+@dataclass
+class _BoundaryNorms:
+    """Squared norms of what crossed the cut layers for a client in a step, and its number of target tokens."""
+
+    states: float = 0.0
+    gradients: float = 0.0
+    num_targets: int = 0
 
 
 class BodyServer:
@@ -73,10 +99,11 @@ class BodyServer:
         # Micro-batches whose gradient was not received yet.
         self._graphs: OrderedDict[MicroBatchId, _Graph] = OrderedDict()
         self._caches: OrderedDict[tuple[str, int], DynamicCache] = OrderedDict()
+        self._norms: dict[str, _BoundaryNorms] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy. A copy has no graphs and no caches."""
-        return {**self.__dict__, "_graphs": OrderedDict(), "_caches": OrderedDict(), "num_targets": 0}
+        return {**self.__dict__, "_graphs": OrderedDict(), "_caches": OrderedDict(), "_norms": {}, "num_targets": 0}
 
     def answer(self, blob: bytes) -> bytes:
         """
@@ -161,6 +188,7 @@ class BodyServer:
         with random_numbers, torch.set_grad_enabled(first.grad), _autocast(inputs.device, first.autocast):
             outputs = self.body(inputs, mask, positions, cache, contexts, use_cache=cache is not None).logits
         if first.grad:
+            _check_outputs(messages, _split_by_client(outputs.detach(), sizes))
             self._keep(_Graph(micro_batch_ids, inputs, outputs, sizes))
         return [
             Hidden(*message.micro_batch_id, hidden=self.wire.encode(client_outputs))
@@ -207,16 +235,7 @@ class BodyServer:
         trained = [parameter for parameter in self.body.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(graph.outputs, [graph.inputs, *trained], gradient, allow_unused=True)
         if not _are_finite([tensor for tensor in gradients if tensor is not None]):
-            norms = {
-                message.client_id: float(
-                    client_gradients[graph.micro_batch_ids.index(message.micro_batch_id)].double().norm()
-                )
-                for message in messages
-            }
-            raise ValueError(
-                "The received gradients lead to gradients of the server's blocks that are not finite. The received "
-                f"gradient with the largest norm is from client {max(norms, key=norms.__getitem__)!r}."
-            )
+            raise _overflow_error(graph, client_gradients, _split_by_client(gradients[0], graph.sizes))
         for parameter, parameter_gradient in zip(trained, gradients[1:], strict=True):
             if parameter_gradient is not None:
                 if parameter.grad is None:
@@ -225,6 +244,8 @@ class BodyServer:
                     parameter.grad += parameter_gradient
         self.num_targets += sum(num_targets)
         answers = dict(zip(graph.micro_batch_ids, _split_by_client(gradients[0], graph.sizes), strict=True))
+        for message in messages:
+            self._record_norms(graph, message, gradient, answers[message.micro_batch_id])
         return [
             Gradient(*message.micro_batch_id, gradient=self.wire.encode(answers[message.micro_batch_id]))
             for message in messages
@@ -237,6 +258,51 @@ class BodyServer:
                 if parameter.grad is not None:
                     parameter.grad /= self.num_targets
         self.num_targets = 0
+
+    def size_of_states(self, message: Forward) -> float:
+        """Return the root mean square of a client's hidden states."""
+        states = self._decode(message, message.hidden, message.batch_size)
+        return _norm(states) / states.numel() ** 0.5
+
+    def sensitivity(self, message: Backward) -> float:
+        """
+        Return the change of the loss per target token if the hidden states behind the body change by their own size.
+
+        The number is the norm of the gradient times the norm of the hidden states, divided by the target tokens. It
+        does not depend on the scale of the hidden states. It is an upper bound to first order.
+
+        Args:
+            message ([`~split.messages.Backward`]): The gradient of a micro-batch that waits for its gradient.
+        """
+        graph = self._graph(message)
+        index = graph.micro_batch_ids.index(message.micro_batch_id)
+        states = _split_by_client(graph.outputs.detach(), graph.sizes)[index]
+        gradient = self._decode_gradient(graph, message)
+        return _norm(gradient) * _norm(states) / max(message.num_targets or 1, 1)
+
+    def take_boundary_scale(self, client_id: str) -> float:
+        """
+        Return the scale of the squared norm of a client's parameter gradients, and forget the step of the client.
+
+        The gradient of a weight is a product of gradients and states, and those at the cut layers have the scale of
+        those inside the client's blocks. The scale is the product of their squared norms since the last call.
+
+        Args:
+            client_id (`str`): The client.
+        """
+        norms = self._norms.pop(client_id, _BoundaryNorms())
+        return norms.gradients / max(norms.num_targets, 1) ** 2 * norms.states
+
+    def _record_norms(self, graph: _Graph, message: Backward, received: torch.Tensor, answered: torch.Tensor) -> None:
+        index = graph.micro_batch_ids.index(message.micro_batch_id)
+        norms = self._norms.setdefault(message.client_id, _BoundaryNorms())
+        outputs, inputs, gradient = (
+            _split_by_client(tensor.detach(), graph.sizes)[index] for tensor in (graph.outputs, graph.inputs, received)
+        )
+        # Blocks normalize the hidden states. A normalized state has the squared norm of its number of values.
+        norms.states += _norm(inputs) ** 2 + _norm(outputs) ** 2 + outputs.numel()
+        norms.gradients += _norm(gradient) ** 2 + _norm(answered) ** 2
+        norms.num_targets += message.num_targets or 0
 
     def check_forward(self, message: Forward) -> None:
         """
@@ -324,7 +390,9 @@ class BodyServer:
             runner.check(AttentionInputs(message.mask, positions, message.context_lengths))
 
     def drop_micro_batches(self, client_ids: Collection[str]) -> None:
-        """Drop the graphs of clients' micro-batches that wait for a gradient."""
+        """Drop what clients sent in a step: the graphs of micro-batches that wait for a gradient, and norms."""
+        for client_id in client_ids:
+            self._norms.pop(client_id, None)
         for graph in list(self._graphs.values()):
             if any(client_id in client_ids for client_id, _, _ in graph.micro_batch_ids):
                 self._drop(graph)
@@ -370,6 +438,47 @@ class BodyServer:
                 "sequences. Generate from the beginning."
             )
         return cache
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    # The squares of float32 values overflow above 1e19.
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+def _overflow_error(
+    graph: _Graph, received: Sequence[torch.Tensor], answers: Sequence[torch.Tensor]
+) -> ClientFaultError:
+    """Name the clients whose hidden states or gradients lead to gradients that are not finite."""
+    client_ids = [client_id for client_id, _, _ in graph.micro_batch_ids]
+    faulty = [
+        client_id for client_id, answer in zip(client_ids, answers, strict=True) if not bool(answer.isfinite().all())
+    ]
+    if not faulty or len(faulty) == len(client_ids):
+        norms = [_norm(gradient) for gradient in received]
+        faulty = [client_ids[norms.index(max(norms))]]
+    return ClientFaultError(
+        faulty,
+        "The received gradients lead to gradients of the server's blocks that are not finite. They are from client "
+        f"{', '.join(map(repr, faulty))}.",
+        is_recoverable=False,
+    )
+
+
+def _check_outputs(messages: Sequence[Forward], outputs: Sequence[torch.Tensor]) -> None:
+    """
+    Reject the clients of a server batch whose hidden states overflow in the body.
+
+    A gradient of zero times NaN is NaN, so the graph of the batch would be of no use to the other clients.
+    """
+    if len(messages) > 1 and not _are_finite(outputs):
+        faulty = [
+            message.client_id
+            for message, states in zip(messages, outputs, strict=True)
+            if not bool(states.isfinite().all())
+        ]
+        raise ClientFaultError(
+            faulty, f"the hidden states of client {', '.join(map(repr, faulty))} overflow in the server's blocks"
+        )
 
 
 def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:

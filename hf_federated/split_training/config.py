@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from peft import PeftConfig
 from transformers import PretrainedConfig, TrainingArguments
 
-from ..config import SavedConfig
+from ..config import SavedConfig, ShareOrCount
 from ..messages.quantization import TRAVEL_DTYPES
 
 
@@ -91,6 +92,9 @@ class SplitConfig(SavedConfig):
             server.
         rotate_keys_every (`int`, *optional*, defaults to `100`): Number of optimizer steps of a client after which its
             encryption keys are replaced.
+        min_clients (`int` or `float`, *optional*, defaults to `1`): Number of clients, or their share as a float, with
+            which a networked run continues after other clients failed. The steps of a failed client are skipped. With
+            `1.0` the run ends when a client fails, and can be resumed with all clients.
         split_seed (`int`, *optional*): Seed of the random numbers that the parties draw, such as dropout. Defaults to
             `seed` of the training arguments. The order of the examples follows from `data_seed` or `seed`, as in
             `Trainer`.
@@ -130,6 +134,9 @@ class SplitConfig(SavedConfig):
         default=False, metadata={"help": "Encrypt the messages between client and server (extra: split)."}
     )
     rotate_keys_every: int = field(default=100, metadata={"help": "Steps of a client between key rotations."})
+    min_clients: ShareOrCount = field(
+        default=1, metadata={"help": "Clients, or their share, with which a networked run continues if others fail."}
+    )
     split_seed: int | None = field(
         default=None, metadata={"help": "Seed of the random numbers of the parties, such as dropout (default: seed)."}
     )
@@ -148,6 +155,14 @@ class SplitConfig(SavedConfig):
             raise ValueError(
                 f"`steps_per_turn` applies to strategy='serial' only, not to {self.strategy!r}. Leave it out."
             )
+        share_or_count = self.min_clients
+        if not (type(share_or_count) is int and share_or_count >= 1) and not (
+            type(share_or_count) is float and 0 < share_or_count <= 1
+        ):
+            raise ValueError(
+                f"min_clients={share_or_count!r}, but it must be a number of clients (2) or a share (0.5) of at most "
+                "1.0."
+            )
         if type(self.head_blocks) is not int or self.head_blocks < 0:
             raise ValueError(f"head_blocks={self.head_blocks!r}, but it must be a number of blocks, at least 0.")
         if type(self.tail_blocks) is not int or self.tail_blocks < 1:
@@ -158,6 +173,22 @@ class SplitConfig(SavedConfig):
     def resolve_seed(self, args: TrainingArguments) -> int:
         """Return the seed of the parties' random numbers: `split_seed`, or `seed` of the training arguments."""
         return args.seed if self.split_seed is None else self.split_seed
+
+    def resolve_min_clients(self, num_clients: int) -> int:
+        """
+        Return the number of clients with which a run of `num_clients` continues.
+
+        Raises:
+            ValueError: If `min_clients` is larger than the number of clients.
+        """
+        if isinstance(self.min_clients, float):
+            return max(math.ceil(self.min_clients * num_clients), 1)
+        if self.min_clients > num_clients:
+            raise ValueError(
+                f"min_clients={self.min_clients}, but the run has {num_clients} clients. Set it to at most "
+                f"{num_clients}."
+            )
+        return self.min_clients
 
     @property
     def hands_over(self) -> bool:

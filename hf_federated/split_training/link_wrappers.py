@@ -9,7 +9,7 @@ from ..messages.serialization import packed_kind
 from ..security.encrypted_link import EncryptedLink, EncryptedServer, ServerConnection
 from ..security.encrypted_session import ClientSession, Identity, ServerSession
 from ..split.boundary import Link
-from .messages import LateReply
+from .messages import LateReply, PeerRemovedReply
 
 
 # Arguments: client id, bytes sent, bytes received.
@@ -108,6 +108,10 @@ class LateError(RuntimeError):
     """Raised when the deadline of a step passed and the step continues without this client."""
 
 
+class PeerRemovedError(RuntimeError):
+    """Raised when the other client of a request was removed from the run."""
+
+
 class RunLink:
     """
     A client's link to the server of a networked run, for hidden states, gradients and control messages.
@@ -125,10 +129,14 @@ class RunLink:
 
         Raises:
             LateError: If the step continues without this client.
+            PeerRemovedError: If the other client of the request was removed from the run.
         """
         answer = self.link.exchange(blob)
-        if packed_kind(answer) == LateReply.kind:
-            raise LateError("The deadline of the step passed, and the step continues without this client.")
+        kind = packed_kind(answer)
+        if kind == LateReply.kind:
+            raise LateError("The step continues without this client.")
+        if kind == PeerRemovedReply.kind:
+            raise PeerRemovedError(f"Client {PeerRemovedReply.from_bytes(answer).peer!r} was removed from the run.")
         return answer
 
     def end_step(self) -> None:

@@ -41,7 +41,7 @@ class ControlMessage(Serializable):
 
 
 # A field has the same type in all messages.
-_STRING_FIELDS = {"client_id", "digest", "recipient", "sender"}
+_STRING_FIELDS = {"client_id", "digest", "peer", "recipient", "sender"}
 _COUNT_FIELDS = {"step", "num_steps", "num_rows", "num_batches", "resume_step"}
 _BYTE_FIELDS = {"introduction", "sealed"}
 
@@ -53,6 +53,10 @@ def _is_valid_field(name: str, value: Any) -> bool:
         return type(value) is int and value >= 0
     if name in _BYTE_FIELDS:
         return isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 1
+    if name == "is_broadcast":
+        return isinstance(value, bool)
+    if name == "recipients":
+        return isinstance(value, list) and all(type(item) is str for item in value)
     if name == "checkpoints":
         return isinstance(value, list) and all(type(item) is int and item > 0 for item in value)
     if name == "steps_of":
@@ -181,6 +185,8 @@ class SendEnvelope(ControlMessage):
         step (`int`): Number of optimizer steps so far.
         recipient (`str`): The client that can decrypt the message.
         sealed (`torch.Tensor`): The encrypted message; uint8 of shape `(num_bytes,)`.
+        is_broadcast (`bool`): Whether the client sends the same parameters to all other clients. The server delivers
+            them after the last of them has arrived.
     """
 
     kind: ClassVar[str] = "split_send"
@@ -188,6 +194,7 @@ class SendEnvelope(ControlMessage):
     step: int
     recipient: str
     sealed: torch.Tensor
+    is_broadcast: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,7 +229,8 @@ class FetchEnvelopeReply(ControlMessage):
 
     Args:
         step (`int`): Number of optimizer steps so far.
-        sender (`str`): The client that sent the message.
+        sender (`str`): The client that sent the message. If the requested sender was removed from the run, this is the
+            client that trained before it. The client itself if no other client has newer parameters.
         sealed (`torch.Tensor`): The encrypted message; uint8 of shape `(num_bytes,)`.
     """
 
@@ -231,6 +239,40 @@ class FetchEnvelopeReply(ControlMessage):
     step: int
     sender: str
     sealed: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PeerRemovedReply(ControlMessage):
+    """
+    Server to client: the other client of the request was removed from the run.
+
+    Args:
+        step (`int`): Step of the request.
+        peer (`str`): The removed client.
+    """
+
+    kind: ClassVar[str] = "split_removed"
+
+    step: int
+    peer: str
+
+
+@dataclass(frozen=True)
+class ResendReply(ControlMessage):
+    """
+    Server to client: send the parameters to other clients, and then send the request again.
+
+    The clients need the parameters because the client that trained afterwards was removed from the run.
+
+    Args:
+        step (`int`): Number of optimizer steps so far.
+        recipients (`list[str]`): The clients that need the parameters.
+    """
+
+    kind: ClassVar[str] = "split_resend"
+
+    step: int
+    recipients: list[str]
 
 
 @dataclass(frozen=True)

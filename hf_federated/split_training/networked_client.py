@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..aggregation import WeightedMean
 from ..messages.ledger import Ledger
+from ..messages.serialization import packed_kind
 from ..security.encrypted_link import EncryptedLink
 from ..security.peer_envelopes import PeerEnvelopes
 from ..split.model import SplitModel
 from ..utils.random import derived_seed, isolated_rng, seed_generators
+from .averaging import InvalidPartsError, PartAverage, change_limit, change_norm, check_handover
 from .checks import check_networked_evaluation, check_same_run
 from .config import SplitConfig, run_digest
 from .in_process import ClientParty, TrainClient
-from .link_wrappers import LateError, RunLink, with_byte_counting
+from .link_wrappers import LateError, PeerRemovedError, RunLink, with_byte_counting
 from .messages import (
     BeginStep,
     BeginStepReply,
@@ -30,12 +31,13 @@ from .messages import (
     Join,
     JoinReply,
     PartParameters,
+    ResendReply,
     SendEnvelope,
     SendEnvelopeReply,
     as_bytes,
     as_tensor,
 )
-from .optimization import JointOptimizer, Party, averaging_weights
+from .optimization import JointOptimizer, Party
 from .saving import SplitSavingMixin, check_checkpoint, resumable_checkpoints
 from .step_plan import StepPlan, count_steps
 
@@ -54,6 +56,7 @@ class NetworkedFederation:
         ledger ([`Ledger`]): Records the transferred bytes, by optimizer step.
         envelopes ([`~hf_federated.security.peer_envelopes.PeerEnvelopes`], *optional*): Encrypts parameters for other
             clients. Not needed in a run with a single client.
+        examples_per_step (`int`): Number of examples of a client in an optimizer step, at most.
 
     Attributes:
         num_late (`int`): Number of steps that continued without this client after a deadline.
@@ -66,12 +69,14 @@ class NetworkedFederation:
         seed: int,
         ledger: Ledger,
         envelopes: PeerEnvelopes | None,
+        examples_per_step: int,
     ) -> None:
         self.model = model
         self.config = config
         self.seed = seed
         self.ledger = ledger
         self.envelopes = envelopes
+        self.examples_per_step = examples_per_step
         self.client_id = model.boundary.client_id
         self.step = 0
         self.max_steps = 0
@@ -89,6 +94,8 @@ class NetworkedFederation:
         self._recent_losses: list[torch.Tensor] = []
         self._all_losses: list[float] = []
         self._averaged_at = -1
+        self._is_late = False
+        self._period_start: Mapping[str, torch.Tensor] = {}
         self._is_finished = False
         self._has_left = False
 
@@ -193,6 +200,7 @@ class NetworkedFederation:
 
     def _skip_step(self) -> None:
         self.num_late += 1
+        self._is_late = True
         self.client.zero_grad()
 
     def shared_norm(self, squared_norm: float) -> float | None:
@@ -213,12 +221,34 @@ class NetworkedFederation:
             return None
         return reply.norm
 
+    def _request_or_send_parts(self, message: Any, answer: type[Any]) -> Any:
+        """Send a request that waits for other clients, and send them this client's parts if they need them."""
+        while True:
+            blob = self._link.exchange(message.to_bytes())
+            if packed_kind(blob) != ResendReply.kind:
+                return answer.from_bytes(blob)
+            request = ResendReply.from_bytes(blob)
+            for recipient in request.recipients:
+                self._send_parameters(recipient, self.client.state(), request.step)
+
     def _receive_parts(self) -> None:
         """If `hands_over` is set, load the parts of the previous client."""
         if self.config.hands_over and self.step > 0:
             (previous,) = self._participants(self.step - 1)
             if previous != self.client_id:
-                self.client.load(self._fetch_parameters(previous).state)
+                self._load_parts(previous)
+
+    def _load_parts(self, sender: str) -> None:
+        """Load the parts of a client, or of the client that trained before it if it was removed from the run."""
+        try:
+            message = self._fetch_parameters(sender)
+            if message is None:
+                return
+            check_handover(message, self.client.state())
+        except InvalidPartsError as error:
+            logger.warning(f"{error} This client continues with its own parts.")
+            return
+        self.client.load(message.state)
 
     def send_parts(self) -> None:
         """If `hands_over` is set, send the parts to the client that continues."""
@@ -231,9 +261,10 @@ class NetworkedFederation:
     def end_step(self, num_steps: int) -> None:
         """Send or average the parts if the turn or the averaging period ends."""
         self.step = num_steps
-        if self.client_id not in self._participants(num_steps - 1):
+        if self._is_late or self.client_id not in self._participants(num_steps - 1):
             # Wait for the step. The client then evaluates and saves the server's body of this step.
-            self._link.request(BeginStep(self.client_id, num_steps, 0, 0), BeginStepReply)
+            self._is_late = False
+            self._request_or_send_parts(BeginStep(self.client_id, num_steps, 0, 0), BeginStepReply)
         average_every = self.config.average_every
         if average_every is not None and num_steps % average_every == 0:
             self.average()
@@ -245,26 +276,80 @@ class NetworkedFederation:
         """
         Replace all clients' parts by their mean, weighted by the number of examples.
 
-        The first client computes the mean. The server must not receive the parts of single clients.
+        The first client that is still in the run computes the mean. The server must not receive the parts of single
+        clients.
         """
+        for leader in self.client_ids:
+            if leader == self.client_id:
+                self._average_as_leader()
+                break
+            try:
+                self._send_parameters(leader, self.client.state(), raise_if_removed=True)
+                message = self._fetch_parameters(leader)
+                if message is not None:
+                    self._check_mean(message.state, leader)
+                    self.client.load(message.state)
+            except PeerRemovedError:
+                continue
+            except InvalidPartsError as error:
+                logger.warning(f"{error} This client continues with its own parts.")
+            break
         self._averaged_at = self.step
-        first = self.client_ids[0]
-        if self.client_id != first:
-            self._send_parameters(first, self.client.state())
-            self.client.load(self._fetch_parameters(first).state)
-        else:
-            messages = [PartParameters(first, self.step, self.client.num_examples, self.client.state())]
-            messages += [self._fetch_parameters(client_id) for client_id in self.client_ids[1:]]
-            states = {message.client_id: message.state for message in messages}
-            weights = averaging_weights({message.client_id: message.num_rows for message in messages})
-            mean = WeightedMean()
-            for client_id, weight in weights.items():
-                mean.add(states[client_id], weight)
-            state = mean.finalize()
-            for client_id in self.client_ids[1:]:
-                self._send_parameters(client_id, state)
-            self.client.load(state)
         self.client.num_examples = 0
+        self.start_period()
+
+    def start_period(self) -> None:
+        """
+        Keep the parameters at the start of an averaging period, which are equal for all clients.
+
+        After a resume within a period they are not known, and the changes of the period are not checked.
+        """
+        average_every = self.config.average_every
+        is_start = (
+            not self.step or self._averaged_at == self.step or bool(average_every and not self.step % average_every)
+        )
+        if is_start and not self.config.hands_over and len(self.client_ids) > 1:
+            self._period_start = {name: value.clone() for name, value in self.client.state().items()}
+        else:
+            self._period_start = {}
+
+    def _check_mean(self, mean: Mapping[str, torch.Tensor], leader: str) -> None:
+        """Reject a mean that changed much more than the parameters of this client."""
+        if not self._period_start:
+            return
+        change = change_norm(mean, self._period_start)
+        limit = change_limit(change_norm(self.client.state(), self._period_start))
+        if limit is not None and not change <= limit:
+            raise InvalidPartsError(
+                f"The average of client {leader!r} changed the parameters by {change:.3g} at step {self.step}, but at "
+                f"most {limit:.3g} is expected from the change on this client."
+            )
+
+    def _max_examples(self) -> int:
+        """Number of examples that a client can have trained in the averaging period."""
+        average_every = self.config.average_every
+        num_steps = self.step if average_every is None else (self.step - 1) % average_every + 1
+        return num_steps * self.examples_per_step
+
+    def _average_as_leader(self) -> None:
+        own = PartParameters(self.client_id, self.step, self.client.num_examples, self.client.state())
+        average = PartAverage(self._period_start, self._max_examples(), own)
+        for client_id in self.client_ids:
+            if client_id != self.client_id:
+                try:
+                    message = self._fetch_parameters(client_id)
+                except PeerRemovedError:
+                    continue
+                except InvalidPartsError as error:
+                    logger.warning(f"{error} The average is computed without this client.")
+                    continue
+                if message is not None:
+                    average.add(message)
+        state = average.finalize(self.client_ids)
+        for client_id in self.client_ids:
+            if client_id != self.client_id:
+                self._send_parameters(client_id, state, is_broadcast=True)
+        self.client.load(state)
 
     def finish(self) -> None:
         """Give all clients the parts of the last client, or the mean of all parts, after the last step."""
@@ -279,9 +364,9 @@ class NetworkedFederation:
             if last_client == self.client_id:
                 for client_id in self.client_ids:
                     if client_id != last_client:
-                        self._send_parameters(client_id, self.client.state())
+                        self._send_parameters(client_id, self.client.state(), is_broadcast=True)
             else:
-                self.client.load(self._fetch_parameters(last_client).state)
+                self._load_parts(last_client)
 
     def leave(self) -> None:
         """Report to the server that this client has finished. A report before the last step ends the run for all."""
@@ -297,24 +382,45 @@ class NetworkedFederation:
             )
         return self.envelopes
 
-    def _send_parameters(self, recipient: str, state: Mapping[str, torch.Tensor]) -> None:
-        payload = PartParameters(self.client_id, self.step, self.client.num_examples, dict(state)).to_bytes()
-        encrypted = self._require_envelopes().seal(recipient, f"step {self.step}", payload)
-        self._link.request(SendEnvelope(self.client_id, self.step, recipient, as_tensor(encrypted)), SendEnvelopeReply)
+    def _send_parameters(
+        self,
+        recipient: str,
+        state: Mapping[str, torch.Tensor],
+        step: int | None = None,
+        is_broadcast: bool = False,
+        raise_if_removed: bool = False,
+    ) -> None:
+        step = self.step if step is None else step
+        payload = PartParameters(self.client_id, step, self.client.num_examples, dict(state)).to_bytes()
+        encrypted = self._require_envelopes().seal(recipient, f"step {step}", payload)
+        message = SendEnvelope(self.client_id, step, recipient, as_tensor(encrypted), is_broadcast)
+        try:
+            self._link.request(message, SendEnvelopeReply)
+        except PeerRemovedError:
+            if raise_if_removed:
+                raise
 
-    def _fetch_parameters(self, sender: str) -> PartParameters:
-        reply: FetchEnvelopeReply = self._link.request(
+    def _fetch_parameters(self, sender: str) -> PartParameters | None:
+        """Return the parameters of a client, or `None` if no other client has newer parameters than this client."""
+        reply: FetchEnvelopeReply = self._request_or_send_parts(
             FetchEnvelope(self.client_id, self.step, sender), FetchEnvelopeReply
         )
-        payload = self._require_envelopes().open(sender, f"step {self.step}", as_bytes(reply.sealed))
-        message = PartParameters.from_bytes(payload)
-        if message.client_id != sender:
-            raise ValueError(
-                f"The envelope of client {sender!r} holds parameters that claim to be from client "
-                f"{message.client_id!r}. Restart the run without client {sender!r}."
-            )
-        # A mean would broadcast a parameter with a wrong shape.
-        self.client.check(message.state, f"the message of client {sender!r}")
+        if reply.sender == self.client_id and self.config.hands_over:
+            return None
+        if reply.sender != sender and not self.config.hands_over:
+            raise ValueError(f"The server sent the parameters of {reply.sender!r} instead of {sender!r}.")
+        try:
+            payload = self._require_envelopes().open(reply.sender, f"step {self.step}", as_bytes(reply.sealed))
+            message = PartParameters.from_bytes(payload)
+            if message.client_id != reply.sender:
+                raise ValueError(
+                    f"The envelope of client {reply.sender!r} holds parameters that claim to be from client "
+                    f"{message.client_id!r}."
+                )
+            # A mean would broadcast a parameter with a wrong shape.
+            self.client.check(message.state, f"the message of client {reply.sender!r}")
+        except ValueError as error:
+            raise InvalidPartsError(f"The parameters of client {reply.sender!r} were refused: {error}") from error
         return message
 
     def facts(self) -> dict[str, Any]:
@@ -381,7 +487,12 @@ class NetworkedClientMixin(SplitSavingMixin):
             num_examples, args.train_batch_size, args.gradient_accumulation_steps, args.dataloader_drop_last
         )
         self._networked = NetworkedFederation(
-            self.model, self.split, self.split.resolve_seed(args), self.ledger, self._envelopes
+            self.model,
+            self.split,
+            self.split.resolve_seed(args),
+            self.ledger,
+            self._envelopes,
+            args.train_batch_size * args.gradient_accumulation_steps,
         )
         digest = run_digest(self.model.config, self.split, args, self.model.adapter_config)
         step = self._networked.join(digest, num_steps, list(paths))

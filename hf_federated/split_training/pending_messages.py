@@ -2,7 +2,6 @@
 
 - [`StepProgress`]: The micro-batches that each client announced for a step, and which of them arrived.
 - [`RequestBatch`]: Requests of several clients that the server answers together.
-- [`EnvelopeStore`]: Encrypted messages between clients until their recipients fetch them.
 
 For each micro-batch a client sends hidden states and then their gradient. After the last micro-batch it ends the
 step. The server rejects any other order at once. With `"client_batch"` all clients would otherwise wait for a client
@@ -12,11 +11,11 @@ that skips a micro-batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..split.messages import Backward, Forward
-from .messages import BeginStep, EndStep, FetchEnvelope, SendEnvelope
+from .messages import BeginStep, EndStep
 
 
 # Answers the requests of several clients, in their order.
@@ -122,95 +121,39 @@ class RequestBatch:
     Attributes:
         started_at (`float`): Time from which the deadline counts, in seconds of `time.monotonic()`.
         messages (`dict[str, Any]`): The requests, by client id.
-        is_answered (`bool`): Whether the handler returned the answers or raised a `ValueError`.
+        is_running (`bool`): Whether a thread computes the answers.
+        is_answered (`bool`): Whether the answers or an error are set.
     """
 
     def __init__(self) -> None:
         self.started_at = time.monotonic()
         self.messages: dict[str, Any] = {}
+        self.is_running = False
         self.is_answered = False
         self._answers: dict[str, Any] = {}
         self._error: str | None = None
 
-    def answer_all(self, messages: Sequence[Any], handler: BatchHandler) -> None:
-        """
-        Answer the requests, or keep the message of a `ValueError` for the clients.
-
-        Args:
-            messages (`Sequence[Any]`): The requests.
-            handler (`Callable`): Returns one answer per request, in the same order.
-
-        Raises:
-            Exception: If the handler raises an exception other than `ValueError`.
-        """
-        try:
-            replies = handler(messages)
-        except ValueError as error:
-            self._error = str(error)
-        else:
-            self._answers = {message.client_id: reply for message, reply in zip(messages, replies, strict=True)}
+    def set_answers(self, answers: Mapping[str, Any]) -> None:
+        """Set the answers, by client id."""
+        self._answers = dict(answers)
         self.is_answered = True
+
+    def set_error(self, error: ValueError) -> None:
+        """Set an error as the answer to all clients."""
+        self._error = str(error)
+        self.is_answered = True
+
+    def includes(self, client_id: str) -> bool:
+        """Whether the batch has an answer to the request of a client. It has none if the client was removed."""
+        return self._error is not None or client_id in self._answers
 
     def answer_to(self, client_id: str) -> Any:
         """
         Return the answer to the request of a client.
 
         Raises:
-            ValueError: If the handler raised a `ValueError`. The text is the same.
+            ValueError: If an error was set. The text is the same.
         """
         if self._error is not None:
             raise ValueError(self._error)
         return self._answers[client_id]
-
-
-class EnvelopeStore:
-    """
-    Encrypted messages between clients, at most one per pair of sender and recipient.
-
-    Args:
-        client_ids (`Sequence[str]`): The clients of the run.
-
-    Attributes:
-        waiting_clients (`set[str]`): Clients that wait for a message.
-    """
-
-    def __init__(self, client_ids: Sequence[str]) -> None:
-        self.waiting_clients: set[str] = set()
-        self._client_ids = client_ids
-        self._envelopes: dict[tuple[str, str, int], Any] = {}
-
-    def put(self, message: SendEnvelope) -> None:
-        """
-        Store a message.
-
-        Raises:
-            ValueError: If the recipient is not a client of the run, or a message of the same sender and recipient is
-                stored.
-        """
-        sender, recipient = message.client_id, message.recipient
-        if recipient not in self._client_ids:
-            raise ValueError(f"Client {sender!r} sent a message to {recipient!r}, which is not a client of this run.")
-        if any(key[:2] == (sender, recipient) for key in self._envelopes):
-            raise ValueError(f"Client {recipient!r} did not fetch the previous message of client {sender!r} yet.")
-        self._envelopes[sender, recipient, message.step] = message.sealed
-
-    def check_fetch(self, message: FetchEnvelope) -> None:
-        """
-        Reject a request for a message that no client sends.
-
-        Raises:
-            ValueError: If the sender is not a client of the run, or is the client itself.
-        """
-        if message.sender not in self._client_ids or message.sender == message.client_id:
-            raise ValueError(
-                f"Client {message.client_id!r} requested a message of {message.sender!r}, which is not another client "
-                "of this run."
-            )
-
-    def has(self, message: FetchEnvelope) -> bool:
-        """Whether the message has arrived."""
-        return (message.sender, message.client_id, message.step) in self._envelopes
-
-    def take(self, message: FetchEnvelope) -> Any:
-        """Remove and return the message."""
-        return self._envelopes.pop((message.sender, message.client_id, message.step))

@@ -109,6 +109,24 @@ class ServerModel:
                 f"strategy='client_batch' all clients must send training=True and autocast={autocast}."
             )
 
+    def discard(self, client_ids: Sequence[str]) -> None:
+        """
+        Drop what clients sent for a step that they do not take.
+
+        If no other client uses a body, the gradients of the body are dropped. The gradients of a shared body keep the
+        contribution of these clients.
+
+        Args:
+            client_ids (`Sequence[str]`): The clients.
+        """
+        used = {name for client_id, name in self._party_names.items() if client_id not in client_ids}
+        for client_id in client_ids:
+            server, name = self.body_servers[client_id], self._party_names[client_id]
+            server.drop_micro_batches([client_id])
+            if name not in used:
+                self.parties[name].zero_grad()
+                server.num_targets = 0
+
     def train_step(
         self, step: int, squared_norms: Mapping[str, float], num_examples: Mapping[str, int]
     ) -> dict[str, float]:

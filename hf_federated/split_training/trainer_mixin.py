@@ -330,6 +330,8 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
                 self._networked.send_parts()
                 if self.state.global_step >= self.state.max_steps:
                     self._networked.finish()
+        if self._networked is not None:
+            self._networked.start_period()
 
     def _check_averaging_period(self) -> None:
         """Warn if most averages include the parts of a single client only."""

@@ -17,6 +17,8 @@ from hf_federated.split_training.messages import (
     EndStepReply,
     FetchEnvelopeReply,
     JoinReply,
+    PeerRemovedReply,
+    ResendReply,
     SendEnvelopeReply,
 )
 
@@ -102,6 +104,9 @@ def test_card_mentions_every_field_of_control_messages(tmp_path):
         "recipient": "sees the sender, the receiver",
         "sender": "sees the sender",
         "sealed": "in envelopes",
+        "is_broadcast": "whether the parameters are for all other clients",
+        "peer": "the server names it to the clients that wait for it",
+        "recipients": "sees the sender, the receiver",
     }
     kinds = [
         *CONTROL_MESSAGES.values(),
@@ -110,6 +115,8 @@ def test_card_mentions_every_field_of_control_messages(tmp_path):
         EndStepReply,
         SendEnvelopeReply,
         FetchEnvelopeReply,
+        PeerRemovedReply,
+        ResendReply,
     ]
     assert words.keys() == {item.name for kind in kinds for item in dataclasses.fields(kind)}
     assert not [name for name, phrase in words.items() if phrase not in left]

@@ -86,7 +86,9 @@ def test_networked_run_draws_identical_random_numbers(tmp_path):
 @pytest.mark.parametrize("strategy", ["serial", pytest.param("client_batch", marks=pytest.mark.slow), STRATEGIES[2]])
 def test_resume_after_kill_gives_identical_weights(strategy, tmp_path):
     # An averaging period includes examples from before and after a checkpoint.
-    clients, split = clients_of(6, 5), SplitConfig(strategy, average_every=None if strategy == "serial" else 3)
+    # The run ends if a client fails, so that all parties resume.
+    period = None if strategy == "serial" else 3
+    clients, split = clients_of(6, 5), SplitConfig(strategy, average_every=period, min_clients=1.0)
     changes = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2}
     whole = Run(tmp_path / "whole", clients, split, LORA, **changes)
     whole.train()
@@ -141,7 +143,7 @@ def test_client_logs_losses_of_its_own_steps(tmp_path):
 
 def test_waiting_client_saves_checkpoints_with_the_training_client(tmp_path):
     changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
-    run = Run(tmp_path, clients_of(10, 2), config_of("serial"), LORA, **changes)
+    run = Run(tmp_path, clients_of(10, 2), config_of("serial", min_clients=1.0), LORA, **changes)
     trainer = run.trainers["client 0"]
     step = trainer.training_step
 
@@ -169,7 +171,7 @@ class StopAfter(TrainerCallback):
 
 @pytest.mark.parametrize("strategy", ["serial", "client_batch"])
 def test_client_that_stops_early_ends_run_and_is_named(strategy, tmp_path):
-    run = Run(tmp_path, clients_of(8, 8), SplitConfig(strategy=strategy), LORA)
+    run = Run(tmp_path, clients_of(8, 8), SplitConfig(strategy=strategy, min_clients=1.0), LORA)
     run.trainers["client 1"].add_callback(StopAfter(3))
     run.train()
     assert list(run.errors) == ["client 0"] and run.trainers["client 1"].state.global_step == 3
@@ -355,8 +357,8 @@ def test_networked_client_rejects_arguments_for_other_clients(tmp_path):
         split_trainer(tmp_path, clients_of(2, 2), model=model)
     with pytest.raises(ValueError, match="Set resume_from_checkpoint to True or leave it out"):
         run.trainers["client 0"].train(resume_from_checkpoint="checkpoint-3")
-    with pytest.raises(ValueError, match="deadline requires strategy='client_batch'"):
-        Run(tmp_path, {"a": rows_of(0)}, config_of("serial"), deadline=1.0)
+    with pytest.raises(ValueError, match="min_clients=2, but the run has 1 clients"):
+        Run(tmp_path, {"a": rows_of(0)}, SplitConfig(min_clients=2))
     single_client_run = Run(tmp_path, {"a": rows_of(0)}, config_of("serial"))
     single_client_run.trainers["a"]._envelopes = None
     single_client_run.train()

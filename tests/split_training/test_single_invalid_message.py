@@ -17,7 +17,7 @@ from split_runs import LORA, STRATEGIES, clients_of
 
 from hf_federated import SplitConfig
 from hf_federated.split.messages import Backward, Forward
-from hf_federated.split_training import RunFailedError
+from hf_federated.split_training import StepPlan
 from hf_federated.split_training.messages import (
     BeginStep,
     EndStep,
@@ -48,7 +48,8 @@ def train_with_replaced_messages(tmp_path, strategy, replace, clients=2, **chang
     def links(server, client_id):
         return ReplacingLink(server, client_id, replace)
 
-    split = SplitConfig(strategy=strategy, steps_per_turn=1 if strategy == "serial" else None)
+    # The run ends if a client fails, so that the errors of the other clients show the reason.
+    split = SplitConfig(strategy=strategy, steps_per_turn=1 if strategy == "serial" else None, min_clients=1.0)
     run = Run(tmp_path, clients_of(*[4] * clients), split, LORA, links=links, **changes)
     run.train()
     return run
@@ -124,17 +125,18 @@ def test_client_with_overflowing_gradients_is_named_to_all_clients(disconnects_a
         blob = dataclasses.replace(message, gradient=huge).to_bytes()
         if not disconnects_at_once:
             return server.answer("client 1", blob)
-        while "client 0" not in server._batches.get(("backward", 0), RequestBatch()).messages:
+        while "client 0" not in server._steps._batches.get(("backward", 0), RequestBatch()).messages:
             time.sleep(0.01)
         # With the lock held, no other thread continues before client 1 is disconnected.
-        with server._condition:
+        with server.state.condition:
             try:
                 return server.answer("client 1", blob)
             finally:
                 server.client_lost("client 1")
 
     run = train_with_replaced_messages(tmp_path, "client_batch", send_huge_gradient)
-    assert "largest norm is from client 'client 1'" in str(run.errors["client 0"])
+    assert "sent gradients of step 0 of size" in str(run.errors["client 0"])
+    assert "client 'client 1'" in str(run.errors["client 0"])
 
 
 def test_answered_message_cannot_be_sent_again(tmp_path):
@@ -194,7 +196,7 @@ def test_pending_message_cannot_be_sent_again(tmp_path):
     def hold(server, message):
         # Client 1 sends its message again while its first message waits for client 0.
         def send_again():
-            while ("step", 0) not in server._batches:
+            while ("step", 0) not in server._steps._batches:
                 time.sleep(0.001)
             try:
                 server.answer("client 1", message.to_bytes())
@@ -224,7 +226,9 @@ def test_run_ends_if_all_clients_wait_at_the_deadline(tmp_path):
     """The protocol excludes this state. If it occurred, the server would restart the deadline forever."""
     server = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, deadline=1.0).server
     for number, client_id in enumerate(server.client_ids):
-        server._batches["forward", number] = RequestBatch()
-        server._batches["forward", number].messages[client_id] = None
-    with server._condition, pytest.raises(RunFailedError, match="client 0, client 1 wait for each other at step 0"):
-        server._continue_without(server.client_ids)
+        server._steps._batches["forward", number] = RequestBatch()
+        server._steps._batches["forward", number].messages[client_id] = None
+    with server.state.condition:
+        server._steps.plan = StepPlan({"client 0": 1, "client 1": 1}, simultaneous=True)
+        server._steps._continue_without([])
+    assert server.wait() == "client 0, client 1 wait for each other at step 0"

@@ -133,13 +133,13 @@ def test_clients_that_wait_for_a_late_client_are_not_late(tmp_path):
 
     split, step_ended = SplitConfig(strategy="client_batch"), threading.Event()
     run = Run(tmp_path, clients, split, LORA, deadline=1.5, links=links, gradient_accumulation_steps=2)
-    end_step = run.server._train_step
+    end_step = run.server._steps._train_step
 
     def end_step_and_signal(messages):
         step_ended.set()
         return end_step(messages)
 
-    run.server._train_step = end_step_and_signal
+    run.server._steps._train_step = end_step_and_signal
     run.train()
     assert not run.errors
     assert {client_id: trainer._networked.num_late for client_id, trainer in run.trainers.items()} == {

@@ -1,0 +1,73 @@
+"""The server answers control messages while a body computes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from networked import DirectLink, Run
+from split_runs import LORA, clients_of, rows_of
+
+from hf_federated import SplitConfig
+from hf_federated.split_training.messages import Finish, Join, SendEnvelope, as_tensor
+
+
+def test_control_messages_do_not_wait_for_a_computation(tmp_path):
+    run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="server_hierarchical", average_every=1), LORA)
+    server = run.server
+    computing, release = threading.Event(), threading.Event()
+
+    def compute_slowly() -> None:
+        with server.state.condition, server.state.computing():
+            computing.set()
+            release.wait(30)
+
+    thread = threading.Thread(target=compute_slowly)
+    thread.start()
+    assert computing.wait(10)
+    started_at = time.monotonic()
+    server.answer("client 0", SendEnvelope("client 0", 0, "client 1", as_tensor(b"x")).to_bytes())
+    with pytest.raises(ValueError, match="settings of client and server differ"):
+        server.answer("client 0", Join("client 0", "other", 1, [], as_tensor(b"")).to_bytes())
+    with pytest.raises(ValueError, match="the current step is 0"):
+        server.answer("client 0", Finish("client 0", 1).to_bytes())
+    server.client_lost("client 1")
+    assert server.state.removed and time.monotonic() - started_at < 5 and thread.is_alive()
+    release.set()
+    thread.join()
+
+
+@pytest.mark.parametrize("strategy", ["serial", "client_batch", "server_hierarchical"])
+def test_run_continues_if_a_client_is_lost_during_a_computation(strategy, tmp_path):
+    """A client that disconnects while the body processes its message does not change what the others receive."""
+    lost = threading.Event()
+
+    class LosingLink(DirectLink):
+        def exchange(self, blob: bytes) -> bytes:
+            if lost.is_set() and self.client_id == "client 1":
+                raise ConnectionError("gone")
+            return super().exchange(blob)
+
+    split = SplitConfig(strategy=strategy, steps_per_turn=1 if strategy == "serial" else None)
+    run = Run(tmp_path, clients_of(6, 6, 6), split, LORA, links=LosingLink)
+    body = run.server.server_model.body_servers["client 1"]
+    backward_batch = body.backward_batch
+
+    def lose_client(messages):
+        if not lost.is_set() and any(message.client_id == "client 1" for message in messages):
+            lost.set()
+            run.server.client_lost("client 1")
+        return backward_batch(messages)
+
+    body.backward_batch = lose_client
+    run.train()
+    assert set(run.errors) == {"client 1"} and run.server.finished.is_set()
+    values = run.values()
+    for name, value in values["client 0"].items():
+        assert value.equal(values["client 2"][name]), name
+
+
+def test_evaluation_of_a_client_waits_for_no_client(tmp_path):
+    run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, eval_dataset=rows_of(5))
+    assert run.trainers["client 0"].evaluate()["eval_loss"] > 0
