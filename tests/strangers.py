@@ -20,8 +20,10 @@ import contextlib
 import random
 import socket
 import ssl
+import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -30,6 +32,18 @@ import grpc
 # A call without a message keeps the handler of a unary method waiting.
 METHODS = ("Connect", "Connect", "Connect", "Heartbeat", "Leave", "Exchange")
 PAUSE = 1.0
+KINDS = ("half_open", "idle", "slow", "garbage")
+
+
+@contextlib.contextmanager
+def strangers(folder: Path, address: str, number: int, kinds: tuple[str, ...]) -> Iterator[None]:
+    """Hold connections of strangers with the certificate `stranger`, from another process, in the context."""
+    command = [sys.executable, __file__, address, str(folder), "stranger", str(number), *kinds]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline().strip() == "ready"
+        yield
+        output, _ = process.communicate(timeout=60)
+    print(output)
 
 
 class Strangers:

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
 from loopback import certificates, join, serve, wait_until
+from strangers import KINDS, strangers
 
 from hf_federated.transport import TlsCredentials
 from hf_federated.transport.admission import Admission
 from hf_federated.transport.errors import RequestRejectedError
 
 
-KINDS = ("half_open", "idle", "slow", "garbage")
-STRANGERS = Path(__file__).parents[1] / "strangers.py"
-
-
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory) -> Path:
     return certificates(tmp_path_factory.mktemp("tls"), ["north", "south", "stranger"])
-
-
-@contextlib.contextmanager
-def strangers(tls: Path, address: str, number: int, kinds: tuple[str, ...] = KINDS) -> Iterator[None]:
-    """Connections of strangers for the duration of the context."""
-    command = [sys.executable, STRANGERS, address, tls, "stranger", str(number), *kinds]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().strip() == "ready"
-        yield
-        output, _ = process.communicate(timeout=60)
-    print(output)
 
 
 def open_call(tls: Path, address: str, name: str, method: str = "Exchange"):
