@@ -91,8 +91,7 @@ def test_parameters_with_wrong_names_or_shapes_are_not_averaged(state, tmp_path,
         return type(trainer).training_step(trainer, *args)
 
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    run = train_with_attack(tmp_path, "client_batch", send_others)
-    assert "client 0" not in run.errors
+    train_with_attack(tmp_path, "client_batch", send_others)
     assert "The parameters of client 'client 1' were refused" in caplog.text
     assert "The average is computed without this client" in caplog.text
 
