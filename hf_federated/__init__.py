@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     )
     from .messages.ledger import Ledger
     from .postprocessing import ClipUpdate, GaussianNoise, Postprocessor
+    from .server.anomaly_report import AnomalyReport
     from .server.callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState
     from .split import SplitModel
     from .split_training import SplitConfig, SplitFederatedTrainer, split_federate
@@ -83,6 +84,7 @@ __all__ = [
     "AdaFD",
     "Aggregation",
     "AggregationCallback",
+    "AnomalyReport",
     "CenteredClipping",
     "ClientSpec",
     "ClipUpdate",
@@ -149,6 +151,7 @@ _MODULES = {
     "AdaFD": ".distillation",
     "Aggregation": ".aggregation",
     "AggregationCallback": ".server.callbacks",
+    "AnomalyReport": ".server.anomaly_report",
     "CenteredClipping": ".aggregation",
     "ClientSpec": ".clients",
     "ClipUpdate": ".postprocessing",

@@ -246,6 +246,9 @@ class FederatedConfig(SavedConfig):
             runs. `eval_dataset` must then be a [`FederatedDataset`].
         log_clients (`bool`, *optional*, defaults to `False`):
             Whether to log the loss, gradient norm and steps of each client under `client/<id>/`.
+        report_anomalies (`bool`, *optional*, defaults to `False`):
+            Whether to report the norm, the cosine and the distance rank of each update in the log and in
+            `federated_anomalies.json`, as [`AnomalyReport`] does.
         freeze (`str`, *optional*):
             Parameters to freeze before training: `"embeddings"`, a number of layers from the embedding up (`"2"`), or
             both (`"embeddings+2"`). Frozen parameters are not exchanged.
@@ -351,6 +354,9 @@ class FederatedConfig(SavedConfig):
         default=False, metadata={"help": "Also evaluate on the evaluation data of each client."}
     )
     log_clients: bool = field(default=False, metadata={"help": "Log the training of each client under client/<id>/."})
+    report_anomalies: bool = field(
+        default=False, metadata={"help": "Report norm, cosine and distance rank of each update."}
+    )
     freeze: str | None = field(
         default=None, metadata={"help": "Parameters to freeze: 'embeddings', a number of layers, or 'embeddings+2'."}
     )

@@ -151,9 +151,7 @@ class Recipe:
         default=None,
         metadata={"help": "Number of clients, chosen at random, that train alone for 'local'; default: all."},
     )
-    plots: bool = field(
-        default=False, metadata={"help": "Write learning_curve.png and partition.png (requires the extra plots)."}
-    )
+    plots: bool = field(default=False, metadata={"help": "Write plots as PNG files (requires the extra plots)."})
     scale: str = field(
         default="default", metadata={"help": "Name of the scale whose changes are merged into the recipe."}
     )

@@ -19,7 +19,10 @@ from hf_federated.experiments.payload_audit import audit_recipe, check_packages
 from hf_federated.experiments.recipe import Recipe
 from hf_federated.experiments.run_folder import RESULTS_NAME, RunFolder
 from hf_federated.experiments.run_log import to_strict_json
+from hf_federated.reporting.anomaly_plots import plot_anomalies
 from hf_federated.reporting.run_plots import plot_learning_curve, plot_partition
+from hf_federated.server import load_anomalies
+from hf_federated.server.anomaly_report import ANOMALIES_NAME
 from hf_federated.tasks import (
     SequenceTagging,
     SuperGlueClassification,
@@ -239,6 +242,8 @@ def _plot(run: Run, folder: Path, baselines: list[BaselineResult]) -> None:
         plot_partition(by_client, folder / "partition.png", label_names=counts.label_names)
     else:
         plot_sizes(list(clients.num_rows.values()), folder / "partition.png")
+    if (folder / ANOMALIES_NAME).exists():
+        plot_anomalies(load_anomalies(folder), folder / "anomalies.png")
     names = {"local": "local-only"}
     plot_learning_curve(
         run.trainer.state.log_history,

@@ -59,6 +59,7 @@ class ServerState:
             accumulator contains the updates of all processes. The list is emptied after `on_aggregate`.
         client_metrics (`dict[str, dict[str, float]]`): Reported metrics of each accepted client, including
             `num_examples`, `num_tokens` and `num_steps`. Available from `on_aggregate` on.
+        logs (`dict[str, float]`): Entries that callbacks add to the log of this round.
         min_clients (`int`): Minimum number of clients of a round.
         device (`torch.device`, *optional*): Device of `weights` and of the sums of updates. Defaults to the
             device of the model.
@@ -95,6 +96,7 @@ class ServerState:
     grouped: list[GroupedAccumulator] = field(default_factory=list)
     accumulators: list[Accumulator] = field(default_factory=list)
     client_metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    logs: dict[str, float] = field(default_factory=dict)
     min_clients: int = 1
     device: torch.device | None = None
     aggregated: dict[str, torch.Tensor] | None = None
@@ -105,7 +107,7 @@ class ServerState:
         """Set the round and its cohort, and reset the state of the previous round."""
         self.round, self.cohort = round, cohort
         self.rejected, self.fit_settings, self.fit_extra, self.expected_extra = {}, {}, {}, {}
-        self.averaged_extra = set()
+        self.averaged_extra, self.logs = set(), {}
         self.extra_checks, self.update_checks, self.grouped, self.accumulators = [], [], [], []
         self.aggregated = None
 

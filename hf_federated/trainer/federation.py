@@ -376,6 +376,7 @@ class Federation:
         if self._setup.config.log_clients:
             for client_id, metrics in summary.clients.items():
                 logs.update({f"client/{client_id}/{name}": value for name, value in metrics.items()})
+        logs.update(self.loop.server.logs)
         return logs
 
     def evaluate_clients(self) -> dict[str, float]:

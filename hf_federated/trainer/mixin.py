@@ -233,8 +233,8 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*): As in `Trainer`. A resumed run ends with the same
                 weights and checkpoints as an uninterrupted run, bit for bit. A resumed run may change these fields of
-                the configuration: `num_rounds`, `min_clients`, `evaluate_clients`, `log_clients`, `parallelism`,
-                `client_store` and `max_resident_clients`.
+                the configuration: `num_rounds`, `min_clients`, `evaluate_clients`, `log_clients`, `report_anomalies`,
+                `parallelism`, `client_store` and `max_resident_clients`.
             trial (`Any`, *optional*): As in `Trainer`. A federation does not support hyperparameter search.
             ignore_keys_for_eval (`list[str]`, *optional*): As in `Trainer`.
 

@@ -23,7 +23,7 @@ from ..distributed.launch import check_launch
 from ..distributed.process_group import ProcessGroup, process_group
 from ..engines import Engine, LocalEngine, RankEngine
 from ..postprocessing import Postprocessor, SendChanges, exchange_dtype
-from ..server import AggregationCallback, DistillationCallback
+from ..server import AggregationCallback, AnomalyReport, DistillationCallback
 from .checks import (
     check_arguments,
     check_clients,
@@ -125,6 +125,7 @@ class FederationSetup:
         callback = _install_distillation(trainer, user_callbacks, resolved)
         distillation = None if callback is None else callback.algorithm
         aggregation = _install_aggregation(trainer, user_callbacks, resolved, distillation)
+        _install_anomaly_report(trainer, user_callbacks, resolved, aggregation)
         steps = [*postprocessors, *_algorithm_postprocessors(aggregation, resolved)]
         if aggregation.trains_private_models and launched.world_size > 1 and resolved.parallelism != "clients":
             raise ValueError(
@@ -266,6 +267,20 @@ def _install_aggregation(
         algorithm = LocalOnly()
     trainer.add_callback(AggregationCallback(algorithm))
     return algorithm
+
+
+def _install_anomaly_report(
+    trainer: Trainer, user_callbacks: Sequence[TrainerCallback], config: FederatedConfig, algorithm: Aggregation
+) -> None:
+    """Add the report of anomalies if the configuration asks for it and the user has not passed one."""
+    has_report = any(isinstance(callback, AnomalyReport) for callback in user_callbacks)
+    if (config.report_anomalies or has_report) and not algorithm.exchanges_parameters:
+        raise ValueError(
+            "AnomalyReport compares parameters, but in this federation the clients keep their parameters. Leave "
+            "`report_anomalies` and AnomalyReport out."
+        )
+    if config.report_anomalies and not has_report:
+        trainer.add_callback(AnomalyReport())
 
 
 def _algorithm_postprocessors(algorithm: Aggregation, config: FederatedConfig) -> list[Postprocessor]:

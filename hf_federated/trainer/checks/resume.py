@@ -22,6 +22,7 @@ CHANGEABLE_FIELDS = (
     "max_update_ratio",
     "evaluate_clients",
     "log_clients",
+    "report_anomalies",
     "parallelism",
     "client_store",
     "max_resident_clients",
