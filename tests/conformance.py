@@ -244,7 +244,10 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
     # A cohort of four clients allows no hostile client.
     "norm_bounded_mean": {"aggregation_kwargs": {"max_norm": 0.05}},
     "krum": {"aggregation_kwargs": {"num_hostile": 0, "num_selected": 2}},
-    "median": {"aggregation_kwargs": {"server_optimizer": "momentum", "max_memory_mb": 0.01}},
+    "median": {
+        "aggregation_kwargs": {"server_optimizer": "momentum", "max_memory_mb": 0.01},
+        "report_anomalies": True,
+    },
 }
 TRAININGS: dict[str, dict[str, Any]] = {
     "fednova": {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.05},

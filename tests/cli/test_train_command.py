@@ -30,14 +30,14 @@ def test_train_writes_model_card_plots_results_and_prints_the_table(recipe_path,
     out = tmp_path / "elsewhere"
     code = main(
         ["train", str(recipe_path), "--output-dir", str(out)]
-        + set_all("compare=[centralized, local]", "local_clients=2", "plots=true")
+        + set_all("compare=[centralized, local]", "local_clients=2", "plots=true", "federation.report_anomalies=true")
     )
     printed = capsys.readouterr().out
     assert code == 0
     model = AutoModelForSequenceClassification.from_pretrained(out)
     assert model.config.id2label == {0: "fresh", 1: "rotten"}
     ModelCard.load(out / "README.md")
-    for name in ("learning_curve.png", "partition.png"):
+    for name in ("learning_curve.png", "partition.png", "anomalies.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     results = json.loads((out / "results.json").read_text())
     assert (results["num_train_clients"], results["num_test_clients"], results["num_test_rows"]) == (36, 4, 16)
