@@ -37,6 +37,8 @@ class AnomalyReport(FederatedCallback):
     a large change, the opposite of the other clients, or nothing at all are clearly visible; a change within the
     spread of the honest clients is not.
 
+    An update that the server rejects because of its size has values too. `rejected` has the reason.
+
     The values are in the log as `client/<id>/update_norm`, `client/<id>/update_cosine` and
     `client/<id>/distance_rank`, and in `federated_anomalies.json` of the output directory, together with the rejected
     clients. The file is written with each checkpoint and at the end of the run.
