@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..utils.arguments import require
+from ..utils.errors import RoundFailedError
 from ..utils.weighted_mean import State
 from .robust import RobustAggregation, check_num_hostile, count_hostile
 from .update_collection import UpdateCollection
@@ -39,7 +40,7 @@ class Krum(RobustAggregation):
     Args:
         num_hostile (`int` or `float`, *optional*, defaults to `0.2`):
             Number of hostile clients of a cohort that the algorithm tolerates. A count, or a share below 0.5, which is
-            rounded up.
+            rounded up. If updates of a round are rejected, a share is limited to what the remaining updates allow.
         num_selected (`int`, *optional*, defaults to `1`):
             Number of selected clients, at most the number of clients minus `num_hostile`. 1 is Krum, more is
             multi-Krum.
@@ -94,8 +95,15 @@ class Krum(RobustAggregation):
         self.num_hostile = num_hostile
         self.num_selected = num_selected
 
-    def check_cohort(self, num_clients: int, error: type[Exception]) -> None:
+    def _count_hostile(self, num_clients: int) -> int:
+        """Return `f`. A share is limited to what 2f + 3 updates allow, so that a rejected update fails no round."""
         num_hostile = count_hostile(self.num_hostile, num_clients)
+        is_count = isinstance(self.num_hostile, int)
+        return num_hostile if is_count else min(num_hostile, max((num_clients - 3) // 2, 0))
+
+    def check_cohort(self, num_clients: int, error: type[Exception]) -> None:
+        is_round = error is RoundFailedError
+        num_hostile = self._count_hostile(num_clients) if is_round else count_hostile(self.num_hostile, num_clients)
         for needed, condition in (
             (2 * num_hostile + 3, f"num_hostile={self.num_hostile} of 'krum' needs 2f + 3"),
             (num_hostile + self.num_selected, f"num_selected={self.num_selected} of 'krum' needs f + m"),
@@ -107,7 +115,7 @@ class Krum(RobustAggregation):
                 )
 
     def estimate(self, updates: UpdateCollection) -> State:
-        num_hostile = count_hostile(self.num_hostile, len(updates))
+        num_hostile = self._count_hostile(len(updates))
         scores = krum_scores(squared_distances(gram_matrix(updates)), num_hostile)
         selected = torch.sort(scores, stable=True).indices[: self.num_selected]
         coefficients = torch.zeros(len(updates), dtype=torch.float64)
