@@ -47,7 +47,12 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "attack",
-    [*UPDATE_ATTACKS, *PREDICTION_ATTACKS, *LOSS_ATTACKS],
+    [
+        # The tests of averaging send the same attacks to the same checks.
+        *(pytest.param(attack, marks=pytest.mark.slow) for attack in UPDATE_ATTACKS),
+        *PREDICTION_ATTACKS,
+        *LOSS_ATTACKS,
+    ],
     ids=lambda attack: f"{attack.phase}-{attack.name}",
 )
 def test_attack_is_named_and_the_models_do_not_move(tmp_path, outcomes, attack, caplog):
