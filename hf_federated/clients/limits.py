@@ -40,12 +40,15 @@ def update_limits(
     UpdateLimits(num_examples=100, num_steps=200, num_tokens=102400)
     ```
     """
-    if local_steps is not None:
-        num_seen: int | None = local_steps * examples_per_step
-        # A stream counts each example that it reads.
-        num_examples = num_seen if num_examples is None else num_examples
-    else:
+    num_seen: int | None
+    if local_steps is None:
         num_seen = None if num_examples is None else num_examples * local_epochs
+    elif num_examples is not None:
+        num_seen = local_steps * examples_per_step
+    else:
+        # A stream counts each example that it reads. If it ends in the middle of an accumulated step, `Trainer` uses
+        # these batches in addition to those of the next step.
+        num_examples = num_seen = 2 * local_steps * examples_per_step
     # A step has at least one example.
     num_steps = num_seen if local_steps is None else local_steps
     num_tokens = None if num_seen is None or max_length is None else num_seen * max_length

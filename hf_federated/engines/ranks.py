@@ -141,7 +141,9 @@ class RankEngine(LocalEngine):
             if isinstance(reply, ClientFailure) and not self._spreads_clients and self.processes.world_size > 1:
                 if lost := self.processes.to_peer_failed_error(self.last_error):
                     raise lost from self.last_error
-                raise RuntimeError(f"Client {client_id!r}, round {plan.round + 1}: {reply.error}") from self.last_error
+                error = self.last_error
+                reason = reply.error if error is None else f"{type(error).__name__}: {error}"
+                raise RuntimeError(f"Client {client_id!r}, round {plan.round + 1}: {reason}") from error
             yield client_id, reply
             del reply
 

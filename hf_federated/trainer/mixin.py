@@ -173,7 +173,7 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
 
     def _server_datasets(self, preparation: Preparation, participants: Participants) -> Mapping[str, Any]:
         """The server's own examples, encoded or prepared like the examples of a client."""
-        if not isinstance(participants.server_dataset, Dataset):
+        if not isinstance(participants.server_dataset, Dataset) or not len(participants.server_dataset):
             return {}
         examples = FederatedDataset.from_dict({SERVER_NAME: participants.server_dataset})
         return self._prepared_datasets(preparation, examples, participants, {})

@@ -61,6 +61,7 @@ def test_drop_in_script_runs(model_dir, reviews_dir, tmp_path, name) -> None:
     assert (tmp_path / "federated_ledger.json").exists() == (name == "federated.py")
 
 
+@pytest.mark.slow
 def test_federated_script_runs_with_accelerate_launch(model_dir, reviews_dir, tmp_path) -> None:
     output = run(*LAUNCH, *drop_in("federated.py", model_dir, reviews_dir, tmp_path))
     assert output.count("eval_accuracy") >= 2  # each process prints the metrics

@@ -59,6 +59,6 @@ def test_main_process_logs_one_line_for_each_of_its_clients(launch, tmp_path: Pa
 def test_processes_out_of_step_are_named_with_their_positions(launch, tmp_path: Path) -> None:
     answer = launch(tmp_path, "fedavg", 2, trouble="main evaluates")
     assert answer["codes"] == [1, 1], logs(tmp_path)
-    positions = "process 0 at 'predictions of an evaluation'; process 1 at 'start of the rounds'"
+    positions = "process 0 at 'predictions of an evaluation'; process 1 at 'lock of the output directory'"
     for rank in range(2):
         assert positions in last_error(tmp_path, rank)

@@ -36,11 +36,13 @@ SCENARIOS = [
     "feddrs",
 ]
 
-# Scenarios that always run over three processes, too. The other scenarios do so only in the slow tests.
+# Scenarios that always run over two and three processes. The conformance suite runs every algorithm over two processes,
+# so the other scenarios are slow tests.
+OVER_TWO = {"fedavg", "fedopt", "noise", "carry", "lora", "fedid"}
 OVER_THREE = {"fedavg", "fedid"}
 SLOW = [pytest.mark.slow]
-RUNS = [(name, 2) for name in SCENARIOS]
-RUNS += [("fedid mpl_sampled", 2), pytest.param("fedid per_example", 2, marks=SLOW)]
+RUNS = [pytest.param(name, 2, marks=[] if name in OVER_TWO else SLOW) for name in SCENARIOS]
+RUNS += [pytest.param(name, 2, marks=SLOW) for name in ("fedid mpl_sampled", "fedid per_example")]
 RUNS += [pytest.param(name, 3, marks=[] if name in OVER_THREE else SLOW) for name in SCENARIOS]
 RESUMED = {("carry", (2, 1)), ("scaffold", (1, 2)), ("lora", (1, 2)), ("masked", (2, 1)), ("fedid", (3, 2))}
 RESUMED |= {("fedaux", (2, 1)), ("streams", (2, 1))}
