@@ -1,4 +1,4 @@
-"""Random mutations of messages: of the fields of a message, and of the bytes of a serialized message."""
+"""Random mutations of messages, in their fields and in their serialized bytes."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ SCENARIOS = [
     "feddrs",
 ]
 
-# Scenarios that always run over two and three processes. The conformance suite runs every algorithm over two processes,
-# so the other scenarios are slow tests.
+# Scenarios that always run over two and three processes. The conformance suite runs every algorithm over two
+# processes, so the other scenarios are slow tests.
 OVER_TWO = {"fedavg", "fedopt", "noise", "carry", "lora", "fedid"}
 OVER_THREE = {"fedavg", "fedid"}
 SLOW = [pytest.mark.slow]
