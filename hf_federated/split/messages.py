@@ -15,6 +15,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from ..messages import Serializable
+from ..messages.fields import Count
 from ..messages.serialization import unpack
 
 
@@ -70,8 +71,8 @@ class SplitMessage(Serializable):
     """
 
     client_id: str
-    step: int
-    micro_step: int
+    step: Count
+    micro_step: Count
 
     def __post_init__(self) -> None:
         for name, kind in (("client_id", str), ("step", int), ("micro_step", int)):
@@ -117,10 +118,10 @@ class Forward(SplitMessage):
     kind: ClassVar[str] = "split_forward"
 
     hidden: dict[str, torch.Tensor]
-    batch_size: int
+    batch_size: Count
     mask: torch.Tensor | None = None
-    mask_width: int = 0
-    seen: int = 0
+    mask_width: Count = 0
+    seen: Count = 0
     position_ids: torch.Tensor | None = None
     context_lengths: torch.Tensor | None = None
     training: bool = False
@@ -231,7 +232,7 @@ class Backward(SplitMessage):
     kind: ClassVar[str] = "split_backward"
 
     gradient: dict[str, torch.Tensor]
-    num_targets: int | None = None
+    num_targets: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,21 +1,22 @@
 """Messages of a networked run, apart from hidden states and their gradients.
 
 Control messages coordinate the run between a client and the server. Each control message names the client that sends
-the message or receives the answer. The type of each field is checked. [`PartParameters`] transfers trained parameters
-from one client to another. In a networked run the clients encrypt these parameters for each other
-(`security/peer_envelopes.py`). The server relays the encrypted message without access to the content, but sees its
-size.
+the message or receives the answer. The type and the range of each field are checked against its annotation.
+[`PartParameters`] transfers trained parameters from one client to another. In a networked run the clients encrypt
+these parameters for each other (`security/peer_envelopes.py`). The server relays the encrypted message without access
+to the content, but sees its size.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
 from ..messages import Serializable
+from ..messages.fields import MAX_COUNT, Count, MaxEntries, Range, check_fields
 from ..split.messages import REQUESTS, read_one_of
 
 
@@ -34,37 +35,23 @@ class ControlMessage(Serializable):
     client_id: str
 
     def __post_init__(self) -> None:
+        try:
+            check_fields(self)
+        except ValueError as error:
+            raise ValueError(f"{self.kind}: {error}") from error
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if not _is_valid_field(item.name, value):
-                raise ValueError(f"{self.kind}: {item.name} has an invalid value of type {type(value).__name__}.")
+            tensors = value.values() if isinstance(value, dict) else [value]
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor) and (tensor.dtype != torch.uint8 or tensor.ndim != 1):
+                    raise ValueError(
+                        f"{self.kind}: {item.name} must be a tensor of bytes, uint8 of shape (num_bytes,), but is a "
+                        f"tensor of {tensor.dtype}, shape {tuple(tensor.shape)}."
+                    )
 
 
-# A field has the same type in all messages.
-_STRING_FIELDS = {"client_id", "digest", "peer", "recipient", "sender"}
-_COUNT_FIELDS = {"step", "num_steps", "num_rows", "num_batches", "resume_step"}
-_BYTE_FIELDS = {"introduction", "sealed"}
-
-
-def _is_valid_field(name: str, value: Any) -> bool:
-    if name in _STRING_FIELDS:
-        return type(value) is str
-    if name in _COUNT_FIELDS:
-        return type(value) is int and value >= 0
-    if name in _BYTE_FIELDS:
-        return isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 1
-    if name == "is_broadcast":
-        return isinstance(value, bool)
-    if name == "recipients":
-        return isinstance(value, list) and all(type(item) is str for item in value)
-    if name == "checkpoints":
-        return isinstance(value, list) and all(type(item) is int and item > 0 for item in value)
-    if name == "steps_of":
-        return isinstance(value, dict) and all(type(item) is int and item > 0 for item in value.values())
-    if name == "introductions":
-        return isinstance(value, dict) and all(_is_valid_field("sealed", item) for item in value.values())
-    # A norm or a squared norm. NaN passes this check; the server rejects it with a more specific error.
-    return type(value) is float and not value < 0
+# A number of optimizer steps of a client in an epoch, or the step of a checkpoint.
+PositiveCount = Annotated[int, Range(1, MAX_COUNT)]
 
 
 @dataclass(frozen=True)
@@ -83,8 +70,8 @@ class Join(ControlMessage):
     kind: ClassVar[str] = "split_join"
 
     digest: str
-    num_steps: int
-    checkpoints: list[int]
+    num_steps: Count
+    checkpoints: Annotated[list[PositiveCount], MaxEntries(10_000)]
     introduction: torch.Tensor
 
 
@@ -101,8 +88,8 @@ class JoinReply(ControlMessage):
 
     kind: ClassVar[str] = "split_joined"
 
-    resume_step: int
-    steps_of: dict[str, int]
+    resume_step: Count
+    steps_of: dict[str, PositiveCount]
     introductions: dict[str, torch.Tensor]
 
 
@@ -120,9 +107,9 @@ class BeginStep(ControlMessage):
 
     kind: ClassVar[str] = "split_begin"
 
-    step: int
-    num_batches: int
-    num_rows: int
+    step: Count
+    num_batches: Count
+    num_rows: Count
 
 
 @dataclass(frozen=True)
@@ -131,7 +118,7 @@ class BeginStepReply(ControlMessage):
 
     kind: ClassVar[str] = "split_begun"
 
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True)
@@ -141,13 +128,19 @@ class EndStep(ControlMessage):
 
     Args:
         step (`int`): Number of optimizer steps before this one.
-        squared_norm (`float`): Squared norm of the gradients of the client's head and tail.
+        squared_norm (`float`): Squared norm of the gradients of the client's head and tail. The server removes a
+            client that reports NaN or infinity.
     """
 
     kind: ClassVar[str] = "split_step"
 
-    step: int
+    step: Count
     squared_norm: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.squared_norm < 0:
+            raise ValueError(f"{self.kind}: squared_norm is {self.squared_norm}, but must be at least 0.")
 
 
 @dataclass(frozen=True)
@@ -163,7 +156,7 @@ class EndStepReply(ControlMessage):
 
     kind: ClassVar[str] = "split_stepped"
 
-    step: int
+    step: Count
     norm: float
 
 
@@ -173,7 +166,7 @@ class LateReply(ControlMessage):
 
     kind: ClassVar[str] = "split_late"
 
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True)
@@ -191,7 +184,7 @@ class SendEnvelope(ControlMessage):
 
     kind: ClassVar[str] = "split_send"
 
-    step: int
+    step: Count
     recipient: str
     sealed: torch.Tensor
     is_broadcast: bool = False
@@ -203,7 +196,7 @@ class SendEnvelopeReply(ControlMessage):
 
     kind: ClassVar[str] = "split_sent"
 
-    step: int
+    step: Count
 
 
 @dataclass(frozen=True)
@@ -218,7 +211,7 @@ class FetchEnvelope(ControlMessage):
 
     kind: ClassVar[str] = "split_fetch"
 
-    step: int
+    step: Count
     sender: str
 
 
@@ -236,7 +229,7 @@ class FetchEnvelopeReply(ControlMessage):
 
     kind: ClassVar[str] = "split_fetched"
 
-    step: int
+    step: Count
     sender: str
     sealed: torch.Tensor
 
@@ -253,7 +246,7 @@ class PeerRemovedReply(ControlMessage):
 
     kind: ClassVar[str] = "split_removed"
 
-    step: int
+    step: Count
     peer: str
 
 
@@ -271,7 +264,7 @@ class ResendReply(ControlMessage):
 
     kind: ClassVar[str] = "split_resend"
 
-    step: int
+    step: Count
     recipients: list[str]
 
 
@@ -281,7 +274,7 @@ class Finish(ControlMessage):
 
     kind: ClassVar[str] = "split_finish"
 
-    step: int
+    step: Count
 
 
 CONTROL_MESSAGES: dict[str, type[ControlMessage]] = {
@@ -338,8 +331,8 @@ class PartParameters(Serializable):
     kind: ClassVar[str] = "split_parameters"
 
     client_id: str
-    step: int
-    num_rows: int
+    step: Count
+    num_rows: Count
     state: dict[str, torch.Tensor]
 
     def __post_init__(self) -> None:
