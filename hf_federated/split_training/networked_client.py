@@ -369,7 +369,7 @@ class NetworkedFederation:
                 self._load_parts(last_client)
 
     def leave(self) -> None:
-        """Report to the server that this client has finished. Before the last step, the server removes it."""
+        """Report that this client has finished. Before the last step, the server removes it from the run."""
         if not self._has_left:
             self._has_left = True
             self._link.exchange(Finish(self.client_id, self.step).to_bytes())

@@ -193,7 +193,9 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
             with self._arguments(step_arguments(self._user_args)):
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
             if self._networked is not None and self.state.global_step < self.state.max_steps:
-                logger.warning(f"Training stopped after {self.state.global_step} steps. The server continues without this client.")
+                logger.warning(
+                    f"Training stopped after {self.state.global_step} steps. The server continues without this client."
+                )
                 self._networked.leave()
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
