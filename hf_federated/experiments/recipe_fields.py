@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_federated.config import FederatedConfig, ShareOrCount
+from hf_federated.config import FederatedConfig
 from hf_federated.experiments.recipe_schema import (
     Mistakes,
     RecipeError,
@@ -116,8 +116,7 @@ def _federation_fields() -> dict[str, RecipeField]:
     fields = dataclass_fields(FederatedConfig)
     yaml_types = {"aggregation_kwargs": dict[str, Any] | None, "distillation_kwargs": dict[str, Any] | None}
     for name, item in fields.items():
-        annotation = int | float if item.annotation is ShareOrCount else yaml_types.get(name, item.annotation)
-        fields[name] = dataclasses.replace(item, annotation=annotation)
+        fields[name] = dataclasses.replace(item, annotation=yaml_types.get(name, item.annotation))
     return fields
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
+from hf_federated.config import ShareOrCount
 from hf_federated.experiments.errors import CommandError, command_errors
 
 
@@ -216,7 +217,9 @@ def dataclass_fields(cls: type) -> dict[str, RecipeField]:
         if default is dataclasses.MISSING and item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
         help_text = item.metadata.get("help") or texts.get(item.name, "")
-        fields[item.name] = RecipeField(item.name, annotations[item.name], default, help_text)
+        # `ShareOrCount` parses the text of a command line. YAML has numbers.
+        annotation = int | float if annotations[item.name] is ShareOrCount else annotations[item.name]
+        fields[item.name] = RecipeField(item.name, annotation, default, help_text)
     return fields
 
 

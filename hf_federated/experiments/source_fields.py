@@ -232,9 +232,8 @@ class _Names(Mapping[str, Any]):
             return getattr(collections.abc, name)
         if name in typing.__all__:
             return getattr(typing, name)
-        for statement in _tree(self.module).body:
-            if isinstance(statement, ast.AnnAssign) and statement.value and ast.unparse(statement.target) == name:
-                return _evaluate(statement.value, self.module)  # a type alias
+        if alias := _find_alias(self.module, name):
+            return _evaluate(alias.value, alias.module)
         found = find_class(self.module, name)
         if found is None:
             raise KeyError(name)
@@ -246,6 +245,32 @@ class _Names(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(PLAIN_TYPES)
+
+
+@dataclass(frozen=True)
+class _Alias:
+    """A type alias in the source code of a module."""
+
+    module: str
+    value: ast.expr
+
+
+def _find_alias(module: str, name: str) -> _Alias | None:
+    """Find a type alias in a module, or in the module that it is imported from. Return `None` if there is none."""
+    try:
+        tree = _tree(module)
+    except (ModuleNotFoundError, OSError):
+        return None
+    for statement in _statements(tree):
+        if isinstance(statement, ast.AnnAssign) and statement.value and ast.unparse(statement.target) == name:
+            return _Alias(module, statement.value)
+        if isinstance(statement, ast.Assign) and [ast.unparse(target) for target in statement.targets] == [name]:
+            return _Alias(module, statement.value)
+        if isinstance(statement, ast.ImportFrom):
+            for imported in statement.names:
+                if (imported.asname or imported.name) == name:
+                    return _find_alias(_imported_module(module, statement), imported.name)
+    return None
 
 
 def _enum(cls: SourceClass) -> Any:

@@ -44,8 +44,7 @@ def test_few_annotations_need_an_import():
     fields = {name: source_fields(cls.__module__, cls.__name__) for name, cls in CLASSES.items()}
     unknown = {(name, key) for name, items in fields.items() for key, item in items.items() if item.annotation is Any}
     # From Python 3.13, `pathlib.Path` is defined in a private module.
-    # `SplitConfig` itself checks the value of its field.
-    assert unknown <= {("Seq2SeqTrainingArguments", "generation_config"), ("SplitConfig", "min_clients")}
+    assert unknown <= {("Seq2SeqTrainingArguments", "generation_config")}
 
 
 @pytest.mark.parametrize(
