@@ -2,11 +2,12 @@
 
 The bound needs the median of the cohort, which is known when the last update has arrived. By then all updates are
 summed. The updates are therefore summed in groups of similar norms, and the groups above the bound are dropped at the
-end of the round. In a normal round all updates are in one group.
+end of the round. In a normal round after the first one, all updates are in one group.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,8 +23,8 @@ from ..messages.validation import InvalidUpdateError
 State = Mapping[str, torch.Tensor]
 # The magnitude of an update, by part: `"state"`, and `"extra"` if the algorithm exchanges additional tensors.
 Magnitude = dict[str, float]
-# The group of an update: a power of 2 of its magnitude, by part.
-Group = tuple[tuple[str, int], ...]
+# A group of updates: the lowest and the highest power of 2 of their magnitudes, by part.
+Group = tuple[tuple[str, int, int], ...]
 
 PARTS = {"state": "change", "extra": "additional tensors"}
 
@@ -38,7 +39,9 @@ MAX_RATIO_TO_STATE = 1e4
 TYPICAL_VALUE = 1e-2
 # Number of sums that a process keeps in a round.
 MAX_GROUPS = 8
-# The lowest power of 2 of a magnitude. It stands for all magnitudes below the bound if past rounds are known.
+# Groups are joined to a group of at most this many powers of 2 before a group is dropped.
+MAX_JOINED_OCTAVES = 8
+# Power of 2 of an update without a change. If past rounds are known, of all updates below their bound.
 LOWEST = -(10**6)
 # Number of clients of a first round from which its median is a bound.
 MIN_CLIENTS = 3
@@ -54,8 +57,9 @@ class BoundUpdate:
     rejected if its magnitude is above `max_ratio · max(h, min(m, max_ratio · h))`. `m` is the median magnitude of the
     cohort and `h` the median of the last 20 rounds, so that a cohort with a hostile majority raises the bound by at
     most `max_ratio` in a round. In the first round the bound is `max_ratio · m`, and it needs three clients. The bound
-    is rounded up by at most a factor of 2. Additional tensors of the algorithm, such as the control variates of
-    Scaffold, have their own bound, without the division by the steps.
+    is rounded up by at most a factor of 2, and in a round with more than eight groups down by at most 128. Additional
+    tensors of the algorithm, such as the control variates of Scaffold, have their own bound, without the division by
+    the steps.
 
     A process keeps up to eight sums of updates in the first round, and one sum in a normal later round. It stores no
     update.
@@ -78,7 +82,8 @@ class BoundUpdate:
     ...     for name, step in {"a": 0.1, "b": 0.2, "c": 500.0}.items()
     ... }
     >>> magnitudes = {name: bound.measure(update) for name, update in updates.items()}
-    >>> list(bound.decide(magnitudes, round=0))
+    >>> groups = {name: bound.group_of(magnitude) for name, magnitude in magnitudes.items()}
+    >>> list(bound.decide(magnitudes, groups, round=0))
     ['c']
     ```
     """
@@ -141,14 +146,20 @@ class BoundUpdate:
         extra = [value for name, value in update.extra.items() if name in self._extra and value.is_floating_point()]
         if extra:
             magnitude["extra"] = _norm(extra)
+            if not math.isfinite(magnitude["extra"]):
+                raise InvalidUpdateError(
+                    f"Client {update.client_id!r}, round {update.round + 1}: the norm of its additional tensors "
+                    f"overflows. {_REMEDY}"
+                )
         return magnitude
 
     def group_of(self, magnitude: Magnitude) -> Group:
-        """Return the group of an update. All updates of a group are accepted or rejected together."""
-        return tuple((part, self._octave(part, value)) for part, value in magnitude.items())
+        """Return the smallest group of an update. All updates of a group are accepted or rejected together."""
+        octaves = {part: self._octave(part, value) for part, value in magnitude.items()}
+        return tuple((part, octave, octave) for part, octave in octaves.items())
 
     def _octave(self, part: str, value: float) -> int:
-        """Return the group `k` of a magnitude, from `unit · 2^k` to `unit · 2^(k + 1)`."""
+        """Return the power `k` of a magnitude between `unit · 2^k` and `unit · 2^(k + 1)`."""
         if value == 0:
             return LOWEST
         octave = math.floor(math.log2(value) - math.log2(self._unit(part)))
@@ -158,24 +169,27 @@ class BoundUpdate:
     def _unit(self, part: str) -> float:
         return self.max_ratio * self._references[part] if part in self._references else 1.0
 
-    def decide(self, magnitudes: Mapping[str, Magnitude], round: int) -> dict[str, str]:
+    def decide(self, magnitudes: Mapping[str, Magnitude], groups: Mapping[str, Group], round: int) -> dict[str, str]:
         """
         Decide which updates of a round are rejected, and add the round to the history.
 
         Args:
             magnitudes (`Mapping[str, dict[str, float]]`): Magnitudes of the updates of all processes, by client id.
+            groups (`Mapping[str, Group]`): The groups of these updates, by client id.
             round (`int`): Round number, from 0.
 
         Returns:
             `dict[str, str]`: Reasons of the rejected updates, by client id.
         """
+        # The next round has another global state.
+        self._state = {}
         for part in PARTS:
             limit = self._limit(part, [each[part] for each in magnitudes.values() if each.get(part)])
             if limit is not None:
                 self._limits[part] = limit
         reasons: dict[str, str] = {}
         for client_id, magnitude in magnitudes.items():
-            exceeded = [part for part, octave in self.group_of(magnitude) if not self._is_within(part, octave)]
+            exceeded = [part for part, _, highest in groups[client_id] if not self._is_within(part, highest)]
             if exceeded:
                 part = exceeded[0]
                 reasons[client_id] = (
@@ -209,7 +223,7 @@ class BoundUpdate:
 
     def is_accepted(self, group: Group) -> bool:
         """Whether the updates of a group are accepted. It is known after [`~BoundUpdate.decide`]."""
-        return all(self._is_within(part, octave) for part, octave in group)
+        return all(self._is_within(part, highest) for part, _, highest in group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the medians of past rounds, by part."""
@@ -231,6 +245,12 @@ class GroupedAccumulator:
     def __init__(self, build: Callable[[], Accumulator]) -> None:
         self._build = build
         self._groups: dict[Group, Accumulator] = {}
+
+    def join(self, first: Group, second: Group, joined: Group) -> None:
+        """Join two groups. The joined group has the position of the first one, whose updates arrived earlier."""
+        accumulators = {first: self._groups[first], second: self._groups.pop(second)}
+        accumulators[first].merge(accumulators[second])
+        self._groups = {joined if group == first else group: each for group, each in self._groups.items()}
 
     def add(self, update: ClientUpdate, group: Group) -> None:
         """Add an update to its group."""
@@ -256,9 +276,78 @@ class GroupedAccumulator:
         return accepted[0]
 
 
-def highest_octave(group: Group) -> int:
-    """Return the highest power of 2 of a group."""
-    return max((octave for _, octave in group), default=LOWEST)
+class ClientGroups:
+    """
+    The clients of each group of updates of a round, in at most `MAX_GROUPS` groups.
+
+    Args:
+        accumulators (`Sequence[GroupedAccumulator]`): The sums of the groups, which this object joins and drops.
+    """
+
+    def __init__(self, accumulators: Sequence[GroupedAccumulator]) -> None:
+        self._accumulators = accumulators
+        self._clients: dict[Group, list[str]] = {}
+
+    def add(self, client_id: str, smallest: Group) -> Group:
+        """
+        Add a client.
+
+        Args:
+            client_id (`str`): Id of the client.
+            smallest (`Group`): The smallest group of its update.
+
+        Returns:
+            `Group`: The group of its update, which may be a joined group.
+        """
+        found = next((group for group in self._clients if _contains(group, smallest)), smallest)
+        self._clients.setdefault(found, []).append(client_id)
+        return found
+
+    def limit(self) -> list[str]:
+        """
+        Join the two closest groups, or drop the highest group, if there are too many groups.
+
+        Returns:
+            `list[str]`: The clients of a dropped group.
+        """
+        if len(self._clients) <= MAX_GROUPS:
+            return []
+        pairs = itertools.combinations(self._clients, 2)
+        # Of equally close pairs the highest, so that hostile updates are joined before honest ones.
+        first, second = min(pairs, key=lambda pair: (_num_octaves(joined := _joined(*pair)), -_highest(joined)))
+        joined = _joined(first, second)
+        if _num_octaves(joined) > MAX_JOINED_OCTAVES:
+            highest = max(self._clients, key=_highest)
+            for accumulator in self._accumulators:
+                accumulator.drop(highest)
+            return self._clients.pop(highest)
+        for accumulator in self._accumulators:
+            accumulator.join(first, second, joined)
+        clients = self._clients.pop(second)
+        self._clients = {joined if group == first else group: each for group, each in self._clients.items()}
+        self._clients[joined] += clients
+        return []
+
+    def by_client(self) -> dict[str, Group]:
+        """Return the group of each client."""
+        return {client_id: group for group, clients in self._clients.items() for client_id in clients}
+
+
+def _contains(group: Group, smallest: Group) -> bool:
+    bounds = zip(group, smallest, strict=True)
+    return all(low <= octave <= high for (_, low, high), (_, octave, _) in bounds)
+
+
+def _joined(first: Group, second: Group) -> Group:
+    return tuple((part, min(a, c), max(b, d)) for (part, a, b), (_, c, d) in zip(first, second, strict=True))
+
+
+def _highest(group: Group) -> int:
+    return max((high for _, _, high in group), default=LOWEST)
+
+
+def _num_octaves(group: Group) -> int:
+    return max((high - low + 1 for _, low, high in group), default=0)
 
 
 def _norm(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor] | None = None) -> float:

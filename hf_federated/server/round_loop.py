@@ -17,7 +17,7 @@ from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metr
 from ..messages.validation import InvalidUpdateError, UpdateLimits, check_claims, check_update
 from ..postprocessing import Postprocessor, cast_floating, exchange_dtype, run_server_side
 from ..utils.errors import RoundFailedError
-from .bound_update import MAX_GROUPS, BoundUpdate, Group, Magnitude, highest_octave
+from .bound_update import MAX_GROUPS, BoundUpdate, ClientGroups, Group, Magnitude
 from .callbacks import ServerState
 from .client_metrics import RoundSummary
 from .progress import RoundProgress
@@ -25,8 +25,8 @@ from .progress import RoundProgress
 
 logger = logging.get_logger(__name__)
 
-# The metrics and the magnitude of an update, or the reason for which it was rejected.
-Outcome = tuple[dict[str, float], Magnitude] | str
+# The metrics, the magnitude and the group of an update, or the reason for which it was rejected.
+Outcome = tuple[dict[str, float], Magnitude, Group] | str
 # Fires an event of the round on the trainer's callbacks.
 Fire = Callable[..., Any]
 
@@ -138,13 +138,13 @@ class RoundLoop:
         Train the clients of this process. Stop at a failure after which too few clients remain.
 
         Returns:
-            `dict[str, Outcome]`: Metrics and magnitude of each update that passed the checks, or the reason for which
-                the server rejected it.
+            `dict[str, Outcome]`: Metrics, magnitude and group of each update that passed the checks, or the reason for
+                which the server rejected it.
             `Exception`, *optional*: The error of the first rejected update.
         """
         outcomes: dict[str, Outcome] = {}
-        # The clients of each group of updates, see `BoundUpdate`.
-        groups: dict[Group, list[str]] = {}
+        measured: dict[str, tuple[dict[str, float], Magnitude]] = {}
+        groups = ClientGroups(self.server.grouped)
         first_error: Exception | None = None
         num_failed = 0
         replies = self._progress.run(
@@ -163,26 +163,18 @@ class RoundLoop:
                     if num_failed > self._num_spare:
                         break
                     continue
-                group = self._bound.group_of(magnitude)
-                groups.setdefault(group, []).append(update.client_id)
+                group = groups.add(update.client_id, self._bound.group_of(magnitude))
                 self._fire("on_client_end", update=update, group=group)
-                outcomes[update.client_id] = (update.reported_metrics, magnitude)
+                measured[update.client_id] = (update.reported_metrics, magnitude)
                 del update, reply  # Free the memory before the next client trains.
-                if len(groups) > MAX_GROUPS:
-                    # The highest group is the last one that a bound accepts.
-                    self._drop(highest := max(groups, key=highest_octave), groups.pop(highest), outcomes)
+                for client_id in groups.limit():
+                    outcomes[client_id] = (
+                        f"Client {client_id!r}, round {self.server.round + 1}: its change is larger than the changes "
+                        f"of {MAX_GROUPS} groups of other clients, whose sizes are far apart."
+                    )
+                    logger.warning(f"Rejected: {outcomes[client_id]}")
+        outcomes |= {client_id: (*measured[client_id], group) for client_id, group in groups.by_client().items()}
         return outcomes, first_error
-
-    def _drop(self, group: Group, client_ids: Sequence[str], outcomes: dict[str, Outcome]) -> None:
-        """Reject the updates of a group, so that the number of sums stays bounded."""
-        for grouped in self.server.grouped:
-            grouped.drop(group)
-        for client_id in client_ids:
-            outcomes[client_id] = (
-                f"Client {client_id!r}, round {self.server.round + 1}: the change of its update is larger than the "
-                f"changes of {MAX_GROUPS} groups of other clients."
-            )
-            logger.warning(f"Rejected: {outcomes[client_id]}")
 
     def _settle(self, outcomes: dict[str, Outcome]) -> dict[str, dict[str, float]]:
         """
@@ -192,8 +184,9 @@ class RoundLoop:
             `dict[str, dict[str, float]]`: Metrics of the accepted updates. `rejected` of the server has the others.
         """
         measured = {client_id: outcome for client_id, outcome in outcomes.items() if not isinstance(outcome, str)}
-        magnitudes = {client_id: magnitude for client_id, (_, magnitude) in measured.items()}
-        out_of_bounds = self._bound.decide(magnitudes, self.server.round)
+        magnitudes = {client_id: magnitude for client_id, (_, magnitude, _) in measured.items()}
+        groups = {client_id: group for client_id, (_, _, group) in measured.items()}
+        out_of_bounds = self._bound.decide(magnitudes, groups, self.server.round)
         for reason in out_of_bounds.values():
             logger.warning(f"Rejected: {reason}")
         rejected = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, str)}
@@ -203,7 +196,9 @@ class RoundLoop:
             for client_id in outcomes
             if client_id in rejected or client_id in out_of_bounds
         }
-        return {client_id: metrics for client_id, (metrics, _) in measured.items() if client_id not in out_of_bounds}
+        return {
+            client_id: metrics for client_id, (metrics, _, _) in measured.items() if client_id not in out_of_bounds
+        }
 
     @property
     def _num_spare(self) -> int:

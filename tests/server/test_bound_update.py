@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import statistics
 
 import pytest
@@ -18,7 +19,14 @@ from hf_federated.aggregation import build_aggregation
 from hf_federated.engines import LocalEngine
 from hf_federated.messages import ClientUpdate
 from hf_federated.messages.validation import InvalidUpdateError
-from hf_federated.server.bound_update import HISTORY_LENGTH, BoundUpdate, GroupedAccumulator
+from hf_federated.server.bound_update import (
+    HISTORY_LENGTH,
+    MAX_GROUPS,
+    BoundUpdate,
+    ClientGroups,
+    GroupedAccumulator,
+    Magnitude,
+)
 
 
 STATE = {"w": torch.ones(4), "count": torch.tensor(3)}
@@ -32,7 +40,9 @@ def update(name: str, norm: float, num_steps: int = 1, **extra: torch.Tensor) ->
 
 def decide(bound: BoundUpdate, norms: dict[str, float], round: int = 0) -> list[str]:
     bound.begin_round(STATE)
-    return list(bound.decide({name: bound.measure(update(name, norm)) for name, norm in norms.items()}, round))
+    magnitudes = {name: bound.measure(update(name, norm)) for name, norm in norms.items()}
+    groups = {name: bound.group_of(magnitude) for name, magnitude in magnitudes.items()}
+    return list(bound.decide(magnitudes, groups, round))
 
 
 def test_magnitude_is_the_norm_of_the_change_per_step():
@@ -119,7 +129,7 @@ def test_rejected_updates_are_above_the_bound_and_groups_agree(norms, medians, m
         reference = statistics.median(medians)
         limit = max_ratio * max(reference, min(median, max_ratio * reference))
     groups = {name: bound.group_of(magnitude) for name, magnitude in magnitudes.items()}
-    rejected = bound.decide(magnitudes, 0)
+    rejected = bound.decide(magnitudes, groups, 0)
     for name, magnitude in magnitudes.items():
         assert bound.is_accepted(groups[name]) is (name not in rejected)
         assert (name in rejected) or magnitude["state"] <= 2.001 * limit
@@ -130,13 +140,62 @@ def test_sum_of_groups_equals_the_sum_of_their_updates():
     updates = [update(name, norm) for name, norm in {"a": 1.0, "b": 2.0, "c": 4.0, "d": 1e3}.items()]
     grouped, expected = GroupedAccumulator(lambda: FedAvg().accumulator(STATE)), FedAvg().accumulator(STATE)
     for number, each in enumerate(updates):
-        grouped.add(each, (("state", number),))
+        grouped.add(each, (("state", number, number),))
         if number != 3:
             expected.add(each)
-    total = grouped.settle(lambda group: group != (("state", 3),))
+    total = grouped.settle(lambda group: group != (("state", 3, 3),))
     assert total.first_client == "a" and total.num_updates == 3
     assert all(value.equal(expected.mean.finalize()[name]) for name, value in total.mean.finalize().items())
     assert grouped.settle(lambda group: True).num_updates == 0
+
+
+def collect(magnitudes: dict[str, Magnitude]) -> tuple[list[str], list[str], dict[str, float]]:
+    """Collect a first round. Return the clients that were dropped, those out of bounds, and the sum of the others."""
+    bound = BoundUpdate(30.0)
+    bound.begin_round(STATE, {"c"})
+    grouped = GroupedAccumulator(lambda: FedAvg("uniform").accumulator(STATE))
+    groups, dropped = ClientGroups([grouped]), []
+    for name, magnitude in magnitudes.items():
+        grouped.add(update(name, magnitude["state"]), groups.add(name, bound.group_of(magnitude)))
+        dropped += groups.limit()
+        assert len(grouped._groups) == len(groups._clients) <= MAX_GROUPS
+    kept = {name: magnitude for name, magnitude in magnitudes.items() if name not in dropped}
+    rejected = list(bound.decide(kept, groups.by_client(), 0))
+    total = grouped.settle(bound.is_accepted)
+    assert total.num_updates == len(kept) - len(rejected) and total.first_client not in (*dropped, *rejected)
+    return dropped, rejected, {name: float(value[0]) for name, value in total.mean.finalize().items() if value.ndim}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_honest_updates_of_very_different_sizes_are_all_accepted(seed):
+    """Clients that have converged hardly change. With control variates, there are groups for two norms."""
+    order = random.Random(seed)
+    sizes = [1.0] * 12 + [2.0**-power for power in range(1, 12)] + [7.0, 20.0]
+    clients = [(size, other) for size in sizes for other in (1e-3, 1e-2, 0.1)]
+    order.shuffle(clients)
+    magnitudes = {str(i): {"state": size, "extra": other} for i, (size, other) in enumerate(clients)}
+    dropped, rejected, mean = collect(magnitudes)
+    assert dropped == rejected == []
+    assert mean["w"] == pytest.approx(1.0 + statistics.fmean(size for size, _ in clients), rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_hostile_sizes_far_apart_are_dropped_or_rejected_and_honest_ones_are_not(seed):
+    order = random.Random(seed)
+    honest = {f"h{i}": {"state": 0.5 + 0.1 * i} for i in range(14)}
+    hostile = {f"x{i}": {"state": 1e3 * 2.0 ** (9 * i)} for i in range(11)}
+    names = [*honest, *hostile]
+    order.shuffle(names)
+    dropped, rejected, mean = collect({name: {**honest, **hostile}[name] for name in names})
+    assert {*dropped, *rejected} == {*hostile} and dropped
+    assert mean["w"] == pytest.approx(1.0 + statistics.fmean(each["state"] for each in honest.values()), rel=1e-5)
+
+
+def test_norm_of_additional_tensors_that_overflows_is_rejected():
+    bound = BoundUpdate(30.0)
+    bound.begin_round(STATE, {"c"})
+    with pytest.raises(InvalidUpdateError, match="^Client 'a', round 1: the norm of its additional tensors overflows"):
+        bound.measure(update("a", 1.0, c=torch.full((4,), 1e300, dtype=torch.float64)))
 
 
 def test_groups_of_updates_on_disk_are_merged_and_dropped():
@@ -144,10 +203,10 @@ def test_groups_of_updates_on_disk_are_merged_and_dropped():
     updates = [update(name, norm) for name, norm in {"a": 1.0, "b": 2.0, "c": 9.0, "d": 1e3}.items()]
     grouped, expected = GroupedAccumulator(lambda: median.accumulator(STATE)), median.accumulator(STATE)
     for number, each in enumerate(updates):
-        grouped.add(each, (("state", number),))
+        grouped.add(each, (("state", number, number),))
         if number != 3:
             expected.add(each)
-    total = grouped.settle(lambda group: group != (("state", 3),))
+    total = grouped.settle(lambda group: group != (("state", 3, 3),))
     found, wanted = median.aggregate(total, STATE), median.aggregate(expected, STATE)
     assert all(found[name].equal(wanted[name]) for name in STATE)
     assert found["w"][0] == 3.0
