@@ -19,8 +19,8 @@ class CoordinateMedian(RobustAggregation):
     [Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates](https://arxiv.org/abs/1803.01498) (Yin
     et al., ICML 2018), option I of algorithm 1.
 
-    For an even number of clients, the median is the mean of the middle two values. For LoRA modules of which both
-    factors are trained, the median is taken over the coordinates of the products `B A` and factored again to rank `r`
+    For an even number of clients, the median is the mean of the middle two values. For LoRA modules whose factors
+    are both trained, the median is taken over the coordinates of the products `B A` and factored again to rank `r`
     by a truncated singular value decomposition. The matrix of one module is in memory for this step. The scale of a
     LoRA module is equal for all clients and cancels.
 
@@ -42,7 +42,7 @@ class CoordinateMedian(RobustAggregation):
 
     Raises:
         ValueError: If an argument is unknown or out of range, or if a server optimizer is combined with LoRA modules
-            of which both factors are trained.
+            whose factors are both trained.
 
     Requirements:
         Fewer than half of the clients of a cohort are hostile. The server holds all updates of a round in a temporary

@@ -30,7 +30,7 @@ class FLTrust(RobustAggregation):
     Without a trusted client, the round does not change the global state. The server's own change is not part of the
     sum. The server trains before the clients, and needs as much time as a client with the same number of examples.
 
-    For LoRA modules of which both factors are trained, norms and cosines are those of the changes of `B A`, computed
+    For LoRA modules whose factors are both trained, norms and cosines are those of the changes of `B A`, computed
     from the factors. The weighted sum of the products is factored again to rank `r` by a truncated singular value
     decomposition. The scale of a LoRA module is equal for all clients and cancels within the module.
 
@@ -52,7 +52,7 @@ class FLTrust(RobustAggregation):
 
     Raises:
         ValueError: If an argument is unknown or out of range, if the trainer has no `server_dataset`, or if a server
-            optimizer is combined with LoRA modules of which both factors are trained.
+            optimizer is combined with LoRA modules whose factors are both trained.
 
     Requirements:
         The server has labeled examples of the task (`server_dataset`), about 100 in the paper, from a distribution

@@ -28,7 +28,7 @@ class GeometricMedian(RobustAggregation):
     far updates do not slow them down; the median itself does not depend on the start. `median_j` is the distance to
     the `⌊n / 2⌋`-th nearest other update.
 
-    For LoRA modules of which both factors are trained, distances are distances of the products `B A`, computed from
+    For LoRA modules whose factors are both trained, distances are distances of the products `B A`, computed from
     the factors. The weighted mean of the products is factored again to rank `r` by a truncated singular value
     decomposition. The scale of a LoRA module is equal for all clients; the distances leave it out.
 
@@ -57,7 +57,7 @@ class GeometricMedian(RobustAggregation):
 
     Raises:
         ValueError: If an argument is unknown or out of range, or if a server optimizer is combined with LoRA modules
-            of which both factors are trained.
+            whose factors are both trained.
 
     Requirements:
         Hostile clients have less than half of the weight of a cohort. The server holds all updates of a round in a

@@ -26,7 +26,7 @@ class Krum(RobustAggregation):
     selects the `m` clients with the lowest scores and averages their updates. If scores are equal, the client whose id
     sorts first is selected.
 
-    For LoRA modules of which both factors are trained, distances are distances of the products `B A`, computed from
+    For LoRA modules whose factors are both trained, distances are distances of the products `B A`, computed from
     the factors. One selected client gives exactly its factors. The mean of several products is factored again to rank
     `r` by a truncated singular value decomposition. The scale of a LoRA module is equal for all clients; the distances
     leave it out.
@@ -55,7 +55,7 @@ class Krum(RobustAggregation):
 
     Raises:
         ValueError: If an argument is unknown or out of range, if a cohort has fewer than `2f + 3` or `f + m` clients,
-            or if a server optimizer is combined with LoRA modules of which both factors are trained.
+            or if a server optimizer is combined with LoRA modules whose factors are both trained.
         RoundFailedError: If a round has fewer than `2f + 3` or `f + m` updates.
 
     Requirements:

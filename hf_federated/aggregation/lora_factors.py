@@ -58,7 +58,7 @@ class FactorPair:
 
 def find_pairs(names: Iterable[str]) -> list[FactorPair]:
     """
-    Find the LoRA modules of which both factors are exchanged.
+    Find the LoRA modules whose factors are both exchanged.
 
     If only one factor is exchanged, for example because `A` is frozen, the change of the module is linear in it, and
     the factor is an ordinary tensor.
@@ -135,7 +135,7 @@ def add_products(
         products (`torch.Tensor` of shape `(num_clients,)`, float64): Changed in place.
         updates ([`UpdateCollection`]): The updates.
         pair ([`FactorPair`]): The module.
-        state (`Mapping[str, torch.Tensor]`, *optional*): The other state. `None` stands for the client's own state.
+        state (`Mapping[str, torch.Tensor]`, *optional*): The other state. Defaults to the client's own state.
     """
     before = pair.matrices(updates.reference)
     num_rows = len(updates)

@@ -30,7 +30,7 @@ class NormBoundedMean(ClippedMean):
     round, for which the server keeps all updates of the round in a temporary file. Integer tensors keep their global
     values with a sum, and are element-wise lower medians otherwise.
 
-    For LoRA modules of which both factors are trained, the norms are norms of the changes of `B A`, computed from the
+    For LoRA modules whose factors are both trained, the norms are norms of the changes of `B A`, computed from the
     factors. The mean of the products is factored again to rank `r` by a truncated singular value decomposition, for
     which the server keeps the updates of the round in a temporary file, also with a fixed `max_norm`. The scale of a
     LoRA module is equal for all clients; the norms leave it out.
@@ -56,7 +56,7 @@ class NormBoundedMean(ClippedMean):
 
     Raises:
         ValueError: If an argument is unknown or out of range, or if a server optimizer is combined with LoRA modules
-            of which both factors are trained.
+            whose factors are both trained.
 
     Requirements:
         Few clients of a cohort are hostile: the mean moves by up to `f / n · M`, in every round. Without `max_norm`,

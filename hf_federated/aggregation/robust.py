@@ -47,7 +47,7 @@ class RobustAggregation(Aggregation):
 
     Raises:
         ValueError: If an argument is unknown or out of range. When the trainer is built, if the server optimizer is
-            combined with LoRA modules of which both factors are trained.
+            combined with LoRA modules whose factors are both trained.
 
     Requirements:
         The server sees every update, so secure aggregation is not possible.
@@ -68,7 +68,7 @@ class RobustAggregation(Aggregation):
     ```
     """
 
-    # Whether the algorithm supports LoRA modules of which both factors are exchanged.
+    # Whether the algorithm supports LoRA modules whose factors are both exchanged.
     supports_factors: ClassVar[bool] = True
 
     def __init__(
@@ -111,7 +111,7 @@ class RobustAggregation(Aggregation):
         )
         if pairs and not self.supports_factors:
             raise ValueError(
-                f"aggregation={self.name!r} does not support LoRA modules of which both factors are trained, such as "
+                f"aggregation={self.name!r} does not support LoRA modules whose factors are both trained, such as "
                 f"{pairs[0].a!r}: the factors have no meaning apart. {freeze_a}. Or use "
                 "aggregation='geometric_median', which supports both factors."
             )

@@ -19,8 +19,8 @@ class TrimmedMean(RobustAggregation):
     [Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates](https://arxiv.org/abs/1803.01498) (Yin
     et al., ICML 2018), option II of algorithm 1.
 
-    The server leaves out the `f` largest and the `f` smallest values of each parameter. For LoRA modules of which both
-    factors are trained, it does this for the coordinates of the products `B A`, and factors the result again to rank
+    The server leaves out the `f` largest and the `f` smallest values of each parameter. For LoRA modules whose factors
+    are both trained, it does this for the coordinates of the products `B A`, and factors the result again to rank
     `r` by a truncated singular value decomposition. The matrix of one module is in memory for this step. The scale of
     a LoRA module is equal for all clients and cancels.
 
@@ -45,7 +45,7 @@ class TrimmedMean(RobustAggregation):
 
     Raises:
         ValueError: If an argument is unknown or out of range, if a cohort has at most `2 · num_hostile` clients, or if
-            a server optimizer is combined with LoRA modules of which both factors are trained.
+            a server optimizer is combined with LoRA modules whose factors are both trained.
         RoundFailedError: If a round has at most `2 · num_hostile` updates.
 
     Requirements:

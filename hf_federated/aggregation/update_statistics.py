@@ -73,7 +73,7 @@ def products_with(updates: UpdateCollection, state: Mapping[str, torch.Tensor] |
 
     Args:
         updates ([`UpdateCollection`]): The updates.
-        state (`Mapping[str, torch.Tensor]`, *optional*): The state `y`. `None` stands for the state `x_i` itself.
+        state (`Mapping[str, torch.Tensor]`, *optional*): The state `y`. Defaults to the state `x_i` itself.
 
     Returns:
         `torch.Tensor` of shape `(num_clients,)`, float64.

@@ -9,6 +9,8 @@ from ..messages.validation import UpdateLimits
 
 # A tokenizer without a limit has a `model_max_length` above this value.
 _MAX_LENGTH = 10**9
+# Number of sequences of an example: an example of a preference dataset has two.
+_MAX_SEQUENCES = 2
 
 
 def update_limits(
@@ -26,7 +28,8 @@ def update_limits(
         local_epochs (`int`): Passes over the examples in a round.
         local_steps (`int`, *optional*): Optimizer steps in a round. It replaces `local_epochs`.
         examples_per_step (`int`): Largest number of examples in an optimizer step.
-        max_length (`int`, *optional*): Largest number of tokens of an example. By default, tokens have no limit.
+        max_length (`int`, *optional*): Largest number of tokens of a sequence. An example has up to two sequences. By
+            default, tokens have no limit.
 
     Returns:
         [`~hf_federated.messages.validation.UpdateLimits`]: The limits.
@@ -37,7 +40,7 @@ def update_limits(
     >>> from hf_federated.clients.limits import update_limits
 
     >>> update_limits(100, local_epochs=2, local_steps=None, examples_per_step=8, max_length=512)
-    UpdateLimits(num_examples=100, num_steps=200, num_tokens=102400)
+    UpdateLimits(num_examples=100, num_steps=200, num_tokens=204800)
     ```
     """
     num_seen: int | None
@@ -51,13 +54,13 @@ def update_limits(
         num_examples = num_seen = 2 * local_steps * examples_per_step
     # A step has at least one example.
     num_steps = num_seen if local_steps is None else local_steps
-    num_tokens = None if num_seen is None or max_length is None else num_seen * max_length
+    num_tokens = None if num_seen is None or max_length is None else num_seen * _MAX_SEQUENCES * max_length
     return UpdateLimits(num_examples, num_steps, num_tokens)
 
 
 def max_input_length(trainer: Any) -> int | None:
     """
-    Return the largest number of tokens of an example that the model and the tokenizer of a trainer support.
+    Return the largest number of tokens of a sequence that the model and the tokenizer of a trainer support.
 
     Args:
         trainer (`transformers.Trainer`): The trainer.

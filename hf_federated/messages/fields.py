@@ -85,7 +85,7 @@ def _find_problem(value: Any, annotation: Any) -> str | None:
         return _find_problem(value, annotation) or _violated(value, constraints)
     if origin in (Union, types.UnionType):
         problems = [_find_problem(value, option) for option in get_args(annotation)]
-        # The problem of the last option that is not `None` is the most specific.
+        # The first option is the usual one, as `int` in `int | None`.
         return None if None in problems else problems[0]
     if origin is dict:
         return _problem_of_dict(value, *get_args(annotation))

@@ -236,7 +236,7 @@ class BoundUpdate:
 
 class GroupedAccumulator:
     """
-    Sums the updates of a round in groups, of which only the accepted ones are kept at the end of the round.
+    Sums the updates of a round in groups. At the end of the round, it keeps the accepted groups.
 
     Args:
         build (`Callable[[], Accumulator]`): Builds an empty accumulator.
@@ -313,7 +313,7 @@ class ClientGroups:
         if len(self._clients) <= MAX_GROUPS:
             return []
         pairs = itertools.combinations(self._clients, 2)
-        # Of equally close pairs the highest, so that hostile updates are joined before honest ones.
+        # The highest of equally close pairs, so that hostile updates are joined before honest ones.
         first, second = min(pairs, key=lambda pair: (_num_octaves(joined := _joined(*pair)), -_highest(joined)))
         joined = _joined(first, second)
         if _num_octaves(joined) > MAX_JOINED_OCTAVES:

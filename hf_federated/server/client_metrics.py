@@ -40,6 +40,8 @@ def lower_is_better(metric: str, best_metric: str | None, greater_is_better: boo
 MAX_RATIO_TO_MEDIAN = 1e6
 # Largest magnitude of a value of one or two clients.
 MAX_MAGNITUDE = 1e30
+# Number of metrics of a client that the log lists.
+MAX_LISTED = 3
 
 
 def split_off_outliers(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
@@ -64,13 +66,33 @@ def split_off_outliers(values: Mapping[str, float]) -> tuple[dict[str, float], d
     return kept, {client_id: value for client_id, value in values.items() if client_id not in kept}
 
 
-def _without_outliers(client_metrics: Mapping[str, Mapping[str, float]], name: str, where: str) -> dict[str, float]:
-    """Return the values of a metric by client id. Log the clients whose value is left out."""
-    values = {client_id: metrics[name] for client_id, metrics in client_metrics.items() if name in metrics}
-    kept, outliers = split_off_outliers(values)
-    for client_id, value in outliers.items():
-        logger.warning(f"Client {client_id!r}{where}: `{name}` is {value:g}. The mean over clients leaves it out.")
-    return kept
+class UsableMetrics:
+    """
+    The metrics of clients without outliers, as [`split_off_outliers`] defines them.
+
+    Args:
+        client_metrics (`Mapping[str, Mapping[str, float]]`): Metrics by client id.
+    """
+
+    def __init__(self, client_metrics: Mapping[str, Mapping[str, float]]) -> None:
+        self._client_metrics = client_metrics
+        # The metrics that were left out, by client id.
+        self._outliers: dict[str, list[str]] = {}
+
+    def values_of(self, name: str) -> dict[str, float]:
+        """Return the values of a metric by client id."""
+        reported = {client_id: row[name] for client_id, row in self._client_metrics.items() if name in row}
+        kept, outliers = split_off_outliers(reported)
+        for client_id in outliers:
+            self._outliers.setdefault(client_id, []).append(name)
+        return kept
+
+    def log_outliers(self, where: str) -> None:
+        """Log one line for each client with outliers. `where` follows the name of the client."""
+        for client_id, names in self._outliers.items():
+            shown = ", ".join(f"`{name}` is {self._client_metrics[client_id][name]:g}" for name in names[:MAX_LISTED])
+            more = f", and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+            logger.warning(f"Client {client_id!r}{where}: {shown}{more}. The means over clients leave this out.")
 
 
 def spread_over_clients(
@@ -104,8 +126,9 @@ def spread_over_clients(
     """
     names = {name for metrics in client_metrics.values() for name in metrics if not name.endswith(_IGNORED_SUFFIXES)}
     summary: dict[str, float] = {}
+    usable = UsableMetrics(client_metrics)
     for name in sorted(names):
-        values = list(_without_outliers(client_metrics, name, ", evaluation").values())
+        values = list(usable.values_of(name).values())
         if not values:
             continue
         worst, best = (max, min) if lower_is_better(name, best_metric, greater_is_better) else (min, max)
@@ -113,6 +136,7 @@ def spread_over_clients(
         summary[f"federated/{name}_worst"] = worst(values)
         summary[f"federated/{name}_best"] = best(values)
         summary[f"federated/{name}_spread"] = statistics.pstdev(values)
+    usable.log_outliers(", evaluation")
     return summary
 
 
@@ -163,29 +187,30 @@ class RoundSummary:
             round (`int`, *optional*, defaults to `0`): Round number, for the log.
         """
 
-        def values_of(name: str) -> dict[str, float]:
-            return _without_outliers(client_metrics, name, f", round {round + 1}")
+        usable = UsableMetrics(client_metrics)
 
         def mean(name: str) -> float | None:
-            values = values_of(name)
+            values = usable.values_of(name)
             return statistics.fmean(values.values()) if values else None
 
         logged = dict.fromkeys(
             name for metrics in client_metrics.values() for name in metrics if name not in _SUMMARIZED
         )
         means = {name: mean(name) for name in logged if not name.startswith(CLASS_COUNT)}
-        return cls(
-            loss=_mean_loss(client_metrics, values_of("loss")),
+        summary = cls(
+            loss=_mean_loss(client_metrics, usable.values_of("loss")),
             grad_norm=mean("grad_norm"),
             learning_rate=mean("learning_rate"),
             num_clients=len(client_metrics),
             num_failed=num_failed,
             num_examples=int(sum(metrics["num_examples"] for metrics in client_metrics.values())),
             num_tokens=int(sum(metrics["num_tokens"] for metrics in client_metrics.values())),
-            total_flos=sum(values_of("total_flos").values()),
+            total_flos=sum(usable.values_of("total_flos").values()),
             other_metrics={name: value for name, value in means.items() if value is not None},
             clients=client_metrics,
         )
+        usable.log_outliers(f", round {round + 1}")
+        return summary
 
 
 def _mean_loss(client_metrics: Mapping[str, Mapping[str, float]], losses: Mapping[str, float]) -> float:

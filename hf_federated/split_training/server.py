@@ -46,10 +46,11 @@ class TrainingServer:
     Args:
         server_model ([`ServerModel`]): The trained model, which also defines the clients and the strategy.
         digest (`str`): Digest of the settings that all parties share.
-        deadline (`float`, *optional*): Seconds that a step waits for its clients: with `"serial"` for the next message
-            of the client whose turn it is, otherwise for the remaining clients after the first request. The step then
-            continues without the missing clients. A client that sends nothing in three successive steps, or does not
-            send the parameters that another client waits for, is removed. By default the server waits without a limit.
+        deadline (`float`, *optional*): Seconds that a step waits. With `"serial"`, the step waits for the next message
+            of its only client. With the other strategies, it waits for the remaining clients after the first request.
+            The step then continues without the missing clients. A client that sends nothing in three successive steps,
+            or does not send the parameters that another client waits for, is removed. By default the server waits
+            without a limit.
     """
 
     def __init__(self, server_model: ServerModel, digest: str, deadline: float | None = None) -> None:

@@ -259,12 +259,16 @@ class Federation:
         if setup.train_datasets is not setup.clients and num_examples is not None:
             # A preparation may pack examples or cut them in parts.
             num_examples = len(setup.train_datasets[client_id])
+        spec = setup.participants.clients.get(client_id)
+        args = self._args if spec is None or spec.args is None else spec.args
+        # A trainer of TRL counts the tokens of all sequences that it generates for an example.
+        has_own_count = train_tokens(self._trainer) is not None and setup.aggregation.weighting != "tokens"
         return update_limits(
             num_examples,
             config.local_epochs,
             config.local_steps,
-            self._examples_per_step,
-            max_input_length(self._trainer),
+            args.train_batch_size * args.gradient_accumulation_steps * setup.processes.world_size,
+            None if has_own_count else max_input_length(self._trainer),
         )
 
     def _server_training(self, server: ServerState) -> Callable[[], ClientUpdate]:

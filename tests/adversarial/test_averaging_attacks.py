@@ -66,7 +66,11 @@ def test_attack_is_named_and_the_model_does_not_move(tmp_path, outcomes, attack,
 def test_absurd_loss_is_left_out_of_the_mean_and_named(tmp_path, loss, caplog):
     trainer, rejected = run(tmp_path, Attack("", metrics_with(loss=loss, own=loss), ""))
     assert rejected == [{}, {}]
-    assert any(f"Client {HOSTILE!r}, round 1: `loss` is {loss:g}" in text for text in caplog.messages)
+    lines = [text for text in caplog.messages if "The means over clients leave this out" in text]
+    assert len(lines) == 2  # one for each round, with both metrics
+    for round, line in enumerate(lines):
+        assert line.startswith(f"Client {HOSTILE!r}, round {round + 1}: ")
+        assert f"`loss` is {loss:g}" in line and f"`own` is {loss:g}" in line
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert all(0.1 < value < 2 for value in losses)
 

@@ -2,8 +2,8 @@
 
 [The Secret Sharer](https://arxiv.org/abs/1802.08232) (Carlini et al., USENIX Security 2019). The canary has a rank by
 its loss among random texts of the same format, the references. Its exposure is `log2 |R| − log2 rank`, with `|R|` the
-number of references and the canary. The paper counts all texts of the format. Here, the references are a random sample
-of them ("approximation by sampling" in the paper), so the largest exposure is `log2 |R|`.
+number of references and the canary. The paper ranks the canary among all texts of the format. Here, the references are
+a random sample of these texts ("approximation by sampling" in the paper), so the largest exposure is `log2 |R|`.
 """
 
 from __future__ import annotations
