@@ -52,7 +52,7 @@ from .checks import (
 from .config import SplitConfig
 from .in_process import ClientParty, SplitFederation
 from .loading import load_model_by_name
-from .networked_client import NetworkedClientMixin
+from .networked_client_mixin import NetworkedClientMixin
 from .optimization import JointOptimizer
 from .saving import check_checkpoint, load_parties
 from .step_plan import SplitSteps, StepBatches, collate_single_step
