@@ -46,8 +46,9 @@ class RoundLoop:
         sends_state (`bool`, *optional*, defaults to `True`): Whether clients receive the global state.
         row_limit ([`RowLimit`], *optional*): Limits the number of examples that a client trains on.
         progress ([`~hf_federated.server.progress.RoundProgress`], *optional*): Shows how far a round is.
-        limits (`Callable[[str], UpdateLimits]`, *optional*): Returns the limits of what an update of a client may
-            claim. By default, there are none.
+        limits (`Callable[[str, int | None], UpdateLimits]`, *optional*): `limits(client_id, max_rows)` returns the
+            limits of what an update of a client may claim, if the client trains on at most `max_rows` examples. By
+            default, there are none.
         bound ([`~hf_federated.server.bound_update.BoundUpdate`], *optional*): Rejects updates with a change that is
             too large. By default, there is no bound.
     """
@@ -64,7 +65,7 @@ class RoundLoop:
         sends_state: bool = True,
         row_limit: RowLimit | None = None,
         progress: RoundProgress | None = None,
-        limits: Callable[[str], UpdateLimits] = lambda client_id: UpdateLimits(),
+        limits: Callable[[str, int | None], UpdateLimits] = lambda client_id, max_rows: UpdateLimits(),
         bound: BoundUpdate | None = None,
     ) -> None:
         self.engine = engine
@@ -76,6 +77,8 @@ class RoundLoop:
         self._write = write
         self._sends_state = sends_state
         self._row_limit = row_limit
+        # The largest number of examples of a client in this round.
+        self._max_rows: int | None = None
         self._progress = progress or RoundProgress(lambda: (), config.num_rounds or 1)
         self._limits = limits
         self._bound = BoundUpdate(math.inf) if bound is None else bound
@@ -212,7 +215,7 @@ class RoundLoop:
         state = cast_floating(server.weights, dtype) if self._sends_state else {}
         extra = cast_floating(server.fit_extra, dtype)
         settings, returns_state = server.fit_settings, server.returns_state
-        max_rows = None if self._row_limit is None else self._row_limit(server.cohort)
+        self._max_rows = max_rows = None if self._row_limit is None else self._row_limit(server.cohort)
         return lambda client_id: Fit(
             server.round, client_id, self._seed_of(client_id), state, extra, settings, returns_state, max_rows
         )
@@ -236,7 +239,7 @@ class RoundLoop:
             raise InvalidUpdateError(f"Client {reply.client_id!r}, round {server.round + 1}: {reply.error}")
         assert isinstance(reply, ClientUpdate)  # The engine refuses another reply to a `Fit`.
         where = f"Client {reply.client_id!r}, round {server.round + 1}"
-        check_claims(reply, self._limits(reply.client_id))
+        check_claims(reply, self._limits(reply.client_id, self._max_rows))
         try:
             reply = reply.to(server.device)
             update = run_server_side(

@@ -31,6 +31,7 @@ from ..clients import (
 )
 from ..clients.limits import max_input_length, update_limits
 from ..clients.model_factory import ClientModelBuilder
+from ..clients.sampling import limit_examples
 from ..clients.store import client_file_name
 from ..distillation import DistillationServer, Teachers
 from ..engines import EngineContext, WatchPeers
@@ -252,13 +253,15 @@ class Federation:
             bound=self._bound,
         )
 
-    def _limits(self, client_id: str) -> UpdateLimits:
+    def _limits(self, client_id: str, max_rows: int | None) -> UpdateLimits:
         """Limits of what an update of a client may claim, from its number of examples and the training arguments."""
         setup, config = self._setup, self._setup.config
         num_examples = self._num_examples[client_id]
         if setup.train_datasets is not setup.clients and num_examples is not None:
             # A preparation may pack examples or cut them in parts.
             num_examples = len(setup.train_datasets[client_id])
+        if num_examples is not None:
+            num_examples = limit_examples(num_examples, max_rows)
         spec = setup.participants.clients.get(client_id)
         args = self._args if spec is None or spec.args is None else spec.args
         # A trainer of TRL counts the tokens of all sequences that it generates for an example.

@@ -76,7 +76,7 @@ def run_rounds(aggregation: str, num_rounds: int, seed: int) -> tuple[dict[str, 
         [],
         fire,
         lambda state: None,
-        limits=lambda client_id: UpdateLimits(8, 2, 80),
+        limits=lambda client_id, max_rows: UpdateLimits(8, 2, 80),
         bound=BoundUpdate(30.0),
     )
     for round in range(num_rounds):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from distillation_setup import distillation_trainer
+from federations import build_federation
 from tiny import arguments, rows
 
 from hf_federated import ClientSpec
 from hf_federated.clients.limits import update_limits
+from hf_federated.engines import LocalEngine
 from hf_federated.messages.validation import UpdateLimits
 
 
@@ -38,4 +42,20 @@ def test_client_with_a_larger_batch_claims_the_examples_that_it_trains_on(tmp_pa
     trainer.train()
     # Two steps with batches of 4 and of 32 examples.
     assert trainer.state.log_history[0]["federated/num_failed"] == 0
-    assert [trainer._federation._limits(name).num_examples for name in "ab"] == [16, 128]
+    assert [trainer._federation._limits(name, None).num_examples for name in "ab"] == [16, 128]
+
+
+def test_client_claims_at_most_the_examples_of_the_round(tmp_path):
+    """The weight of an update is bounded by `max_rows_per_round`, also for a client with more examples."""
+
+    class Claims(LocalEngine):
+        def _deliver(self, message):
+            reply = super()._deliver(message)
+            return dataclasses.replace(reply, num_examples=4) if reply.client_id == "south" else reply
+
+    trainer = build_federation(
+        tmp_path, num_rounds=1, federation={"max_rows_per_round": 3}, trainer={"engine": Claims()}
+    )
+    trainer.train()
+    assert [trainer._federation._limits(name, 3).num_examples for name in ("north", "south")] == [3, 3]
+    assert trainer.state.log_history[0]["federated/num_failed"] == 1
