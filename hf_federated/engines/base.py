@@ -201,6 +201,9 @@ class Engine(ABC):
         if isinstance(reply, ClientFailure) and self.last_error is not None:
             # The client runs in this process, so the text of the error has not left it.
             reply = replace(reply, error=f"{type(self.last_error).__name__}: {self.last_error}")
+        elif isinstance(reply, ClientFailure):
+            # In one line, so that the text cannot imitate other lines of the log.
+            reply = replace(reply, error=" ".join(reply.error.split()))
         # The nonce has served its purpose. Without it, the replies of two equal runs are equal.
         return replace(reply, nonce="")
 

@@ -47,6 +47,8 @@ MAX_JSON_DEPTH = 8
 
 # A number of examples, tokens, steps, rounds, ...
 Count = Annotated[int, Range(0, MAX_COUNT)]
+# A text for the log.
+ShortText = Annotated[str, MaxEntries(1_000)]
 # A seed that torch and numpy accept.
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 # Values may be NaN or infinite, such as the loss of a client that has diverged.
@@ -109,8 +111,17 @@ def _problem_of_scalar(value: Any, expected: type) -> str | None:
         return f"is {_type_name(value)}, expected {expected.__name__}"
     if type(value) is int and abs(value) >= 2**64:
         return "is an integer of more than 64 bits"
-    if type(value) is str and len(value) > MAX_TEXT_LENGTH:
+    return _problem_of_text(value) if type(value) is str else None
+
+
+def _problem_of_text(value: str) -> str | None:
+    if len(value) > MAX_TEXT_LENGTH:
         return f"has {len(value)} characters, at most {MAX_TEXT_LENGTH} are allowed"
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        # A lone surrogate, which cannot be written to a log.
+        return "is not valid Unicode"
     return None
 
 
@@ -145,7 +156,9 @@ def _problem_of_json(value: Any, depth: int) -> str | None:
     elif isinstance(value, (list, tuple)):
         problems = (_problem_of_json(item, depth - 1) for item in value)
     else:
-        is_scalar = value is None or isinstance(value, (bool, int, float, str))
+        if type(value) is str:
+            return _problem_of_text(value)
+        is_scalar = value is None or isinstance(value, (bool, int, float))
         return None if is_scalar else f"is {_type_name(value)}, expected a value of JSON"
     return next((problem for problem in problems if problem is not None), None)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from .base import Message
-from .fields import Count, MetricValues, Seed
+from .fields import Count, MetricValues, Seed, ShortText
 
 
 # Prefix of the metrics that contain the number of examples of a client per class.
@@ -138,4 +138,4 @@ class ClientFailure(Message):
 
     kind: ClassVar[str] = "client_failure"
 
-    error: str
+    error: ShortText

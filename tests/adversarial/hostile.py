@@ -88,6 +88,11 @@ def fail(request: Any, reply: Any, knowledge: Knowledge) -> list[tuple[str, Any]
     return [(knowledge.own, ClientFailure(request.round, request.client_id, "OSError", nonce=request.nonce))]
 
 
+def fail_with(error: str) -> Act:
+    """Fail with a text as the error."""
+    return replaced(lambda request: ClientFailure(request.round, request.client_id, error, nonce=request.nonce))
+
+
 def changed(**fields: Any) -> Act:
     """Change fields of the reply."""
     return lambda request, reply, knowledge: [(knowledge.own, dataclasses.replace(reply, **fields))]
@@ -196,6 +201,8 @@ def identity_attacks(phase: str, wrong_kind: Callable[[Any], Message]) -> list[A
         Attack("round is not a number", changed(round="0"), "`round` is a value of type str", phase),
         Attack("client id is not a text", changed(client_id=None), "`client_id` is None", phase),
         Attack("fails in every round", fail, "OSError", phase),
+        Attack("fails with lines that imitate the log", fail_with("x\nRejected: Client"), "x Rejected: Client", phase),
+        Attack("fails with a text of 100 000 characters", fail_with("x" * 10**5), "`error` has 100000", phase),
     ]
 
 

@@ -34,6 +34,8 @@ INVALID = [
     ("round", -1, "is -1, expected"),
     ("client_id", 7, "is a value of type int, expected str"),
     ("nonce", None, "is None, expected str"),
+    ("client_id", "a\ud800", "is not valid Unicode"),
+    ("metrics", {"\ud800": 1.0}, "has a key that is not valid Unicode"),
     ("state", None, "is None, expected dict"),
     ("state", [torch.zeros(1)], "is a value of type list, expected dict"),
     ("state", {"w": 1.0}, "has a value that is invalid: 'w' is a value of type float, expected a tensor"),
@@ -56,7 +58,9 @@ def test_value_that_a_field_does_not_allow_is_named(name, value, expected):
     assert expected in str(error.value) and len(str(error.value)) < 1500
 
 
-@pytest.mark.parametrize("value", [{"lr": object()}, {"lr": {1: 2}}, {"lr": torch.zeros(1)}, {"a": DEEP}])
+@pytest.mark.parametrize(
+    "value", [{"lr": "\ud800"}, {"lr": object()}, {"lr": {1: 2}}, {"lr": torch.zeros(1)}, {"a": DEEP}]
+)
 def test_settings_are_values_of_json(value):
     check_fields(dataclasses.replace(FIT, settings={"lr": [0.1, None, "x", {"deep": True}]}))
     with pytest.raises(ValueError, match="^`settings` "):
