@@ -15,6 +15,7 @@ import pytest
 from script_inputs import SCRIPTS, Script
 
 from hf_federated import Ledger
+from hf_federated.trainer.checkpoint import read_server_state
 
 
 ROOT = Path(__file__).parents[2]
@@ -169,7 +170,7 @@ def test_changed_script_trains_all_clients_and_names_files_and_metrics_as_the_or
     assert relative_files(original) <= relative_files(federated)
     checkpoint = last_checkpoint(federated)
     assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == script.num_rounds
-    rounds = Ledger.load(checkpoint).to_dict()["rounds"]
+    rounds = Ledger.from_state_dict(read_server_state(checkpoint)["ledger"]).to_dict()["rounds"]
     assert {number: tuple(clients) for number, clients in rounds.items()} == {
         str(number): script.clients for number in range(script.num_rounds)
     }
