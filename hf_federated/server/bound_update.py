@@ -37,11 +37,13 @@ HISTORY_LENGTH = 20
 MAX_RATIO_TO_STATE = 1e4
 # Typical value of a parameter, for the norm of a state that is zero.
 TYPICAL_VALUE = 1e-2
-# Number of sums that a process keeps in a round.
+# A change of at most this part of the norm of the global state is harmless, and always accepted in a first round.
+HARMLESS_RATIO = 2.0**-20
+# Powers of 2 between a harmless change and the largest change.
+NUM_OCTAVES = math.ceil(math.log2(MAX_RATIO_TO_STATE / HARMLESS_RATIO))
+# Number of sums that a process keeps in a round, if `max_ratio` is at least 16.
 MAX_GROUPS = 8
-# Groups are joined to a group of at most this many powers of 2 before a group is dropped.
-MAX_JOINED_OCTAVES = 8
-# Power of 2 of an update without a change. If past rounds are known, of all updates below their bound.
+# Power of 2 of a harmless change. If past rounds are known, of all updates below their bound.
 LOWEST = -(10**6)
 # Number of clients of a first round from which its median is a bound.
 MIN_CLIENTS = 3
@@ -57,12 +59,12 @@ class BoundUpdate:
     rejected if its magnitude is above `max_ratio · max(h, min(m, max_ratio · h))`. `m` is the median magnitude of the
     cohort and `h` the median of the last 20 rounds, so that a cohort with a hostile majority raises the bound by at
     most `max_ratio` in a round. In the first round the bound is `max_ratio · m`, and it needs three clients. The bound
-    is rounded up by at most a factor of 2, and in a round with more than eight groups down by at most 128. Additional
-    tensors of the algorithm, such as the control variates of Scaffold, have their own bound, without the division by
-    the steps.
+    is rounded up by at most a factor of 2, and in a round with more than eight groups down to at least the median.
+    Additional tensors of the algorithm, such as the control variates of Scaffold, have their own bound, without the
+    division by the steps.
 
-    A process keeps up to eight sums of updates in the first round, and one sum in a normal later round. It stores no
-    update.
+    A process keeps up to eight sums of updates in the first round (more if `max_ratio` is below 16), and one sum in a
+    normal later round. It stores no update.
 
     Args:
         max_ratio (`float`): Largest ratio to the median, above 1. Infinity rejects no update.
@@ -160,7 +162,7 @@ class BoundUpdate:
 
     def _octave(self, part: str, value: float) -> int:
         """Return the power `k` of a magnitude between `unit · 2^k` and `unit · 2^(k + 1)`."""
-        if value == 0:
+        if value == 0 or (part == "state" and value <= HARMLESS_RATIO * self._state_norm):
             return LOWEST
         octave = math.floor(math.log2(value) - math.log2(self._unit(part)))
         # The bound is at least one unit if past rounds are known, so all updates below it can share a group.
@@ -278,15 +280,26 @@ class GroupedAccumulator:
 
 class ClientGroups:
     """
-    The clients of each group of updates of a round, in at most `MAX_GROUPS` groups.
+    The clients of each group of updates of a round, in a limited number of groups.
+
+    Close groups are joined. A joined group spans less than `max_ratio`, so a group that contains the median is always
+    accepted. The number of groups is sufficient for all changes of the global state. Additional tensors have no
+    largest size. If their sizes are far apart, the group that is highest above the median of the updates so far is
+    dropped.
 
     Args:
         accumulators (`Sequence[GroupedAccumulator]`): The sums of the groups, which this object joins and drops.
+        max_ratio (`float`): `max_ratio` of [`BoundUpdate`].
     """
 
-    def __init__(self, accumulators: Sequence[GroupedAccumulator]) -> None:
+    def __init__(self, accumulators: Sequence[GroupedAccumulator], max_ratio: float) -> None:
         self._accumulators = accumulators
+        self._max_octaves = math.floor(math.log2(min(max_ratio, MAX_RATIO_TO_STATE))) + 1
+        # The group of harmless changes, and the groups that cannot be joined.
+        self._max_groups = max(MAX_GROUPS, 2 + NUM_OCTAVES // self._max_octaves)
         self._clients: dict[Group, list[str]] = {}
+        # The powers of 2 of all updates so far, by part.
+        self._octaves: dict[str, list[int]] = {}
 
     def add(self, client_id: str, smallest: Group) -> Group:
         """
@@ -299,25 +312,27 @@ class ClientGroups:
         Returns:
             `Group`: The group of its update, which may be a joined group.
         """
+        for part, octave, _ in smallest:
+            self._octaves.setdefault(part, []).append(octave)
         found = next((group for group in self._clients if _contains(group, smallest)), smallest)
         self._clients.setdefault(found, []).append(client_id)
         return found
 
     def limit(self) -> list[str]:
         """
-        Join the two closest groups, or drop the highest group, if there are too many groups.
+        Join the two closest groups, or drop a group, if there are too many groups.
 
         Returns:
             `list[str]`: The clients of a dropped group.
         """
-        if len(self._clients) <= MAX_GROUPS:
+        if len(self._clients) <= self._max_groups:
             return []
         pairs = itertools.combinations(self._clients, 2)
         # The highest of equally close pairs, so that hostile updates are joined before honest ones.
         first, second = min(pairs, key=lambda pair: (_num_octaves(joined := _joined(*pair)), -_highest(joined)))
         joined = _joined(first, second)
-        if _num_octaves(joined) > MAX_JOINED_OCTAVES:
-            highest = max(self._clients, key=_highest)
+        highest = self._find_out_of_bounds() if _num_octaves(joined) > self._max_octaves else None
+        if highest is not None:
             for accumulator in self._accumulators:
                 accumulator.drop(highest)
             return self._clients.pop(highest)
@@ -327,6 +342,13 @@ class ClientGroups:
         self._clients = {joined if group == first else group: each for group, each in self._clients.items()}
         self._clients[joined] += clients
         return []
+
+    def _find_out_of_bounds(self) -> Group | None:
+        """Return the highest group, relative to the updates so far, if all of its updates are above the bound."""
+        medians = {part: statistics.median_low(octaves) for part, octaves in self._octaves.items()}
+        excess = {group: max(low - medians[part] for part, low, _ in group) for group in self._clients}
+        highest = max(excess, key=lambda group: excess[group])
+        return highest if excess[highest] > self._max_octaves else None
 
     def by_client(self) -> dict[str, Group]:
         """Return the group of each client."""

@@ -17,7 +17,7 @@ from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metr
 from ..messages.validation import InvalidUpdateError, UpdateLimits, check_claims, check_update
 from ..postprocessing import Postprocessor, cast_floating, exchange_dtype, run_server_side
 from ..utils.errors import RoundFailedError
-from .bound_update import MAX_GROUPS, BoundUpdate, ClientGroups, Group, Magnitude
+from .bound_update import BoundUpdate, ClientGroups, Group, Magnitude
 from .callbacks import ServerState
 from .client_metrics import RoundSummary
 from .progress import RoundProgress
@@ -147,7 +147,7 @@ class RoundLoop:
         """
         outcomes: dict[str, Outcome] = {}
         measured: dict[str, tuple[dict[str, float], Magnitude]] = {}
-        groups = ClientGroups(self.server.grouped)
+        groups = ClientGroups(self.server.grouped, self._bound.max_ratio)
         first_error: Exception | None = None
         num_failed = 0
         replies = self._progress.run(
@@ -172,8 +172,8 @@ class RoundLoop:
                 del update, reply  # Free the memory before the next client trains.
                 for client_id in groups.limit():
                     outcomes[client_id] = (
-                        f"Client {client_id!r}, round {self.server.round + 1}: its change is larger than the changes "
-                        f"of {MAX_GROUPS} groups of other clients, whose sizes are far apart."
+                        f"Client {client_id!r}, round {self.server.round + 1}: its change is far above the median of "
+                        "the other clients, whose sizes are far apart."
                     )
                     logger.warning(f"Rejected: {outcomes[client_id]}")
         outcomes |= {client_id: (*measured[client_id], group) for client_id, group in groups.by_client().items()}

@@ -154,7 +154,7 @@ def collect(magnitudes: dict[str, Magnitude]) -> tuple[list[str], list[str], dic
     bound = BoundUpdate(30.0)
     bound.begin_round(STATE, {"c"})
     grouped = GroupedAccumulator(lambda: FedAvg("uniform").accumulator(STATE))
-    groups, dropped = ClientGroups([grouped]), []
+    groups, dropped = ClientGroups([grouped], bound.max_ratio), []
     for name, magnitude in magnitudes.items():
         grouped.add(update(name, magnitude["state"]), groups.add(name, bound.group_of(magnitude)))
         dropped += groups.limit()
@@ -189,6 +189,37 @@ def test_hostile_sizes_far_apart_are_dropped_or_rejected_and_honest_ones_are_not
     dropped, rejected, mean = collect({name: {**honest, **hostile}[name] for name in names})
     assert {*dropped, *rejected} == {*hostile} and dropped
     assert mean["w"] == pytest.approx(1.0 + statistics.fmean(each["state"] for each in honest.values()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[2.0 ** -(8 * i) for i in range(1, 9)], [2.0**7, *(2.0 ** -(8 * i) for i in range(1, 9))]],
+    ids=["below the honest sizes", "above and below"],
+)
+@pytest.mark.parametrize("part", ["state", "extra"])
+@pytest.mark.parametrize("seed", range(3))
+def test_hostile_sizes_do_not_get_the_majority_dropped_or_rejected(part, sizes, seed):
+    """A majority must neither be the highest group when a group is dropped, nor share a group with a huge update."""
+    everything = {f"h{i}": {"state": 1.0, "extra": 1.0} | {part: 1.0 + 0.01 * i} for i in range(20)}
+    everything |= {f"x{i}": {"state": 1.0, "extra": 1.0} | {part: size} for i, size in enumerate(sizes)}
+    names = [*everything]
+    random.Random(seed).shuffle(names)
+    dropped, rejected, _ = collect({name: everything[name] for name in names})
+    assert {*dropped, *rejected} == {f"x{i}" for i, size in enumerate(sizes) if size > 1}
+
+
+@given(st.lists(st.floats(1e-12, 1e4), min_size=3, max_size=30), st.sampled_from([1.1, 2.0, 8.0, 30.0, 1e3]))
+@settings(max_examples=60, deadline=None)
+def test_no_change_is_dropped_and_changes_below_the_median_are_accepted(sizes, max_ratio):
+    bound = BoundUpdate(max_ratio)
+    bound.begin_round(STATE)
+    groups = ClientGroups([], max_ratio)
+    magnitudes = {str(i): {"state": size} for i, size in enumerate(sizes)}
+    for name, magnitude in magnitudes.items():
+        groups.add(name, bound.group_of(magnitude))
+        assert groups.limit() == []
+    rejected = bound.decide(magnitudes, groups.by_client(), 0)
+    assert all(magnitudes[name]["state"] > statistics.median_low(sizes) for name in rejected)
 
 
 def test_norm_of_additional_tensors_that_overflows_is_rejected():
