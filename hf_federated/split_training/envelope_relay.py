@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from transformers.utils import logging
+
 from .messages import (
     FetchEnvelope,
     FetchEnvelopeReply,
@@ -22,6 +24,9 @@ from .messages import (
     as_tensor,
 )
 from .run_state import RunState
+
+
+logger = logging.get_logger(__name__)
 
 
 class EnvelopeRelay:
@@ -65,17 +70,22 @@ class EnvelopeRelay:
         """
         Store a message.
 
+        A message that the recipient did not fetch is dropped if the sender sends another message.
+
         Raises:
-            ValueError: If the recipient is not another client of the run, or a message of the same sender and
-                recipient is stored.
+            ValueError: If the recipient is not another client of the run, or the message was sent before.
         """
         sender, recipient = message.client_id, message.recipient
         if recipient not in self._state.client_ids or recipient == sender:
             raise ValueError(f"Client {sender!r} sent a message to {recipient!r}, which is not a client of this run.")
         if recipient in self._state.removed:
             return PeerRemovedReply(sender, message.step, recipient)
-        if any(key[:2] == (sender, recipient) for key in self._envelopes):
-            raise ValueError(f"Client {recipient!r} did not fetch the previous message of client {sender!r} yet.")
+        if (sender, recipient, message.step) in self._envelopes:
+            raise ValueError(f"Client {sender!r} sent its message of step {message.step} to {recipient!r} twice.")
+        for key in [key for key in self._envelopes if key[:2] == (sender, recipient)]:
+            # The sender must not fail because of a recipient that is late or hostile.
+            logger.warning(f"Client {recipient!r} did not fetch the message of client {sender!r} of step {key[2]}.")
+            del self._envelopes[key]
         self._envelopes[sender, recipient, message.step] = message.sealed
         if message.is_broadcast:
             self._broadcasts.setdefault((sender, message.step), set()).add(recipient)

@@ -30,8 +30,12 @@ from hf_federated.split.messages import Backward, Forward
 from hf_federated.split_training.messages import (
     BeginStep,
     EndStep,
+    FetchEnvelope,
+    FetchEnvelopeReply,
     PartParameters,
     SendEnvelope,
+    as_tensor,
+    read_message,
 )
 
 
@@ -192,6 +196,22 @@ def test_hostile_parameters_are_left_out_by_name(name, strategy, honest_runs, tm
 
 
 # ---- Attacks that the server cannot see at once
+
+
+@pytest.mark.parametrize("strategy", ["serial", "client_batch"])
+def test_client_that_never_fetches_parameters_harms_no_other_client(strategy, tmp_path, log):
+    class Link(DirectLink):
+        def exchange(self, blob: bytes) -> bytes:
+            message = read_message(blob)
+            if self.client_id != HOSTILE or not isinstance(message, FetchEnvelope):
+                return super().exchange(blob)
+            sender = HOSTILE if strategy == "serial" else message.sender
+            return FetchEnvelopeReply(HOSTILE, message.step, sender, as_tensor(b"")).to_bytes()
+
+    run = train(tmp_path, strategy, [*HONEST, HOSTILE], links=Link, num_train_epochs=2)
+    assert run.errors.keys() <= {HOSTILE} and not run.server.state.removed
+    assert run.server.step == run.server.server_model.max_steps
+    assert f"Client {HOSTILE!r} did not fetch the message of client 'client 0'" in log.text
 
 
 def test_norm_of_zero_moves_the_weights_within_the_bound(honest_runs, tmp_path, log):
