@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from .config import SplitConfig
 from .messages import (
     FetchEnvelope,
     FetchEnvelopeReply,
@@ -24,6 +25,7 @@ from .messages import (
     as_tensor,
 )
 from .run_state import RunState
+from .step_plan import StepPlan
 
 
 logger = logging.get_logger(__name__)
@@ -35,23 +37,28 @@ class EnvelopeRelay:
 
     Args:
         state ([`RunState`]): The run.
-        hands_over (`bool`): Whether each client continues with the parts of the previous client.
+        split ([`SplitConfig`]): Configuration of the run. It decides which client waits for which parts.
         deadline (`float`, *optional*): Seconds without a message of the sender after which a waiting recipient
             continues without the sender, which is removed.
 
     Attributes:
-        waiting_clients (`set[str]`): Clients that wait for a message.
+        waiting_clients (`dict[str, tuple[str, int]]`): Clients that wait for a message, with its sender and step.
         trained_clients (`list[str]`): Clients that trained, in the order of their last steps.
         last_step (`int`): Number of optimizer steps of the run. Set when the run starts.
+        plan ([`StepPlan`]): The clients of each step. Empty before the run starts.
     """
 
-    def __init__(self, state: RunState, hands_over: bool, deadline: float | None) -> None:
+    def __init__(self, state: RunState, split: SplitConfig, deadline: float | None) -> None:
         self._state = state
-        self._hands_over = hands_over
+        self._hands_over = split.hands_over
+        self._average_every = split.average_every
         self._deadline = deadline
-        self.waiting_clients: set[str] = set()
+        self.waiting_clients: dict[str, tuple[str, int]] = {}
         self.trained_clients: list[str] = []
         self.last_step = 0
+        self.plan = StepPlan({}, simultaneous=False)
+        # Last step of the messages that were delivered or dropped, by sender and recipient.
+        self._delivered: dict[tuple[str, str], int] = {}
         # Keys: sender, recipient, step.
         self._envelopes: dict[tuple[str, str, int], Any] = {}
         # Recipients of the envelopes that a client sends to all others, by sender and step.
@@ -86,6 +93,7 @@ class EnvelopeRelay:
             # The sender must not fail because of a recipient that is late or hostile.
             logger.warning(f"Client {recipient!r} did not fetch the message of client {sender!r} of step {key[2]}.")
             del self._envelopes[key]
+            self._delivered[sender, recipient] = key[2]
         self._envelopes[sender, recipient, message.step] = message.sealed
         if message.is_broadcast:
             self._broadcasts.setdefault((sender, message.step), set()).add(recipient)
@@ -104,15 +112,15 @@ class EnvelopeRelay:
             [`ResendReply`]: The client must send its parts to other clients first.
 
         Raises:
-            ValueError: If the sender is not another client of the run.
+            ValueError: If the sender is not another client of the run, or does not send such a message in a run.
         """
         client_id, sender, step = message.client_id, message.sender, message.step
         if sender not in self._state.client_ids or sender == client_id:
             raise ValueError(
                 f"Client {client_id!r} requested a message of {sender!r}, which is not another client of this run."
             )
+        self._check_request(client_id, sender, step)
         started_at = time.monotonic()
-        self.waiting_clients.add(client_id)
         try:
             while not self._is_deliverable(sender, client_id, step):
                 self._state.check(client_id)
@@ -125,6 +133,7 @@ class EnvelopeRelay:
                         return PeerRemovedReply(client_id, step, sender)
                     substitute = self._substitute(client_id)
                     if substitute is not None:
+                        self._check_undelivered(client_id, substitute, step)
                         sender, started_at = substitute, time.monotonic()
                         self._request_parts(sender, [client_id], step)
                     elif step < self.last_step or (client_id, step) in self._broadcasts:
@@ -135,10 +144,48 @@ class EnvelopeRelay:
                         others = [name for name in self._state.active_clients if name != client_id]
                         self._request_parts(client_id, others, step)
                 else:
-                    self._wait(sender, started_at)
+                    self._wait(client_id, sender, step, started_at)
         finally:
-            self.waiting_clients.discard(client_id)
+            self.waiting_clients.pop(client_id, None)
+        self._delivered[sender, client_id] = step
         return FetchEnvelopeReply(client_id, step, sender, self._envelopes.pop((sender, client_id, step)))
+
+    def _check_request(self, client_id: str, sender: str, step: int) -> None:
+        """
+        Reject a request for a message that the sender never sends.
+
+        After the deadline, the relay would remove the sender, which has done nothing wrong.
+        """
+        self._check_undelivered(client_id, sender, step)
+        is_last = step == self.last_step
+        if self._hands_over:
+            is_sent = 0 < step <= self.last_step and sender in self._participants(step - 1)
+            is_sent = is_sent and (is_last or client_id in self._participants(step))
+        else:
+            # The first active client averages the parts of all clients.
+            is_average = self._average_every is not None and step % self._average_every == 0
+            is_sent = 0 < step <= self.last_step and (is_average or is_last)
+            is_sent = is_sent and (self._may_average(sender) or self._may_average(client_id))
+        if not is_sent:
+            raise ValueError(
+                f"Client {client_id!r} requested a message of client {sender!r} of step {step}, but the clients send "
+                "no such message."
+            )
+
+    def _participants(self, step: int) -> dict[str, int]:
+        return self.plan[step % len(self.plan)]
+
+    def _may_average(self, client_id: str) -> bool:
+        """Whether all clients before a client were removed."""
+        clients = self._state.client_ids
+        return all(name in self._state.removed for name in clients[: clients.index(client_id)])
+
+    def _check_undelivered(self, client_id: str, sender: str, step: int) -> None:
+        if step <= self._delivered.get((sender, client_id), -1):
+            raise ValueError(
+                f"Client {client_id!r} requested the message of client {sender!r} of step {step} again, or an older "
+                "message."
+            )
 
     def resend_request(self, client_id: str) -> ResendReply | None:
         """Return the request to a client to send its parts to other clients, if there is one."""
@@ -188,9 +235,16 @@ class EnvelopeRelay:
                 self._wanted.setdefault(sender, {})[recipient] = step
         self._state.condition.notify_all()
 
-    def _wait(self, sender: str, started_at: float) -> None:
-        """Wait for a change, or remove a sender that sends nothing until the deadline."""
-        if self._deadline is None or sender in self.waiting_clients:
+    def _wait(self, client_id: str, sender: str, step: int, started_at: float) -> None:
+        """
+        Wait for a change, or remove a sender that sends nothing until the deadline after the preceding step.
+
+        A sender that waits for a third client, or that averages and waits for any client, is not removed.
+        """
+        self.waiting_clients[client_id] = sender, step
+        awaited, awaited_step = self.waiting_clients.get(sender, (client_id, step + 1))
+        is_held_up = awaited_step <= step and (awaited != client_id or self._may_average(sender))
+        if self._deadline is None or is_held_up or self._state.step < step:
             self._state.condition.wait()
             return
         remaining = max(started_at, self._state.last_message_at[sender]) + self._deadline - time.monotonic()

@@ -62,7 +62,7 @@ class TrainingServer:
         self.server_model = server_model
         self.state = RunState(self.client_ids, split.resolve_min_clients(len(self.client_ids)))
         self.finished = self.state.finished
-        self._relay = EnvelopeRelay(self.state, split.hands_over, deadline)
+        self._relay = EnvelopeRelay(self.state, split, deadline)
         self._steps = StepCoordinator(self.state, server_model, self._relay, deadline)
         self._joined: dict[str, Join] = {}
         self._resume_step = 0

@@ -82,7 +82,7 @@ class StepCoordinator:
         """Start the run with the clients of each step."""
         self.plan = plan
         self._active_at = time.monotonic()
-        self._relay.last_step = self._server_model.max_steps
+        self._relay.plan, self._relay.last_step = plan, self._server_model.max_steps
         if self._state.step:
             self._relay.trained_clients = list(plan[(self._state.step - 1) % len(plan)])
 

@@ -415,3 +415,14 @@ def parameters_that_cannot_be_decrypted(link, message, blob):
 @attack(FetchEnvelope)
 def parameters_of_itself(link, message, blob):
     return with_fields(blob, sender=HOSTILE)
+
+
+@attack(FetchEnvelope)
+def parameters_of_a_step_in_the_far_future(link, message, blob):
+    return with_fields(blob, step=10**12)
+
+
+@attack(FetchEnvelope)
+def parameters_of_the_same_step_twice(link, message, blob):
+    DirectLink.exchange(link, blob)
+    return None

@@ -135,6 +135,7 @@ FAST = [
     "norm of nan",
     "disconnection within a step",
     "parameters that cannot be decrypted",
+    "parameters of a step in the far future",
 ]
 
 

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 from networked import DirectLink, Run
 from split_runs import LORA, clients_of, rows_of
 
 from hf_federated import SplitConfig
-from hf_federated.split_training.messages import EndStep, Join, read_message
+from hf_federated.split_training.envelope_relay import EnvelopeRelay
+from hf_federated.split_training.messages import (
+    EndStep,
+    FetchEnvelope,
+    Join,
+    PeerRemovedReply,
+    SendEnvelope,
+    as_tensor,
+    read_message,
+)
+from hf_federated.split_training.run_state import ClientRemovedError, RunState
+from hf_federated.split_training.step_plan import StepPlan
 
 
 NOTICE_AFTER = 0.2
@@ -147,3 +159,71 @@ def test_clients_that_wait_for_a_late_client_are_not_late(tmp_path):
         "client 1": 0,
         "client 2": 1,
     }
+
+
+CLIENTS = ["client 0", "client 1", "client 2"]
+
+
+def relay_at(step: int, strategy: str) -> EnvelopeRelay:
+    """A relay of three clients at a step of a run of six steps, with a short deadline."""
+    split = SplitConfig(strategy=strategy, average_every=None if strategy == "serial" else 2)
+    relay = EnvelopeRelay(RunState(CLIENTS, min_clients=1), split, deadline=0.05)
+    relay.plan, relay.last_step = StepPlan(dict.fromkeys(CLIENTS, 2), strategy != "serial"), 6
+    relay._state.step = step
+    return relay
+
+
+def request(relay: EnvelopeRelay, step: int, sender: str, recipient: str) -> Any:
+    with relay._state.condition:
+        return relay.deliver(FetchEnvelope(recipient, step, sender))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "step", "sender"),
+    [
+        ("serial", 0, "client 0"),
+        ("serial", 3, "client 1"),
+        ("serial", 4, "client 0"),
+        ("serial", 9, "client 1"),
+        ("client_batch", 0, "client 0"),
+        ("client_batch", 3, "client 0"),
+        ("client_batch", 4, "client 1"),
+        ("client_batch", 8, "client 0"),
+    ],
+)
+def test_request_for_parameters_that_no_client_sends_is_refused(strategy, step, sender):
+    """A client that waits for other clients sends nothing. A deadline for such a request would remove this client."""
+    relay = relay_at(4, strategy)
+    with pytest.raises(ValueError, match=rf"requested a message of client '{sender}' of step {step}, but the clients"):
+        request(relay, step, sender, "client 2")
+    assert not relay._state.removed
+
+
+def test_client_is_not_removed_before_it_can_send_its_parameters():
+    relay = relay_at(3, "client_batch")
+    thread = threading.Thread(target=request, args=(relay, 4, "client 0", "client 2"))
+    thread.start()
+    time.sleep(0.2)
+    with relay._state.condition:
+        relay.store(SendEnvelope("client 0", 4, "client 2", as_tensor(b"x")))
+    thread.join(10)
+    assert not thread.is_alive() and not relay._state.removed
+    with pytest.raises(ValueError, match="of step 4 again"):
+        request(relay, 4, "client 0", "client 2")
+
+
+def test_client_that_waits_for_the_average_without_sending_its_parameters_is_removed():
+    relay = relay_at(4, "client_batch")
+    errors: list[Exception] = []
+
+    def wait_for_average() -> None:
+        try:
+            request(relay, 4, "client 0", "client 2")
+        except ClientRemovedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait_for_average)
+    thread.start()
+    assert isinstance(request(relay, 4, "client 2", "client 0"), PeerRemovedReply)
+    thread.join(10)
+    assert list(relay._state.removed) == ["client 2"] and len(errors) == 1
