@@ -31,6 +31,8 @@ from .update_collection import UpdateCollection
 
 
 WEIGHTINGS = ("examples", "tokens", "uniform")
+# Exponent of the number of steps in `amount_of_training`.
+STEP_EXPONENT = 0.75
 
 
 class LocalHook:
@@ -320,6 +322,18 @@ class Aggregation:
                 f"weighting='uniform' if clients do not count {self.weighting}."
             )
         return float(weight)
+
+    def amount_of_training(self, update: ClientUpdate) -> float:
+        """
+        Return the divisor that makes the changes of clients comparable, for the bound `max_update_ratio`.
+
+        An algorithm that divides changes returns its own divisor. The default is the number of steps `s` to the power
+        of 0.75: a change grows like `√s` (a random walk) up to `s` (a constant direction).
+
+        Args:
+            update ([`ClientUpdate`]): Update of a client that passed all checks.
+        """
+        return float(update.num_steps**STEP_EXPONENT)
 
     def accumulator(self, state: State, extra: State | None = None) -> Accumulator:
         """

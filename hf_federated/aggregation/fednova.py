@@ -100,6 +100,10 @@ class FedNova(Aggregation):
         if not extra[NORMALIZER] > 0:
             raise ValueError(f"the normalizer is {float(extra[NORMALIZER])}; it must be positive.")
 
+    def amount_of_training(self, update: ClientUpdate) -> float:
+        # A client with a tiny normalizer would multiply its change.
+        return float(update.extra[NORMALIZER])
+
     def accumulator(self, state: State, extra: State | None = None) -> Accumulator:
         accumulator = super().accumulator(state, extra)
         accumulator.means[NORMALIZER] = WeightedMean(self.expected_extra(state))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..aggregation import Accumulator
+from ..aggregation import Accumulator, Aggregation
 from ..messages import ClientUpdate
 from ..messages.validation import InvalidUpdateError
 
@@ -28,9 +28,6 @@ Group = tuple[tuple[str, int, int], ...]
 
 PARTS = {"state": "change", "extra": "additional tensors"}
 
-# A change grows with the number of steps `s` like `√s` (a random walk) up to `s` (a constant direction). The magnitude
-# is the norm divided by `s` to the power between these two.
-STEP_EXPONENT = 0.75
 # Number of rounds whose medians form the reference.
 HISTORY_LENGTH = 20
 # Largest norm of a change, relative to the norm of the global state. It is checked when the update arrives.
@@ -55,13 +52,13 @@ class BoundUpdate:
     """
     Rejects the updates of clients that change the global state much more than other clients do.
 
-    The magnitude of an update is `‖x_i − x‖₂ / s_i^0.75`, where `s_i` is the number of optimizer steps. An update is
-    rejected if its magnitude is above `max_ratio · max(h, min(m, max_ratio · h))`. `m` is the median magnitude of the
-    cohort and `h` the median of the last 20 rounds, so that a cohort with a hostile majority raises the bound by at
-    most `max_ratio` in a round. In the first round the bound is `max_ratio · m`, and it needs three clients. The bound
-    is rounded up by at most a factor of 2, and in a round with more than eight groups down to at least the median.
-    Additional tensors of the algorithm, such as the control variates of Scaffold, have their own bound, without the
-    division by the steps.
+    The magnitude of an update is `‖x_i − x‖₂ / s_i^0.75`, where `s_i` is the number of optimizer steps. An algorithm
+    can define another divisor ([`Aggregation.amount_of_training`]). An update is rejected if its magnitude is above
+    `max_ratio · max(h, min(m, max_ratio · h))`. `m` is the median magnitude of the cohort and `h` the median of the
+    last 20 rounds, so that a cohort with a hostile majority raises the bound by at most `max_ratio` in a round. In the
+    first round the bound is `max_ratio · m`, and it needs three clients. The bound is rounded up by at most a factor
+    of 2, and in a round with more than eight groups down to at least the median. Additional tensors of the algorithm,
+    such as the control variates of Scaffold, have their own bound, without the division by the steps.
 
     A process keeps up to eight sums of updates in the first round (more if `max_ratio` is below 16), and one sum in a
     normal later round. It stores no update.
@@ -69,6 +66,8 @@ class BoundUpdate:
     Args:
         max_ratio (`float`): Largest ratio to the median, above 1. Infinity rejects no update.
         sends_changes (`bool`, *optional*, defaults to `False`): Whether updates contain changes instead of values.
+        amount_of_training (`Callable[[ClientUpdate], float]`, *optional*): The divisor of the norm. Defaults to that
+            of [`Aggregation`].
 
     Example:
 
@@ -90,9 +89,15 @@ class BoundUpdate:
     ```
     """
 
-    def __init__(self, max_ratio: float, sends_changes: bool = False) -> None:
+    def __init__(
+        self,
+        max_ratio: float,
+        sends_changes: bool = False,
+        amount_of_training: Callable[[ClientUpdate], float] | None = None,
+    ) -> None:
         self.max_ratio = max_ratio
         self._sends_changes = sends_changes
+        self._amount_of_training = amount_of_training or Aggregation().amount_of_training
         self._history: dict[str, list[float]] = {}
         self._state: State = {}
         self._extra: Collection[str] = ()
@@ -144,7 +149,12 @@ class BoundUpdate:
                     f"Client {update.client_id!r}, round {update.round + 1}: the norm of its change is {norm:.3g}, "
                     f"but the norm of the global state is {self._state_norm:.3g}. {_REMEDY}"
                 )
-            magnitude["state"] = norm / update.num_steps**STEP_EXPONENT
+            magnitude["state"] = norm / self._amount_of_training(update)
+            if not math.isfinite(magnitude["state"]):
+                raise InvalidUpdateError(
+                    f"Client {update.client_id!r}, round {update.round + 1}: the norm of its change is {norm:.3g}, "
+                    "but it reports hardly any training."
+                )
         extra = [value for name, value in update.extra.items() if name in self._extra and value.is_floating_point()]
         if extra:
             magnitude["extra"] = _norm(extra)

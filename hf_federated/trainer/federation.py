@@ -87,6 +87,7 @@ class Federation:
         self._bound = BoundUpdate(
             math.inf if max_ratio is None else max_ratio,
             sends_changes=setup.aggregation.update_content == "changes",
+            amount_of_training=setup.aggregation.amount_of_training,
         )
         self.teachers = self._start_distillation()
         self.summary = RoundSummary()

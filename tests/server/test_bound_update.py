@@ -277,10 +277,15 @@ class Rejections(FederatedCallback):
         self.rejected.append(dict(server.rejected))
 
 
-def run(directory, engine=None, clients=CLIENTS, **federation):
+def run(directory, engine=None, clients=CLIENTS, training=None, **federation):
     rejections = Rejections()
     trainer = build_federation(
-        directory, clients, num_rounds=3, federation=federation, trainer={"callbacks": [rejections], "engine": engine}
+        directory,
+        clients,
+        num_rounds=3,
+        federation=federation,
+        trainer={"callbacks": [rejections], "engine": engine},
+        **(training or {}),
     )
     trainer.train()
     return trainer, rejections.rejected
@@ -323,6 +328,24 @@ def test_scaffold_bounds_the_control_variates(tmp_path):
 
     trainer, rejected = run(tmp_path, Poisoned(), aggregation="scaffold")
     assert all("additional tensors" in reasons["b"] for reasons in rejected)
+
+
+@pytest.mark.parametrize("factor", [1e-300, 1e-6, 1e-2, 1e6])
+def test_fednova_bounds_what_a_reported_normalizer_makes_of_a_change(tmp_path, factor):
+    """The server divides a change by the normalizer, so a tiny normalizer would make the change huge."""
+
+    class Misreporting(LocalEngine):
+        def _deliver(self, message):
+            reply = super()._deliver(message)
+            if reply.client_id != "b":
+                return reply
+            return dataclasses.replace(reply, extra={name: value * factor for name, value in reply.extra.items()})
+
+    clients = {
+        name: rows(size, seed=seed) for seed, (name, size) in enumerate({**dict.fromkeys("abc", 8), "d": 80}.items())
+    }
+    _, rejected = run(tmp_path, Misreporting(), clients, {"optim": "sgd"}, aggregation="fednova")
+    assert [list(reasons) for reasons in rejected] == [["b"]] * 3
 
 
 def test_resumed_run_has_the_bound_of_the_interrupted_run(tmp_path):
