@@ -24,7 +24,7 @@ class Krum(RobustAggregation):
 
     The score of a client is the sum of the squared distances to its `n − f − 2` nearest other clients. The server
     selects the `m` clients with the lowest scores and averages their updates. If scores are equal, the client whose id
-    sorts first is selected.
+    sorts first is selected. Integer tensors are element-wise lower medians of all clients.
 
     For LoRA modules whose factors are both trained, distances are distances of the products `B A`, computed from
     the factors. One selected client gives exactly its factors. The mean of several products is factored again to rank
@@ -120,7 +120,9 @@ class Krum(RobustAggregation):
         selected = torch.sort(scores, stable=True).indices[: self.num_selected]
         coefficients = torch.zeros(len(updates), dtype=torch.float64)
         coefficients[selected] = 1 / self.num_selected
-        return combine(updates, coefficients.tolist())
+        # The distances do not contain integer tensors, so a selected client could choose them.
+        integers = {name: updates.median_of_integers(name) for name in updates.other_names}
+        return combine(updates, coefficients.tolist()) | integers
 
 
 def krum_scores(distances: torch.Tensor, num_hostile: int) -> torch.Tensor:

@@ -165,10 +165,21 @@ def test_minority_cannot_choose_integer_tensors():
     assert run(CoordinateMedian(), before(), states)["count"] == 5
 
 
+@pytest.mark.parametrize("algorithm", [Krum(1), Krum(1, 2)], ids=repr)
+def test_client_in_the_middle_of_the_others_cannot_choose_integer_tensors_of_krum(algorithm):
+    """The distances leave integer tensors out, so this client is selected."""
+    states = client_states(5)
+    names = [name for name, value in BEFORE.items() if value.is_floating_point()]
+    states["client 0"] = {name: torch.stack([state[name] for state in states.values()]).mean(0) for name in names}
+    states["client 0"]["count"] = torch.tensor(-(2**62))
+    assert run(algorithm, before(), states)["count"] == BEFORE["count"] + 2
+
+
 def test_krum_selects_an_update_without_changing_a_bit():
     states = client_states(dtype=torch.float32)
     result = run(Krum(2), before(torch.float32), states)
-    assert any(all(torch.equal(result[name], state[name]) for name in state) for state in states.values())
+    names = [name for name, value in BEFORE.items() if value.is_floating_point()]
+    assert any(all(torch.equal(result[name], state[name]) for name in names) for state in states.values())
 
 
 # ---- Too few clients, arguments
