@@ -24,7 +24,7 @@ from ..utils.random import derived_seed, isolated_rng
 from .base import Distillation
 from .certainty import certainty, fit_certainty, noise_std, scale_into_unit_ball
 from .client import DistillationClient, LocalDistillation
-from .cohort import Cohort
+from .cohort import MAX_LOGIT, Cohort
 from .requirements import Requirements
 from .server import DistillationServer
 
@@ -227,6 +227,12 @@ class FedAUX(Distillation):
                 f"{len(scores)} scores are out of range; a score is positive and at most {largest:g} "
                 "(1 + `score_offset`). Give this client the same settings and software as the other clients. Float16 "
                 "rounds scores below 3e-8 to 0. With float16, set a larger `score_offset` or another `exchange_dtype`."
+            )
+        logits = (extra[WEIGHTED_LOGITS].double() / scores.double().unsqueeze(-1)).abs()
+        if logits.numel() and float(logits.max()) > MAX_LOGIT:
+            raise ValueError(
+                f"its weighted logits contain a logit of magnitude {float(logits.max()):g}; at most {MAX_LOGIT:g} is "
+                "allowed."
             )
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:

@@ -401,7 +401,16 @@ def test_round_fails_when_all_scores_are_invalid(tmp_path):
 def test_largest_possible_score_is_accepted_after_the_cast(offset, dtype):
     public = torch.tensor([[1.0]], dtype=torch.float64)
     score = certainty(torch.tensor([1e3], dtype=torch.float64), public, offset).to(dtype).to(torch.float32)
-    FedAUX(score_offset=offset).check_extra({"certainty": score})
+    FedAUX(score_offset=offset).check_extra({"certainty": score, "weighted_logits": 1e6 * score[:, None]})
+
+
+def test_huge_logits_are_refused():
+    """The mean of the logits would be infinite if the scores are small."""
+    extra = {"certainty": torch.full((2,), 1e-3), "weighted_logits": torch.zeros(2, 3)}
+    FedAUX().check_extra(extra)
+    extra["weighted_logits"][1, 2] = -1e4
+    with pytest.raises(ValueError, match=r"a logit of magnitude 1e\+07; at most 1e\+06 is allowed"):
+        FedAUX().check_extra(extra)
 
 
 @pytest.mark.parametrize(
