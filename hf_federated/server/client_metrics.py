@@ -140,6 +140,18 @@ def spread_over_clients(
     return summary
 
 
+# Names and first words of entries that the server adds to the log. A client must not replace them.
+_SERVER_ENTRIES = {
+    "epoch",
+    "num_input_tokens_seen",
+    "step",
+    "train_loss",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+}
+_SERVER_PREFIXES = ("client/", "eval_", "federated/", "test_")
+
 # Metrics with their own field in `RoundSummary`.
 _SUMMARIZED = {"num_examples", "num_tokens", "num_steps", "loss", "grad_norm", "learning_rate", "total_flos"}
 
@@ -158,7 +170,8 @@ class RoundSummary:
         num_examples (`int`): Number of examples of the accepted clients, each counted once.
         num_tokens (`int`): Number of input tokens, if the clients count tokens.
         total_flos (`float`): Number of floating point operations.
-        other_metrics (`dict[str, float]`): Means over the clients of all other metrics that the clients' trainers log.
+        other_metrics (`dict[str, float]`): Means over the clients of all other metrics that the clients' trainers log,
+            without names that the server uses in its log (such as `eval_loss`).
         clients (`dict[str, dict[str, float]]`): Metrics by client id.
     """
 
@@ -194,9 +207,12 @@ class RoundSummary:
             return statistics.fmean(values.values()) if values else None
 
         logged = dict.fromkeys(
-            name for metrics in client_metrics.values() for name in metrics if name not in _SUMMARIZED
+            name
+            for metrics in client_metrics.values()
+            for name in metrics
+            if name not in _SUMMARIZED | _SERVER_ENTRIES and not name.startswith((CLASS_COUNT, *_SERVER_PREFIXES))
         )
-        means = {name: mean(name) for name in logged if not name.startswith(CLASS_COUNT)}
+        means = {name: mean(name) for name in logged}
         summary = cls(
             loss=_mean_loss(client_metrics, usable.values_of("loss")),
             grad_norm=mean("grad_norm"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_federated.server.client_metrics import lower_is_better, spread_over_clients
+from hf_federated.server.client_metrics import RoundSummary, lower_is_better, spread_over_clients
 
 
 def test_each_metric_has_mean_worst_best_and_population_standard_deviation():
@@ -41,6 +41,16 @@ def test_speed_entries_are_not_summarized():
 def test_metric_is_summarized_over_the_clients_that_report_it():
     spread = spread_over_clients({"a": {"eval_f1": 0.2}, "b": {}, "c": {"eval_f1": 0.4}})
     assert spread["federated/eval_f1_mean"] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    "name", ["train_runtime", "epoch", "eval_loss", "test_f1", "federated/eval_f1_mean", "client/b/update_norm"]
+)
+def test_client_cannot_replace_entries_of_the_log_of_the_server(name):
+    """A `train_runtime` of 0 ended the run, and an `eval_loss` became the result in the model card."""
+    counts = {"num_examples": 1, "num_tokens": 0, "num_steps": 1}
+    summary = RoundSummary.from_clients({"a": {**counts, name: 0.0, "entropy": 2.0}, "b": {**counts}}, num_failed=0)
+    assert summary.other_metrics == {"entropy": 2.0}
 
 
 def test_no_clients_give_no_metrics():
