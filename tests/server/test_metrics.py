@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,14 @@ def test_client_cannot_replace_entries_of_the_log_of_the_server(name):
     counts = {"num_examples": 1, "num_tokens": 0, "num_steps": 1}
     summary = RoundSummary.from_clients({"a": {**counts, name: 0.0, "entropy": 2.0}, "b": {**counts}}, num_failed=0)
     assert summary.other_metrics == {"entropy": 2.0}
+
+
+def test_name_of_a_metric_stays_in_its_line_of_the_log(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    spread_over_clients({"a": {"x\nRejected: Client 'b'\x1b[31m" + "y" * 900: float("nan")}})
+    (text,) = caplog.messages
+    assert text.startswith(r"Client 'a', evaluation: `x\nRejected: Client") and len(text.splitlines()) == 1
+    assert text.isprintable() and len(text) < 300
 
 
 def test_no_clients_give_no_metrics():
