@@ -10,9 +10,10 @@ import torch
 from ..utils.arguments import require
 from ..utils.errors import RoundFailedError
 from ..utils.weighted_mean import State
+from .lora_factors import combined_factors
 from .robust import RobustAggregation, check_num_hostile, count_hostile
 from .update_collection import UpdateCollection
-from .update_statistics import combine, gram_matrix, squared_distances
+from .update_statistics import combine, gram_matrix, split_names, squared_distances
 
 
 class Krum(RobustAggregation):
@@ -27,9 +28,10 @@ class Krum(RobustAggregation):
     sorts first is selected. Integer tensors are element-wise lower medians of all clients.
 
     For LoRA modules whose factors are both trained, distances are distances of the products `B A`, computed from
-    the factors. One selected client gives exactly its factors. The mean of several products is factored again to rank
-    `r` by a truncated singular value decomposition. The scale of a LoRA module is equal for all clients; the distances
-    leave it out.
+    the factors. The product of the selected client, or the mean of several products, is factored again to rank `r` by
+    a truncated singular value decomposition. The factors of a client may be of any size, even if their product is
+    close to the products of other clients. The scale of a LoRA module is equal for all clients; the distances leave it
+    out.
 
     | paper | here |
     |---|---|
@@ -122,7 +124,14 @@ class Krum(RobustAggregation):
         coefficients[selected] = 1 / self.num_selected
         # The distances do not contain integer tensors, so a selected client could choose them.
         integers = {name: updates.median_of_integers(name) for name in updates.other_names}
-        return combine(updates, coefficients.tolist()) | integers
+        result = combine(updates, coefficients.tolist()) | integers
+        if self.num_selected == 1:
+            selected_id = updates.client_ids[int(selected[0])]
+            for pair in split_names(updates)[1]:
+                # A huge factor A with a tiny factor B has the product of honest factors, but breaks their training.
+                factors = combined_factors(updates, pair, {selected_id: 1.0})
+                result |= {name: value.to(result[name]) for name, value in factors.items()}
+        return result
 
 
 def krum_scores(distances: torch.Tensor, num_hostile: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ from hf_federated.aggregation.lora_factors import FactorPair, find_other_factors
 RULES = {
     "median": (CoordinateMedian, lambda points: reference.median(points)),
     "trimmed mean": (lambda **kwargs: TrimmedMean(2, **kwargs), lambda points: reference.trimmed_mean(points, 2)),
+    "krum": (lambda **kwargs: Krum(2, **kwargs), lambda points: reference.krum(points, 2)),
     "multi-krum": (lambda **kwargs: Krum(2, 3, **kwargs), lambda points: reference.krum(points, 2, 3)),
     "geometric median": (
         lambda **kwargs: GeometricMedian(2000, **kwargs),
@@ -59,14 +60,21 @@ def test_factors_of_large_modules_are_stacked(num_clients):
     assert_equals(result, vectors(states).mean(0), size)
 
 
-def test_krum_returns_the_factors_of_the_selected_client():
+def test_krum_returns_the_product_of_the_selected_client():
     states = client_states()
     result = run(Krum(2), BEFORE, states)
     expected = reference.krum(vectors(states), 2)
-    (selected,) = [
-        state for state in states.values() if np.allclose(product(state).ravel(), expected[: NUM_OUT * NUM_IN])
-    ]
-    assert all(torch.equal(result[name], selected[name]) for name in BEFORE)
+    np.testing.assert_allclose(product(result).ravel(), expected[: NUM_OUT * NUM_IN], rtol=0, atol=1e-12)
+    assert any(torch.equal(result[HEAD], state[HEAD]) for state in states.values())
+
+
+@all_rules
+def test_client_cannot_choose_the_size_of_the_factors(rule):
+    """The product of this client is in the middle of the others, but its factor A is a million times too large."""
+    states = client_states()
+    states["client 0"] = {A: BEFORE[A] * 1e6, B: BEFORE[B] / 1e6, HEAD: BEFORE[HEAD]}
+    result = run(RULES[rule][0](), BEFORE, states)
+    assert result[A].norm() < 2 * BEFORE[A].norm()
 
 
 @all_rules
