@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_federated.security.certificates import create_certificates
 from hf_federated.split import Cut, ModelFingerprint, SplitSessionConfig, Wire
-from hf_federated.transport import GrpcLink, SplitServer, TlsCredentials
+from hf_federated.transport import GrpcLink, GrpcServer, TlsCredentials
 
 
 CLIENTS = ["north", "south", "Zoë/2"]
@@ -27,13 +27,13 @@ def certificates(folder: Path, clients: list[str] = CLIENTS) -> Path:
     return folder
 
 
-def serve(tls: Path, answer: Callable[[str, bytes], bytes], **settings: Any) -> SplitServer:
+def serve(tls: Path, answer: Callable[[str, bytes], bytes], **settings: Any) -> GrpcServer:
     """A server with a certificate."""
     settings = {"clients": CLIENTS, "session_config": SESSION_CONFIG, "heartbeat_timeout": 20.0, **settings}
-    return SplitServer(answer, TlsCredentials.of_server(tls), **settings)
+    return GrpcServer(answer, TlsCredentials.of_server(tls), **settings)
 
 
-def join(tls: Path, server: SplitServer | Relay, client_id: str = "north", **settings: Any) -> GrpcLink:
+def join(tls: Path, server: GrpcServer | Relay, client_id: str = "north", **settings: Any) -> GrpcLink:
     """A link of a client with its certificate to a server or relay."""
     settings = {
         "session_config": SESSION_CONFIG,
@@ -68,7 +68,7 @@ class Relay:
         silence_after (`int`, *optional*): Number of bytes in one direction after which all connections are silenced.
     """
 
-    def __init__(self, server: SplitServer) -> None:
+    def __init__(self, server: GrpcServer) -> None:
         host, _, port = server.address.rpartition(":")
         self._target = (host, int(port))
         self._listener = socket.create_server((host, 0))

@@ -101,7 +101,7 @@ class Strangers:
                 yield from ()
 
             method = METHODS[index % len(METHODS)]
-            call = channel.stream_stream(f"/hf_federated.Split/{method}")(messages(), wait_for_ready=True)
+            call = channel.stream_stream(f"/hf_federated.Sessions/{method}")(messages(), wait_for_ready=True)
             self.num_opened[kind] += 1
             list(call)
 

@@ -37,7 +37,7 @@ from hf_federated.split_training.config import run_digest, run_settings
 from hf_federated.split_training.loading import file_arguments, load_client_model, load_server_body
 from hf_federated.tasks import Task
 from hf_federated.trainer.output_lock import output_dir_lock
-from hf_federated.transport import GrpcLink, SplitServer, TlsCredentials
+from hf_federated.transport import GrpcLink, GrpcServer, TlsCredentials
 from hf_federated.utils.client_names import escape_client_id
 
 
@@ -65,7 +65,7 @@ def split_server(arguments: argparse.Namespace) -> None:
         training_server = TrainingServer(server_model, digest, arguments.deadline)
         terms = _terms(recipe, split, args, adapter, body.cut, wire)
         fingerprints = _fingerprints(arguments, arguments.client) if split.encryption else {}
-        with SplitServer(
+        with GrpcServer(
             training_server.answer,
             TlsCredentials.of_server(arguments.certificates),
             arguments.client,

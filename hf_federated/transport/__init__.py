@@ -1,7 +1,7 @@
 """
-Split models over a network: the server process and its clients communicate over gRPC with mutual TLS (extra `split`).
+Communication of a server process and its clients over gRPC with mutual TLS (extra `network`).
 
-- [`SplitServer`] receives the messages of the clients and passes them to a function that returns the answers.
+- [`GrpcServer`] receives the messages of the clients and passes them to a function that returns the answers.
 - [`GrpcLink`] connects a client to the server. It replaces a [`~hf_federated.split.LocalLink`], and an
   [`~hf_federated.security.encrypted_link.EncryptedLink`] around it encrypts messages in addition to TLS.
 - [`TlsCredentials`] holds the certificate and the key of a party, and the certificate of the authority.
@@ -20,17 +20,17 @@ from .errors import (
     ServerUnreachableError,
     SessionLostError,
 )
-from .server import SplitServer
+from .server import GrpcServer
 
 
 __all__ = [
     "AnswerTimeoutError",
     "ClientRefusedError",
     "GrpcLink",
+    "GrpcServer",
     "LinkError",
     "ServerFailedError",
     "ServerUnreachableError",
     "SessionLostError",
-    "SplitServer",
     "TlsCredentials",
 ]

@@ -120,7 +120,7 @@ class CallDeadlines:
         # Deadline, cancellation and description of each call that waits for a message, in the order of the deadlines.
         self._waiting: dict[object, tuple[float, Callable[[], object], str]] = {}
         self._is_closed = False
-        self._thread = threading.Thread(target=self._watch, name="split-call-deadlines", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="call-deadlines", daemon=True)
 
     def start(self) -> None:
         """Start the thread that cancels calls."""

@@ -1,5 +1,5 @@
 """
-`GrpcLink`: a client's link to the server of a split model over gRPC. The link replaces broken connections.
+`GrpcLink`: a client's link to a server over gRPC. The link replaces broken connections.
 
 If a message gets no answer, the link sends the message again with the same number, and the server processes it once.
 Other failures end the link with an error that names the reason. The client then does not know whether the server
@@ -49,7 +49,7 @@ _GRACE = 2.0
 
 class GrpcLink:
     """
-    A client's link to a [`SplitServer`].
+    A client's link to a [`GrpcServer`].
 
     The constructor connects to the server. To encrypt messages in addition to TLS, wrap the link in an
     [`~hf_federated.security.encrypted_link.EncryptedLink`].
@@ -78,13 +78,13 @@ class GrpcLink:
             Size of the largest answer that the client accepts.
 
     Raises:
-        ImportError: If `grpcio` (extra `split`) is not installed.
+        ImportError: If `grpcio` (extra `network`) is not installed.
         ValueError: If an argument is not allowed.
         ServerUnreachableError: If the server does not respond or TLS fails. gRPC does not distinguish the two cases.
         ClientRefusedError: If the server refuses the client, or the settings of client and server differ. The error
             names the differing settings.
 
-    Example: see [`SplitServer`].
+    Example: see [`GrpcServer`].
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class GrpcLink:
         # reconnect_timeout.
         self._heartbeat_interval = min(response.heartbeat_timeout_ms / 4000, reconnect_timeout / 3)
         self._heartbeat_thread = threading.Thread(
-            target=self._send_heartbeats, name=f"split-heartbeat-{client_id}", daemon=True
+            target=self._send_heartbeats, name=f"heartbeat-{client_id}", daemon=True
         )
         self._heartbeat_thread.start()
 
@@ -240,7 +240,7 @@ class GrpcLink:
 
     def _wrong_server_error(self, reason: object) -> ServerUnreachableError:
         return ServerUnreachableError(
-            f"The server at {self.address} is not a server of split models ({reason}). Check the address."
+            f"The server at {self.address} is not a server of hf-federated ({reason}). Check the address."
         )
 
     def _no_connection_text(self, error: Any, connect_timeout: float) -> str:

@@ -23,7 +23,7 @@ def require_grpc(user: str) -> Any:
         ImportError: If `grpcio` is not installed. The message names the extra to install.
     """
     if importlib.util.find_spec("grpc") is None:
-        raise ImportError(f"{user} needs grpcio. Install it with: pip install 'hf-federated[split]'")
+        raise ImportError(f"{user} needs grpcio. Install it with: pip install 'hf-federated[network]'")
     import grpc
 
     return grpc

@@ -1,5 +1,5 @@
 """
-The protocol between the clients and the server of a split model over gRPC.
+The protocol between clients and a server over gRPC.
 
 | method | kind | request | response |
 |---|---|---|---|
@@ -27,7 +27,7 @@ from .errors import RequestRejectedError, ServerFailedError
 logger = logging.get_logger(__name__)
 
 VERSION = 1
-SERVICE = "hf_federated.Split"
+SERVICE = "hf_federated.Sessions"
 # The kind of message of each streaming method.
 KINDS = {"Exchange": "exchange", "Hello": "hello", "Finish": "finish"}
 HEADER_KEY = "hf-federated-message"

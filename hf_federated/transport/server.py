@@ -1,4 +1,4 @@
-"""`SplitServer`: the server of a split model, which clients reach over gRPC with mutual TLS."""
+"""`GrpcServer`: a server that clients reach over gRPC with mutual TLS."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _SPARE_THREADS = 4
 _MAX_WAITING_CALLS = 1024
 
 
-class SplitServer:
+class GrpcServer:
     """
-    Receives the messages of the clients of a split model and returns the answers.
+    Receives the messages of clients and returns the answers.
 
     The certificate authenticates a client: its common name must be the client id, and `clients` must contain the id.
     The server transmits bytes and does not interpret them; `answer` does the work. If a message is delivered again,
@@ -89,7 +89,7 @@ class SplitServer:
             clients must try again. Choose at least the number of clients that wait for each other in `answer`.
 
     Raises:
-        ImportError: If `grpcio` (extra `split`) is not installed.
+        ImportError: If `grpcio` (extra `network`) is not installed.
         TypeError: If `clients` is a string.
         ValueError: If an argument is not allowed.
         OSError: If the server cannot listen on the address.
@@ -98,14 +98,14 @@ class SplitServer:
 
     ```python
     >>> from hf_federated.split import Cut, ModelFingerprint, SplitSessionConfig, Wire
-    >>> from hf_federated.transport import GrpcLink, SplitServer
+    >>> from hf_federated.transport import GrpcLink, GrpcServer
 
     >>> model = ModelFingerprint({"hidden_size": 16}, weight_map="", samples={}, commit="a1b2")
     >>> session_config = SplitSessionConfig(model, Cut(4), Wire("float32"))
     >>> def answer(client_id, message):
     ...     return message.upper()
 
-    >>> with SplitServer(answer, None, ["north"], session_config, insecure=True) as server:
+    >>> with GrpcServer(answer, None, ["north"], session_config, insecure=True) as server:
     ...     with GrpcLink(server.address, None, "north", session_config, insecure=True) as link:
     ...         print(link.exchange(b"hidden states"), server.is_alive("north"))
     b'HIDDEN STATES' True
@@ -164,7 +164,7 @@ class SplitServer:
         )
         num_threads = _CALLS_PER_CLIENT * len(clients) + _SPARE_THREADS
         self._grpc_server = grpc.server(
-            ThreadPoolExecutor(num_threads, thread_name_prefix="split-server"),
+            ThreadPoolExecutor(num_threads, thread_name_prefix="grpc-server"),
             handlers=[self._handlers.generic_handler()],
             # The admission bounds the calls that hold a thread. This limit bounds the calls that wait for a thread to
             # be refused. Beyond the limit the server refuses calls unseen, and the clients try again.
@@ -199,7 +199,7 @@ class SplitServer:
         """Seconds since the last activity of a connected client, or `None` if the client is not connected."""
         return self._sessions.seconds_since_heard(client_id)
 
-    def __enter__(self) -> SplitServer:
+    def __enter__(self) -> GrpcServer:
         self.start()
         return self
 

@@ -68,9 +68,9 @@ class PlainEndpoint:
 
 class Service:
     """
-    The server's side of the protocol. For the arguments, see [`SplitServer`].
+    The server's side of the protocol. For the arguments, see [`GrpcServer`].
 
-    Example: see [`SplitServer`].
+    Example: see [`GrpcServer`].
     """
 
     def __init__(

@@ -120,7 +120,7 @@ class SessionRegistry:
         heartbeat_timeout (`float`): Seconds without activity after which a session ends.
         on_lost (`Callable[[str], None]`, *optional*): Called with the client id when a session ends by the timeout.
 
-    Example: see [`SplitServer`].
+    Example: see [`GrpcServer`].
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class SessionRegistry:
         self._lock = threading.Lock()
         self._sessions: dict[str, TransportSession] = {}
         self._closed = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="split-session-watcher", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="session-watcher", daemon=True)
 
     def start(self) -> None:
         """Start the thread that ends the sessions of inactive clients."""

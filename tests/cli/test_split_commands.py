@@ -37,7 +37,7 @@ from hf_federated.security.certificates import create_certificates
 from hf_federated.split.adapters import adapter_state, load_adapter
 from hf_federated.split_training.config import run_settings
 from hf_federated.split_training.loading import load_client_model, load_server_body
-from hf_federated.transport import SplitServer, TlsCredentials
+from hf_federated.transport import GrpcServer, TlsCredentials
 
 
 CLIENTS = ("0", "1")
@@ -308,7 +308,7 @@ def test_rejection_by_server_is_reported_in_one_line(split_recipe, certificates,
 
     terms = _terms(recipe, split, args, adapter, body.cut, wire)
     credentials = TlsCredentials.of_server(certificates)
-    with SplitServer(fail, credentials, CLIENTS, terms, address="localhost:0") as server:
+    with GrpcServer(fail, credentials, CLIENTS, terms, address="localhost:0") as server:
         port = int(server.address.rpartition(":")[2])
         error = "hf-federated: error: split-client: "
         unencrypted_client = [*commands_of(split_recipe, certificates, port)["0"], "--set", "split.encryption=false"]
@@ -318,7 +318,7 @@ def test_rejection_by_server_is_reported_in_one_line(split_recipe, certificates,
             unencrypted_client, capsys
         )
     terms = dataclasses.replace(terms, more=run_settings(dataclasses.replace(split, encryption=False), args))
-    with SplitServer(fail, credentials, CLIENTS, terms, address="localhost:0") as server:
+    with GrpcServer(fail, credentials, CLIENTS, terms, address="localhost:0") as server:
         unencrypted_client[unencrypted_client.index("--address") + 1] = server.address
         assert last_error_line(unencrypted_client, capsys).startswith(f"{error}The server failed")
 

@@ -14,7 +14,7 @@ from split_runs import LORA, clients_of
 from strangers import KINDS, strangers
 
 from hf_federated import SplitConfig
-from hf_federated.transport import SplitServer, TlsCredentials
+from hf_federated.transport import GrpcServer, TlsCredentials
 
 
 CLIENTS = ["client 0", "client 1"]
@@ -26,14 +26,14 @@ def tls(tmp_path_factory) -> Path:
 
 
 @contextlib.contextmanager
-def networked_run(directory: Path, tls: Path, num_examples: int) -> Iterator[tuple[Run, SplitServer]]:
+def networked_run(directory: Path, tls: Path, num_examples: int) -> Iterator[tuple[Run, GrpcServer]]:
     """A run whose clients reach the server over gRPC."""
     with contextlib.ExitStack() as stack:
-        servers: list[SplitServer] = []
+        servers: list[GrpcServer] = []
 
         def link(training_server, client_id):
             if not servers:
-                server = SplitServer(
+                server = GrpcServer(
                     training_server.answer,
                     TlsCredentials.of_server(tls),
                     CLIENTS,

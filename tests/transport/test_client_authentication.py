@@ -14,7 +14,7 @@ from hf_federated.transport import (
     ClientRefusedError,
     GrpcLink,
     ServerUnreachableError,
-    SplitServer,
+    GrpcServer,
     TlsCredentials,
 )
 
@@ -71,7 +71,7 @@ def test_certificate_of_another_authority_is_refused_with_advice(tls, other_tls,
 def test_connection_without_client_certificate_is_refused(tls, server):
     credentials = grpc.ssl_channel_credentials((tls / "ca.pem").read_bytes())
     with grpc.secure_channel(server.address, credentials) as channel, pytest.raises(grpc.RpcError):
-        channel.unary_unary("/hf_federated.Split/Connect")(b"{}", timeout=5)
+        channel.unary_unary("/hf_federated.Sessions/Connect")(b"{}", timeout=5)
 
 
 def test_second_link_of_a_client_waits_until_first_link_is_closed(tls, server):
@@ -96,10 +96,10 @@ def test_malformed_request_is_rejected(tls, server, request_):
     with grpc.secure_channel(server.address, credentials) as channel:
         for method in ("Connect", "Heartbeat", "Leave"):
             with pytest.raises(grpc.RpcError) as error:
-                channel.unary_unary(f"/hf_federated.Split/{method}")(request_, timeout=5)
+                channel.unary_unary(f"/hf_federated.Sessions/{method}")(request_, timeout=5)
             assert error.value.code().name == "INVALID_ARGUMENT", method
         with pytest.raises(grpc.RpcError) as error:
-            list(channel.stream_stream("/hf_federated.Split/Exchange")(iter([b"x"]), timeout=5))
+            list(channel.stream_stream("/hf_federated.Sessions/Exchange")(iter([b"x"]), timeout=5))
         assert error.value.code().name == "INVALID_ARGUMENT"
 
 
@@ -113,7 +113,7 @@ def test_error_when_server_is_not_a_split_model_server(tls):
     )
     address = f"localhost:{other.add_secure_port('localhost:0', credentials)}"
     other.start()
-    with pytest.raises(ServerUnreachableError, match="is not a server of split models"):
+    with pytest.raises(ServerUnreachableError, match="is not a server of hf-federated"):
         GrpcLink(address, TlsCredentials.of_client(tls, "north"), "north", SESSION_CONFIG)
     other.stop(None).wait()
 
@@ -123,14 +123,14 @@ def test_insecure_requires_loopback_address():
         return message
 
     with pytest.raises(ValueError, match="Pass either credentials or insecure=True"):
-        SplitServer(answer, None, ["north"], SESSION_CONFIG)
+        GrpcServer(answer, None, ["north"], SESSION_CONFIG)
     with pytest.raises(ValueError, match=r"requires a loopback address .* but the host is '0\.0\.0\.0'"):
-        SplitServer(answer, None, ["north"], SESSION_CONFIG, address="0.0.0.0:0", insecure=True)
+        GrpcServer(answer, None, ["north"], SESSION_CONFIG, address="0.0.0.0:0", insecure=True)
     with pytest.raises(ValueError, match=r"requires a loopback address .* but the host is 'split\.example\.org'"):
         GrpcLink("split.example.org:1", None, "north", SESSION_CONFIG, insecure=True)
     with pytest.raises(ValueError, match="does not have the form host:port"):
         GrpcLink("localhost", None, "north", SESSION_CONFIG, insecure=True)
-    with SplitServer(answer, None, ["north"], SESSION_CONFIG, address="[::1]:0", insecure=True) as server:
+    with GrpcServer(answer, None, ["north"], SESSION_CONFIG, address="[::1]:0", insecure=True) as server:
         with GrpcLink(server.address, None, "north", SESSION_CONFIG, insecure=True) as link:
             assert link.exchange(b"open") == b"open"
         with pytest.raises(ClientRefusedError, match="does not know a client 'south'"):
@@ -169,7 +169,7 @@ def test_credentials_hide_keys_in_repr_and_reject_wrong_pem(tls):
 
 def test_missing_grpc_error_names_extra(tls, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'hf-federated\[split\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'hf-federated\[network\]'"):
         GrpcLink("localhost:1", TlsCredentials.of_client(tls, "north"), "north", SESSION_CONFIG)
-    with pytest.raises(ImportError, match="SplitServer needs grpcio"):
+    with pytest.raises(ImportError, match="GrpcServer needs grpcio"):
         serve(tls, lambda client_id, blob: blob)

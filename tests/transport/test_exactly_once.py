@@ -151,7 +151,7 @@ def raw_exchange(tls: Path, address: str, client_id: str, header: MessageHeader,
         (tls / "ca.pem").read_bytes(), certificate.with_suffix(".key").read_bytes(), certificate.read_bytes()
     )
     with grpc.secure_channel(address, credentials) as channel:
-        call = channel.stream_stream("/hf_federated.Split/Exchange")
+        call = channel.stream_stream("/hf_federated.Sessions/Exchange")
         return b"".join(call(iter(chunks), timeout=10, metadata=((HEADER_KEY, header.to_json()),)))
 
 

@@ -34,7 +34,7 @@ def open_call(tls: Path, address: str, name: str, method: str = "Exchange"):
         closed.wait()
         yield from ()
 
-    return channel, channel.stream_stream(f"/hf_federated.Split/{method}")(messages(), timeout=20), closed
+    return channel, channel.stream_stream(f"/hf_federated.Sessions/{method}")(messages(), timeout=20), closed
 
 
 @pytest.mark.parametrize("method", ["Connect", "Heartbeat", "Exchange", "Hello"])
