@@ -421,7 +421,9 @@ class Accumulator:
             updates, `"extra"` the uniform mean of their `extra`.
         collections (`dict[str, UpdateCollection]`): The updates of all clients on disk, by name, for algorithms that
             compare updates. Empty for all other algorithms.
-        first_client (`str`, *optional*): Id of the client whose update was added first.
+        order (`Mapping[str, int]`): Position of each client in the cohort. Integer and boolean tensors are those of
+            the client with the lowest position, so they do not depend on the order in which updates arrive.
+        first_client (`str`, *optional*): Id of the client with the lowest position whose update was added.
 
     Example:
 
@@ -442,6 +444,7 @@ class Accumulator:
         self._algorithm = algorithm
         self.means = {"state": WeightedMean(state), "extra": WeightedMean(extra)}
         self.collections: dict[str, UpdateCollection] = {}
+        self.order: Mapping[str, int] = {}
         self.first_client: str | None = None
 
     @property
@@ -461,10 +464,11 @@ class Accumulator:
 
     def merge(self, other: Accumulator) -> None:
         """Add all updates of another accumulator of the same round."""
-        if self.first_client is None:
+        is_first = other.first_client is not None and self._is_first(other.first_client)
+        if is_first:
             self.first_client = other.first_client
         for name, mean in self.means.items():
-            mean.merge(other.means[name])
+            mean.merge(other.means[name], takes_others=is_first)
         for name, collection in self.collections.items():
             collection.merge(other.collections[name])
 
@@ -475,6 +479,16 @@ class Accumulator:
 
     def add(self, update: ClientUpdate) -> None:
         """Add the update of one client."""
-        if self.first_client is None:
+        is_first = self._is_first(update.client_id)
+        if is_first:
             self.first_client = update.client_id
+        for mean in self.means.values():
+            mean.takes_others = is_first
         self._algorithm.accumulate(self, update)
+
+    def _is_first(self, client_id: str) -> bool:
+        """Whether a client precedes all clients whose updates were added."""
+        if self.first_client is None:
+            return True
+        last = len(self.order)
+        return self.order.get(client_id, last) < self.order.get(self.first_client, last)

@@ -252,11 +252,18 @@ class GroupedAccumulator:
 
     Args:
         build (`Callable[[], Accumulator]`): Builds an empty accumulator.
+        cohort (`Sequence[str]`, *optional*): The clients of the round, in order.
     """
 
-    def __init__(self, build: Callable[[], Accumulator]) -> None:
-        self._build = build
+    def __init__(self, build: Callable[[], Accumulator], cohort: Sequence[str] = ()) -> None:
+        self._build_empty = build
+        self._order = {client_id: position for position, client_id in enumerate(cohort)}
         self._groups: dict[Group, Accumulator] = {}
+
+    def _build(self) -> Accumulator:
+        accumulator = self._build_empty()
+        accumulator.order = self._order
+        return accumulator
 
     def join(self, first: Group, second: Group, joined: Group) -> None:
         """Join two groups. The joined group has the position of the first one, whose updates arrived earlier."""

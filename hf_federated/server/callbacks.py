@@ -266,7 +266,9 @@ class AggregationCallback(FederatedCallback):
         # Every algorithm adds its tensors to `expected_extra` in this event, so the dictionary is complete afterwards.
         expected_state, expected_extra = server.expected_state, server.expected_extra
         self._position = len(server.grouped)
-        server.grouped.append(GroupedAccumulator(lambda: self.algorithm.accumulator(expected_state, expected_extra)))
+        server.grouped.append(
+            GroupedAccumulator(lambda: self.algorithm.accumulator(expected_state, expected_extra), server.cohort)
+        )
         server.extra_checks.append(self.algorithm.check_extra)
         server.update_checks.append(self.algorithm.check_update)
         server.fit_settings.update(self.algorithm.fit_settings())

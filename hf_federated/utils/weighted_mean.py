@@ -54,7 +54,8 @@ class WeightedMean:
     exact too if a value differs between clients by less than five orders of magnitude. The mean then depends neither
     on the order of additions nor on the assignment of clients to processes. The mean of one state, or of any number of
     equal states in a dtype narrower than float64, is equal to the state bit for bit. Integer and boolean tensors are
-    not averaged: the mean contains the tensors of the first state.
+    not averaged: the mean contains the tensors of the first state, or of the last state that was added while
+    `takes_others` was set.
 
     Args:
         reference (`Mapping[str, torch.Tensor]`, *optional*):
@@ -82,6 +83,8 @@ class WeightedMean:
         # With one state, the unweighted state. With several states, their weighted sum.
         self._sums: State = {}
         self._others: State = {}
+        # Whether the next state replaces the integer and boolean tensors.
+        self.takes_others = False
         self._dtypes: dict[str, torch.dtype] = {}
 
     def add(self, state: Mapping[str, torch.Tensor], weight: float) -> None:
@@ -102,6 +105,8 @@ class WeightedMean:
         else:
             self._make_sum()
             _add(list(self._sums.values()), [state[name] for name in self._sums], weight)
+            if self.takes_others:
+                self._others = {name: state[name].clone() for name in self._others}
         self.total_weight += weight
         self.num_updates += 1
 
@@ -119,12 +124,14 @@ class WeightedMean:
         if self.num_updates == 1 and self._sums:
             torch._foreach_mul_(list(self._sums.values()), self.total_weight)
 
-    def merge(self, other: WeightedMean) -> None:
+    def merge(self, other: WeightedMean, takes_others: bool = False) -> None:
         """
         Add all states of another mean, whose sums may be changed.
 
         Args:
             other ([`WeightedMean`]): A mean of states with the same names, shapes and dtypes.
+            takes_others (`bool`, *optional*, defaults to `False`): Whether the integer and boolean tensors of the
+                other mean replace those of this mean.
         """
         if other.num_updates == 0:
             return
@@ -135,6 +142,8 @@ class WeightedMean:
             other._make_sum()
             if self._sums:
                 torch._foreach_add_(list(self._sums.values()), [other._sums[name] for name in self._sums])
+            if takes_others:
+                self._others = other._others
         self.total_weight += other.total_weight
         self.num_updates += other.num_updates
 
