@@ -1,0 +1,118 @@
+"""`StateHistory`: the states of a client on disk, so that it can answer a request again after it was killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from ..utils.errors import CheckpointError
+from .models import ClientModels
+
+
+DIGESTS_FILE = "digests.json"
+REPLY_FILE = "reply.bin"
+# Folder of a state that is being written.
+_PARTIAL = ".partial"
+# Names of the folders of states. The directory may contain other files.
+_NAME = re.compile(r"[0-9a-f]{32}")
+
+
+class StateHistory:
+    """
+    The states of a client after its replies, each in a folder with the name of the request.
+
+    A state and the reply that belongs to it are on disk before the reply is sent. A client that is killed therefore
+    answers the same request with the same reply, and returns to an earlier state if the server does.
+
+    Args:
+        directory (`str` or `os.PathLike`): Folder of the states. Only one process may use it.
+        models ([`ClientModels`]): The models and the state of the client.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], models: ClientModels) -> None:
+        self.directory = Path(directory)
+        self._models = models
+        # Name of the state that `models` has. Empty before the first request.
+        self.current = ""
+
+    def reply_to(self, name: str) -> bytes | None:
+        """
+        Return the reply to a request, if the client has carried it out.
+
+        Args:
+            name (`str`): Name of the request.
+        """
+        path = self._folder(name) / REPLY_FILE
+        return path.read_bytes() if path.is_file() else None
+
+    def restore(self, name: str) -> None:
+        """
+        Return to a state.
+
+        Args:
+            name (`str`): Name of the state. Empty for the state before the first request.
+
+        Raises:
+            CheckpointError: If the state is missing or damaged.
+        """
+        if name == self.current:
+            return
+        if not name:
+            self._models.clear()
+        else:
+            folder = self._folder(name)
+            try:
+                digests = json.loads((folder / DIGESTS_FILE).read_text(encoding="utf-8"))
+                if not isinstance(digests, dict) or not all(isinstance(each, str) for each in digests.values()):
+                    raise ValueError(f"{DIGESTS_FILE} is damaged.")
+                self._models.load(folder, digests)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"The server continues from a state of this client that {str(self.directory)!r} does not contain: "
+                    f"{error}. Use the folder of the client's earlier process, or start a new run."
+                ) from error
+        self.current = name
+
+    def record(self, name: str, reply: bytes) -> None:
+        """
+        Write the state of the models and the reply that belongs to it.
+
+        Args:
+            name (`str`): Name of the request.
+            reply (`bytes`): The reply.
+        """
+        partial, folder = self.directory / _PARTIAL, self._folder(name)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        digests = self._models.save(partial)
+        (partial / DIGESTS_FILE).write_text(json.dumps(digests), encoding="utf-8")
+        (partial / REPLY_FILE).write_bytes(reply)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        self.current = name
+
+    def prune(self, kept: Collection[str]) -> None:
+        """
+        Delete all states but some, and the replies of the states that remain except for the current one.
+
+        Args:
+            kept (`Collection[str]`): Names of the states to keep, in addition to the current one.
+        """
+        folders = {self._folder(name) for name in kept if name}
+        current = self._folder(self.current) if self.current else None
+        for folder in self.directory.iterdir() if self.directory.is_dir() else ():
+            if folder == current or not _NAME.fullmatch(folder.name):
+                continue
+            if folder in folders:
+                (folder / REPLY_FILE).unlink(missing_ok=True)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _folder(self, name: str) -> Path:
+        # The name comes from the server, so it is not used as a path.
+        return self.directory / hashlib.sha256(name.encode()).hexdigest()[:32]
