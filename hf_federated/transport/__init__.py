@@ -1,6 +1,8 @@
 """
 Communication of a server process and its clients over gRPC with mutual TLS (extra `network`).
 
+- [`GrpcTransport`] carries the messages of a federation whose clients are on other machines. A client connects with
+  [`GrpcConnection`].
 - [`GrpcServer`] receives the messages of the clients and passes them to a function that returns the answers.
 - [`GrpcLink`] connects a client to the server. It replaces a [`~hf_federated.split.LocalLink`], and an
   [`~hf_federated.security.encrypted_link.EncryptedLink`] around it encrypts messages in addition to TLS.
@@ -10,6 +12,7 @@ Communication of a server process and its clients over gRPC with mutual TLS (ext
 The transport does not interpret the messages. gRPC is imported when a server or a link is created.
 """
 
+from .base import Event, Transport
 from .client import GrpcLink
 from .credentials import TlsCredentials
 from .errors import (
@@ -20,17 +23,22 @@ from .errors import (
     ServerUnreachableError,
     SessionLostError,
 )
+from .grpc_transport import GrpcConnection, GrpcTransport
 from .server import GrpcServer
 
 
 __all__ = [
     "AnswerTimeoutError",
     "ClientRefusedError",
+    "Event",
+    "GrpcConnection",
     "GrpcLink",
     "GrpcServer",
+    "GrpcTransport",
     "LinkError",
     "ServerFailedError",
     "ServerUnreachableError",
     "SessionLostError",
     "TlsCredentials",
+    "Transport",
 ]

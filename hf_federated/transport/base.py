@@ -1,0 +1,89 @@
+"""`Transport`: carries the messages between the server of a federation and clients on other machines.
+
+A transport carries blobs of bytes and does not interpret them. [`GrpcTransport`] is the transport of this library.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .session_config import SessionConfig
+
+
+@dataclass(frozen=True)
+class Event:
+    """
+    What happened to a client.
+
+    Args:
+        kind (`str`): `"joined"`, `"reply"`, `"left"`, or `"lost"` for a client that the server no longer hears.
+        client_id (`str`): Id of the client.
+        blob (`bytes`, *optional*, defaults to `b""`): The reply, or what the client announced when it joined.
+    """
+
+    kind: Literal["joined", "reply", "left", "lost"]
+    client_id: str
+    blob: bytes = b""
+
+
+class Transport(ABC):
+    """
+    Carries requests to clients on other machines, and their replies back.
+
+    Each client has at most one open request. A client that joins again receives its open request again. One thread
+    calls all methods.
+    """
+
+    @abstractmethod
+    def start(self, client_ids: Sequence[str], session_config: SessionConfig) -> None:
+        """
+        Accept clients.
+
+        Args:
+            client_ids (`Sequence[str]`): Ids of the clients that may join.
+            session_config ([`SessionConfig`]): Settings that a client must share with the server. A client with other
+                settings is refused, with the names of the settings and both values.
+        """
+
+    @abstractmethod
+    def send(self, client_id: str, build: Callable[[], bytes]) -> None:
+        """
+        Open a request to a client. It replaces the open request of the client.
+
+        Args:
+            client_id (`str`): Id of the client.
+            build (`Callable[[], bytes]`): Builds the request when it is sent. It may be called several times, and from
+                any thread.
+        """
+
+    @abstractmethod
+    def withdraw(self, client_id: str) -> None:
+        """Close the open request of a client, if there is one. A reply to the request is ignored."""
+
+    @abstractmethod
+    def receive(self, timeout: float | None) -> Event | None:
+        """
+        Return the next event.
+
+        Args:
+            timeout (`float`, *optional*): Seconds to wait. By default there is no limit.
+
+        Returns:
+            [`Event`], *optional*: The event, or `None` after the timeout.
+        """
+
+    @abstractmethod
+    def is_connected(self, client_id: str) -> bool:
+        """Whether a client has joined and has neither left nor been lost."""
+
+    @abstractmethod
+    def stop(self, reason: str = "") -> None:
+        """
+        Tell the connected clients that the run has ended, and refuse further clients.
+
+        Args:
+            reason (`str`, *optional*): Why the run failed. Empty if the run is complete.
+        """

@@ -1,0 +1,289 @@
+"""`GrpcTransport` and `GrpcConnection`: a federation over gRPC sessions with mutual TLS.
+
+A client always speaks first. Its messages are the announcement, a reply, or only the wish for the next request. The
+answer of the server is the next request. If there is none, the server answers after `POLL_SECONDS` at the latest, and
+the client asks again. A session delivers each message and each answer once, also over broken connections.
+
+| message of the client | answer of the server |
+|---|---|
+| `J` and the announcement | `W` |
+| `R` and a reply, or `N` | `Q` and a request, `W` (no request yet), or `E` and the reason of the end |
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from transformers.utils import logging
+
+from .base import Event, Transport
+from .client import GrpcLink
+from .credentials import TlsCredentials, check_credentials
+from .protocol import DEFAULT_MAX_MESSAGE_BYTES
+from .server import GrpcServer
+from .session_config import SessionConfig
+
+
+logger = logging.get_logger(__name__)
+
+POLL_SECONDS = 20.0
+_JOIN, _REPLY, _NEXT = b"J", b"R", b"N"
+_REQUEST, _WAIT, _END = b"Q", b"W", b"E"
+# Seconds that the server waits for the clients to leave when the run has ended.
+_FAREWELL_SECONDS = 10.0
+
+
+@dataclass
+class _Client:
+    """
+    The server's state of a client.
+
+    Args:
+        is_connected (`bool`): Whether the client has joined.
+        build (`Callable`, *optional*): Builds the open request.
+        is_delivered (`bool`): Whether the open request was sent in this session.
+    """
+
+    is_connected: bool = False
+    build: Callable[[], bytes] | None = None
+    is_delivered: bool = False
+
+
+class GrpcTransport(Transport):
+    """
+    The transport of this library: gRPC sessions with mutual TLS ([`GrpcServer`]).
+
+    Args:
+        address (`str`, *optional*, defaults to `"0.0.0.0:50051"`):
+            Address to listen on, as `host:port`. Port 0 selects a free port.
+        certificates (`str`, *optional*):
+            Folder with the certificates of the server, from `hf-federated certificates`. `None` requires
+            `insecure=True`.
+        insecure (`bool`, *optional*, defaults to `False`):
+            Whether to use no TLS. Allowed on a loopback address only.
+        heartbeat_timeout (`float`, *optional*, defaults to `60`):
+            Seconds without a sign of a client after which the client is lost.
+        max_message_bytes (`int`, *optional*, defaults to 1 GiB):
+            Size of the largest message that a client may send.
+
+    Attributes:
+        address (`str`): The address of the server, with the selected port once the transport has started.
+
+    Example: see [`~hf_federated.engines.NetworkEngine`].
+    """
+
+    def __init__(
+        self,
+        address: str = "0.0.0.0:50051",
+        certificates: str | None = None,
+        *,
+        insecure: bool = False,
+        heartbeat_timeout: float = 60.0,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
+        self.address = address
+        self._credentials = None if certificates is None else TlsCredentials.of_server(certificates)
+        check_credentials(self._credentials, insecure, address)
+        self._insecure = insecure
+        self._heartbeat_timeout = heartbeat_timeout
+        self._max_message_bytes = max_message_bytes
+        self._server: GrpcServer | None = None
+        self._clients: dict[str, _Client] = {}
+        self._events: queue.Queue[Event] = queue.Queue()
+        # Wakes the calls that wait for a request.
+        self._changed = threading.Condition()
+        self._end: str | None = None
+
+    def start(self, client_ids: Sequence[str], session_config: SessionConfig) -> None:
+        self._clients = {client_id: _Client() for client_id in client_ids}
+        self._events, self._end = queue.Queue(), None
+        self._server = GrpcServer(
+            self._answer,
+            self._credentials,
+            client_ids,
+            session_config,
+            address=self.address,
+            insecure=self._insecure,
+            on_connected=self._on_connected,
+            on_left=lambda client_id: self._disconnect(client_id, "left"),
+            on_lost=lambda client_id: self._disconnect(client_id, "lost"),
+            heartbeat_timeout=self._heartbeat_timeout,
+            max_message_bytes=self._max_message_bytes,
+        )
+        self.address = self._server.address
+        self._server.start()
+
+    def send(self, client_id: str, build: Callable[[], bytes]) -> None:
+        with self._changed:
+            client = self._clients[client_id]
+            client.build, client.is_delivered = build, False
+            self._changed.notify_all()
+
+    def withdraw(self, client_id: str) -> None:
+        with self._changed:
+            self._clients[client_id].build = None
+
+    def receive(self, timeout: float | None) -> Event | None:
+        try:
+            return self._events.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def is_connected(self, client_id: str) -> bool:
+        return self._clients[client_id].is_connected
+
+    def stop(self, reason: str = "") -> None:
+        if self._server is None:
+            return
+        with self._changed:
+            self._end = reason
+            self._changed.notify_all()
+            deadline = time.monotonic() + _FAREWELL_SECONDS
+            while any(client.is_connected for client in self._clients.values()):
+                if not self._changed.wait(max(deadline - time.monotonic(), 0)):
+                    break
+        self._server.close()
+        self._server = None
+
+    # ---- Threads of the server
+
+    def _answer(self, client_id: str, blob: bytes) -> bytes:
+        kind, content = blob[:1], blob[1:]
+        client = self._clients[client_id]
+        if kind == _JOIN:
+            with self._changed:
+                client.is_connected = True
+            self._events.put(Event("joined", client_id, content))
+            return _WAIT
+        if kind not in (_REPLY, _NEXT) or not client.is_connected:
+            raise ValueError(f"Client {client_id!r} sent a message that violates the protocol.")
+        if kind == _REPLY:
+            self._take_reply(client_id, client, content)
+        return self._next_request(client)
+
+    def _take_reply(self, client_id: str, client: _Client, reply: bytes) -> None:
+        with self._changed:
+            is_expected = client.build is not None and client.is_delivered
+            if is_expected:
+                client.build = None
+        if is_expected:
+            self._events.put(Event("reply", client_id, reply))
+        else:
+            logger.warning(f"Ignored a reply of client {client_id!r}: it came too late, or it was not asked for.")
+
+    def _next_request(self, client: _Client) -> bytes:
+        deadline = time.monotonic() + POLL_SECONDS
+        with self._changed:
+            while client.is_connected and self._end is None and (client.build is None or client.is_delivered):
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    return _WAIT
+                self._changed.wait(remaining)
+            if self._end is not None:
+                return _END + self._end.encode()
+            if not client.is_connected or client.build is None:
+                return _WAIT
+            client.is_delivered, build = True, client.build
+        return _REQUEST + build()
+
+    def _on_connected(self, client_id: str) -> None:
+        with self._changed:
+            # The client has lost what it had received before.
+            self._clients[client_id].is_delivered = False
+
+    def _disconnect(self, client_id: str, kind: Any) -> None:
+        with self._changed:
+            client = self._clients[client_id]
+            was_connected, client.is_connected = client.is_connected, False
+            self._changed.notify_all()
+        if was_connected:
+            self._events.put(Event(kind, client_id))
+
+
+class GrpcConnection:
+    """
+    A client's connection to a [`GrpcTransport`].
+
+    Args:
+        address (`str`): Address of the server, as `host:port`.
+        certificates (`str`, *optional*): Folder with the certificates of the client. `None` requires `insecure=True`.
+        client_id (`str`): Id of the client.
+        session_config ([`SessionConfig`]): Settings that the client must share with the server.
+        announcement (`bytes`): What the client announces.
+        insecure (`bool`, *optional*, defaults to `False`): Whether to use no TLS, on a loopback address only.
+        connect_timeout (`float`, *optional*, defaults to `600`): Seconds to try to connect.
+        reconnect_timeout (`float`, *optional*, defaults to `45`): Seconds without a sign of the server after which the
+            connection ends.
+
+    Raises:
+        ClientRefusedError: If the server refuses the client.
+        ServerUnreachableError: If the server does not respond.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        certificates: str | None,
+        client_id: str,
+        session_config: SessionConfig,
+        announcement: bytes,
+        *,
+        insecure: bool = False,
+        connect_timeout: float = 600.0,
+        reconnect_timeout: float = 45.0,
+    ) -> None:
+        credentials = None if certificates is None else TlsCredentials.of_client(certificates, client_id)
+        self._link = GrpcLink(
+            address,
+            credentials,
+            client_id,
+            session_config,
+            insecure=insecure,
+            connect_timeout=connect_timeout,
+            reconnect_timeout=reconnect_timeout,
+        )
+        self._link.exchange(_JOIN + announcement)
+        # Why the run has ended: empty if it is complete, `None` while it goes on.
+        self.end: str | None = None
+
+    def receive(self, reply: bytes | None = None) -> bytes | None:
+        """
+        Send a reply, if there is one, and wait for the next request.
+
+        Args:
+            reply (`bytes`, *optional*): Reply to the last request.
+
+        Returns:
+            `bytes`, *optional*: The next request. `None` if the run has ended; `end` then has the reason.
+
+        Raises:
+            LinkError: If the connection ended.
+        """
+        message = _NEXT if reply is None else _REPLY + reply
+        while True:
+            answer = self._link.exchange(message)
+            message = _NEXT
+            if answer[:1] == _REQUEST:
+                return answer[1:]
+            if answer[:1] == _END:
+                self.end = answer[1:].decode()
+                self.close()  # The server waits for its clients to leave.
+                return None
+
+    def close(self) -> None:
+        """Disconnect from the server."""
+        self._link.close()
+
+    def __enter__(self) -> GrpcConnection:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
