@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -32,9 +32,12 @@ from .checks import (
     check_predictions,
     federation_identity,
     resolve_federation,
+    sample_clients,
 )
 from .launch_consistency import check_consistency, describe_setup
 
+
+T = TypeVar("T")
 
 # Name of the server in messages to its own worker.
 SERVER_NAME = "server"
@@ -65,6 +68,8 @@ class FederationSetup:
         sampler ([`ClientSampler`]): Draws the cohort of a round.
         processes ([`~hf_federated.distributed.process_group.ProcessGroup`]): The processes of the launch.
         exchange ([`Exchange`]): Reads and writes the exchanged parameters of the model.
+        deferred_errors (`list[ValueError]`): Errors of a federation of one client, which `train()` raises. A client of
+            a federation on several machines does not train alone.
     """
 
     trainer: Trainer
@@ -84,6 +89,7 @@ class FederationSetup:
     sampler: ClientSampler
     processes: ProcessGroup
     exchange: Exchange
+    deferred_errors: list[ValueError] = field(default_factory=list)
 
     @classmethod
     def build(
@@ -136,7 +142,21 @@ class FederationSetup:
         check_participants(aggregation, distillation, participants, clients, postprocessors, args)
         check_given_models(participants, trainer.model)
         is_raw = participants.task is not None
-        sampler = check_clients(trainer, clients, eval_clients, resolved, is_raw, distillation)
+        deferred_errors: list[ValueError] = []
+
+        def check_cohort(check: Callable[[], T], otherwise: T) -> T:
+            """Check the size of the cohort. A process with one client may be a client of a larger federation."""
+            try:
+                return check()
+            except ValueError as error:
+                if len(clients) > 1 or clients.is_remote:
+                    raise
+                deferred_errors.append(error)
+                return otherwise
+
+        alone = ClientSampler(list(clients), 1.0, resolved.federation_seed or 0)
+        sampler = check_cohort(lambda: sample_clients(clients, resolved), alone)
+        check_clients(trainer, clients, eval_clients, resolved, is_raw, distillation)
         if resolved.freeze is not None:
             freeze_layers(trainer.model, resolved.freeze)
         if distillation is not None:
@@ -156,9 +176,10 @@ class FederationSetup:
             processes=launched,
             # A wrong `exchange` fails here instead of in the first round.
             exchange=Exchange(trainer.model, resolved.exchange),
+            deferred_errors=deferred_errors,
             **fields,
         )
-        aggregation.check_exchange(setup.exchange.tensors, sampler.num_sampled)
+        check_cohort(lambda: aggregation.check_exchange(setup.exchange.tensors, sampler.num_sampled), None)
         # Processes with different `parallelism` would block at different collective operations.
         setup.check_consistency("construction of the trainer", args, None)
         return setup

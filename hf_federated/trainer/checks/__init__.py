@@ -1,7 +1,7 @@
 """Checks of combinations of arguments when a trainer is built. Each config class checks its own fields."""
 
 from .arguments import check_arguments, check_not_averaged, resolve_federation
-from .data import as_federated_dataset, check_clients, check_labelled
+from .data import as_federated_dataset, check_clients, check_labelled, check_without_examples, sample_clients
 from .participants import check_participants, check_predictions
 from .resume import check_resumed, federation_identity
 
@@ -15,6 +15,8 @@ __all__ = [
     "check_participants",
     "check_predictions",
     "check_resumed",
+    "check_without_examples",
     "federation_identity",
     "resolve_federation",
+    "sample_clients",
 ]

@@ -67,6 +67,46 @@ def as_federated_dataset(train_dataset: Any, federation: FederatedConfig | None)
     return FederatedDataset.from_dict({SINGLE_CLIENT: train_dataset})
 
 
+def check_without_examples(train_dataset: Any, federation: FederatedConfig | None) -> None:
+    """
+    Check the arguments of a server whose clients are on other machines.
+
+    Args:
+        train_dataset (`Any`): The user's data.
+        federation ([`FederatedConfig`], *optional*): The user's configuration.
+
+    Raises:
+        ValueError: If the server has training examples or no configuration.
+    """
+    if train_dataset is not None:
+        raise ValueError(
+            "`engine` runs clients on other machines, which have the training examples. Leave `train_dataset` out on "
+            "the server."
+        )
+    if federation is None:
+        raise ValueError("`engine` runs clients on other machines. Pass `federation` too.")
+
+
+def sample_clients(clients: FederatedDataset, federation: FederatedConfig) -> ClientSampler:
+    """
+    Build the sampler of the cohorts.
+
+    Args:
+        clients ([`FederatedDataset`]): The clients.
+        federation ([`FederatedConfig`]): The configuration.
+
+    Raises:
+        ValueError: If there are fewer clients than `clients_per_round` or `min_clients`.
+    """
+    sampler = ClientSampler(list(clients), federation.clients_per_round, federation.federation_seed or 0)
+    if federation.min_clients_of(sampler.num_sampled) > sampler.num_sampled:
+        raise ValueError(
+            f"min_clients={federation.min_clients}, but a round samples {sampler.num_sampled} clients. Lower "
+            "`min_clients`, or raise `clients_per_round`."
+        )
+    return sampler
+
+
 def check_clients(
     trainer: Trainer,
     clients: FederatedDataset,
@@ -74,7 +114,7 @@ def check_clients(
     federation: FederatedConfig,
     are_raw: bool = False,
     distillation: Distillation | None = None,
-) -> ClientSampler:
+) -> None:
     """
     Check the clients' data against the arguments before training.
 
@@ -88,19 +128,10 @@ def check_clients(
         distillation ([`Distillation`], *optional*): The distillation algorithm. Some algorithms need evaluation
             examples on the clients.
 
-    Returns:
-        [`ClientSampler`]: Draws the cohorts of this federation.
-
     Raises:
         ValueError: If the data does not fit the arguments. The message names the clients and the change to make.
     """
     args = trainer.args
-    sampler = ClientSampler(list(clients), federation.clients_per_round, federation.federation_seed or 0)
-    if federation.min_clients_of(sampler.num_sampled) > sampler.num_sampled:
-        raise ValueError(
-            f"min_clients={federation.min_clients}, but a round samples {sampler.num_sampled} clients. Lower "
-            "`min_clients`, or raise `clients_per_round`."
-        )
     if federation.evaluate_clients and eval_clients is None:
         raise ValueError(
             "evaluate_clients=True needs `eval_dataset` to be a FederatedDataset with the evaluation examples of each "
@@ -111,6 +142,8 @@ def check_clients(
             f"{distillation!r} lets clients evaluate their models, but `eval_dataset` is not a FederatedDataset. Pass "
             "the evaluation examples of each client, or leave `clients_evaluate` out."
         )
+    if clients.is_remote:
+        return  # Each client checks its own examples.
     num_examples = clients.num_rows
     streams = [client_id for client_id in clients if num_examples[client_id] is None]
     if streams and federation.local_steps is None:
@@ -148,7 +181,6 @@ def check_clients(
     if not are_raw:
         _check_labels(trainer, clients)
         _warn_about_client_column(trainer, clients)
-    return sampler
 
 
 def first_without_tokens(dataset: Dataset) -> int | None:

@@ -43,7 +43,7 @@ def check_participants(
     _check_server_examples(aggregation, distillation, participants, clients)
     _check_client_models(aggregation, distillation, participants, clients, postprocessors)
     _check_client_arguments(participants, bool(args and args.fp16))
-    if num_shared := count_overlap(clients, participants):
+    if not clients.is_remote and (num_shared := count_overlap(clients, participants)):
         logger.warning(
             f"{num_shared} of the clients' examples are also public examples. Clients would predict examples that "
             "they were trained on. `split_for_distillation` splits without overlap."
@@ -54,7 +54,7 @@ def _check_columns_known(
     distillation: Distillation | None, participants: Participants, clients: FederatedDataset
 ) -> None:
     """Refuse clients whose columns are unknown if a step of the run reads columns."""
-    if clients.column_names:
+    if clients.column_names or clients.is_remote:
         return
     advice = (
         "the columns of the clients' examples are unknown (a torch.utils.data.Dataset, or a stream without features). "
@@ -105,7 +105,8 @@ def _check_server_examples(
             "`public_dataset` and `server_dataset` are for distillation, but FederatedConfig names no distillation "
             "algorithm. Set `distillation`, or leave both datasets out. aggregation='fltrust' uses `server_dataset`."
         )
-    streams = [client_id for client_id, num_rows in clients.num_rows.items() if num_rows is None]
+    num_rows = {} if clients.is_remote else clients.num_rows
+    streams = [client_id for client_id, number in num_rows.items() if number is None]
     if distillation is not None and distillation.requirements.initial_model and streams:
         raise ValueError(
             f"Client {streams[0]!r} has a stream (IterableDataset), but distillation={name!r} compares all examples "
