@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         FedMD,
         text_generation,
     )
+    from .engines import NetworkEngine
     from .messages.ledger import Ledger
     from .postprocessing import ClipUpdate, GaussianNoise, Postprocessor
     from .server.anomaly_report import AnomalyReport
@@ -123,6 +124,7 @@ __all__ = [
     "MutualKD",
     "NaturalPartitioner",
     "NestedPartitioner",
+    "NetworkEngine",
     "NormBoundedMean",
     "PerClassDirichletPartitioner",
     "Postprocessor",
@@ -190,6 +192,7 @@ _MODULES = {
     "MutualKD": ".aggregation",
     "NaturalPartitioner": ".data",
     "NestedPartitioner": ".data",
+    "NetworkEngine": ".engines",
     "NormBoundedMean": ".aggregation",
     "PerClassDirichletPartitioner": ".data",
     "Postprocessor": ".postprocessing",

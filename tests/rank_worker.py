@@ -142,6 +142,9 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
     if name == "fedavg":
         federation |= {"aggregation_kwargs": {"weighting": "tokens"}, "evaluate_clients": True, "log_clients": True}
         trainer_args["eval_dataset"] = FederatedDataset.from_dict(eval_clients)
+    elif name == "evaluated clients":
+        federation["evaluate_clients"] = True
+        trainer_args["eval_dataset"] = FederatedDataset.from_dict({name: eval_clients[name] for name in clients})
     elif name == "fedopt":
         federation |= {"aggregation": FedOpt("adam", server_lr=0.01), "local_epochs": 2}
     elif name == "fedprox":
@@ -360,6 +363,8 @@ def digests(trainer: Trainer) -> dict[str, Any]:
     """Digest the server state of a distillation and the models and optimizers of the clients in this process."""
     if type(trainer) in (Trainer, Float16Trainer) or trainer.distillation is None:
         return {}
+    if not hasattr(trainer.engine, "worker"):
+        return {}  # The clients are on other machines.
     models = trainer.engine.worker.models
     client_states = {
         client_id: {"model": models.open(client_id).exchange.read(), **models.open(client_id).student.state_dict()}

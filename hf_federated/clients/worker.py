@@ -110,7 +110,7 @@ class ClientWorker:
         self._callbacks = list(callbacks)
         self._open_datasets: dict[str, Any] = {}
         # With one client, the global generators are not seeded: the run must equal a run of the plain Trainer.
-        self._is_federation = len(train_datasets) > 1 if is_federation is None else is_federation
+        self.is_federation = len(train_datasets) > 1 if is_federation is None else is_federation
 
     def handle(self, message: Message) -> Message:
         """
@@ -249,14 +249,14 @@ class ClientWorker:
             distillation=part,
             stream=stream,
         )
-        callbacks = [LocalTrainingCallback(message.seed if self._is_federation else None), *self._callbacks]
+        callbacks = [LocalTrainingCallback(message.seed if self.is_federation else None), *self._callbacks]
         if part is not None:
             callbacks += part.callbacks
         if scaler is not None:
             callbacks.append(scaler)
         trainer = local_trainer(outer, args, examples if stream is None else stream, local, callbacks)
-        with preserved_process_state(outer), preserved_generators() if self._is_federation else nullcontext():
-            if self._is_federation:
+        with preserved_process_state(outer), preserved_generators() if self.is_federation else nullcontext():
+            if self.is_federation:
                 # accelerate's sampler reads the global seed when it is built. All clients use the seed of the run.
                 seed_torch(args.seed if args.data_seed is None else args.data_seed)
                 trainer.data_collator = fresh_collator(trainer.data_collator, message.seed)

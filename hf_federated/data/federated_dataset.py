@@ -22,6 +22,7 @@ from .fednlp import read_fednlp
 from .partitioners.base import Partition, Partitioner
 from .partitioners.flower import as_partitioner
 from .partitioners.natural import NaturalPartitioner
+from .remote_datasets import RemoteDatasets
 from .source import DatasetSource, load_source
 from .split_stream import split_stream
 from .storage.folder import SplitToStore
@@ -300,6 +301,11 @@ class FederatedDataset(FederatedDatasetTransformsMixin, FederatedDatasetStorageM
     def client_ids(self) -> list[str]:
         """The ids of the clients, in order."""
         return list(self._rows.client_ids)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the clients are on other machines, so that their examples cannot be read."""
+        return isinstance(self._rows, RemoteDatasets)
 
     @property
     def num_rows(self) -> dict[str, Any]:

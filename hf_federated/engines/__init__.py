@@ -1,8 +1,19 @@
 """Engines, which run the clients of a federation. An engine executes plans and contains no algorithm."""
 
 from .base import Engine, EngineContext, Plan
+from .client import ClientEngine
 from .local import LocalEngine
+from .network import NetworkEngine
 from .ranks import RankEngine, WatchPeers
 
 
-__all__ = ["Engine", "EngineContext", "LocalEngine", "Plan", "RankEngine", "WatchPeers"]
+__all__ = [
+    "ClientEngine",
+    "Engine",
+    "EngineContext",
+    "LocalEngine",
+    "NetworkEngine",
+    "Plan",
+    "RankEngine",
+    "WatchPeers",
+]

@@ -19,10 +19,12 @@ from transformers.utils import logging
 
 from ..aggregation import Accumulator
 from ..clients import ClientWorker
+from ..data import FederatedDataset
 from ..distributed.process_group import ProcessGroup
 from ..messages import ClientFailure, Message
 from ..messages.ledger import Ledger
 from ..messages.validation import ExpectedReply
+from ..transport.session_config import SessionConfig
 
 
 logger = logging.get_logger(__name__)
@@ -91,12 +93,15 @@ class EngineContext:
         costs (`Mapping[str, float]`): Expected cost of each client in a round, in any unit.
         parallelism (`str`): `parallelism` of [`FederatedConfig`], `"data"` or `"clients"`.
         processes ([`~hf_federated.distributed.process_group.ProcessGroup`]): The processes of the launch.
+        saved_clients (`Callable[[], list[Path]]`): Returns the folders with the client states in all checkpoints of
+            the run.
     """
 
     build_worker: Callable[[], ClientWorker]
     costs: Mapping[str, float]
     parallelism: str
     processes: ProcessGroup
+    saved_clients: Callable[[], list[Path]] = list
 
 
 class Engine(ABC):
@@ -122,6 +127,30 @@ class Engine(ABC):
 
         Raises:
             ValueError: If the engine does not support this number of processes.
+        """
+
+    @property
+    def remote_clients(self) -> FederatedDataset | None:
+        """The clients, if they are on other machines. Their training examples are not on the server."""
+        return None
+
+    def connect(self, settings: Callable[[], SessionConfig]) -> None:  # noqa: B027 - most engines run here
+        """
+        Wait for clients on other machines, before a run starts.
+
+        Args:
+            settings (`Callable[[], SessionConfig]`): Returns the settings that clients must share with the server.
+
+        Raises:
+            TimeoutError: If too few clients join. The message names the absent clients.
+        """
+
+    def stop(self, reason: str = "") -> None:  # noqa: B027 - most engines run here
+        """
+        End a run.
+
+        Args:
+            reason (`str`, *optional*): Why the run failed. Empty if the run is complete.
         """
 
     def start(self, context: EngineContext) -> None:
@@ -188,7 +217,11 @@ class Engine(ABC):
         reason = "no reply" if plan.deadline is None else f"no reply within {plan.deadline} seconds"
         for client_id in self.own_clients(plan.cohort):
             if client_id not in answered:
-                yield ClientFailure(plan.round, client_id, reason)
+                yield ClientFailure(plan.round, client_id, self.absence_reason(client_id) or reason)
+
+    def absence_reason(self, client_id: str) -> str | None:
+        """Return why a client did not reply, if the engine knows."""
+        return None
 
     def _checked(self, expected: ExpectedReply, reply: Message) -> Message:
         """Count the bytes of a reply, and return it. Return a failure of the client if the reply is refused."""

@@ -19,6 +19,7 @@ from ..engines import Engine
 from ..messages.ledger import Ledger
 from ..postprocessing import Postprocessor
 from .federation import Federation
+from .join import JoinedClient
 from .optimizer_factories import OptimizerFactories
 from .setup import FederationSetup
 
@@ -60,6 +61,8 @@ class RoleMixin(LoopArgumentsMixin):
     _running: Federation | None = None
     _runs_rounds: bool = False
     _optimizer_factories: OptimizerFactories
+    # Set while this process is one client of a federation whose server is on another machine.
+    _joined: JoinedClient | None = None
     # Set on the isolated copy that trains one client.
     local_training: LocalTraining | None = None
 

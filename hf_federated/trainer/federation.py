@@ -44,6 +44,7 @@ from .announcement import announce
 from .checkpoint import clients_directory, read_server_state, write_server_state
 from .checks import check_labelled, check_resumed
 from .client_checkpoint import TEACHERS_DIR, load_teachers, save_clients, save_teachers
+from .network_settings import NetworkSettings
 from .setup import SERVER_NAME, FederationSetup
 
 
@@ -71,6 +72,8 @@ class Federation:
             # A process may have initialized a head or an adapter without a seed. DistributedDataParallel also starts
             # from the parameters of the main process.
             setup.processes.broadcast_([*model.parameters(), *model.buffers()], source=0)
+        self.engine = setup.engine
+        self.engine.connect(lambda: NetworkSettings.of(setup, args))
         saved = {} if checkpoint is None else read_server_state(checkpoint)
         if checkpoint is not None:
             check_resumed(saved["identity"], setup.identity(args), checkpoint)
@@ -80,7 +83,6 @@ class Federation:
         self.student = self._build_student()
         self._row_limit = RowLimit(setup.clients.num_rows, setup.config.balance, setup.config.max_rows_per_round)
         self._progress = RoundProgress(lambda: self._trainer.callback_handler.callbacks, setup.num_rounds)
-        self.engine = setup.engine
         self.engine.start(self._engine_context())
         setup.aggregation.setup(setup.num_rounds, len(setup.clients))
         max_ratio = setup.config.max_update_ratio
@@ -100,7 +102,6 @@ class Federation:
         self._examples_per_step = self._trainer.get_total_train_batch_size(args)
         if checkpoint is not None:
             self._load(clients_directory(checkpoint), saved)
-        self._num_examples = setup.clients.num_rows
         self.loop = self._build_loop()
 
     # ---- Construction
@@ -124,7 +125,11 @@ class Federation:
         costs = batches_per_round(
             setup.clients.num_rows, config.local_epochs, config.local_steps, self._args, max_rows
         )
-        return EngineContext(self._build_worker, costs, config.parallelism, setup.processes)
+
+        def saved_clients() -> list[Path]:
+            return [clients_directory(path) for path in sorted(Path(self._args.output_dir).glob("checkpoint-*"))]
+
+        return EngineContext(self._build_worker, costs, config.parallelism, setup.processes, saved_clients)
 
     def _build_worker(self) -> ClientWorker:
         setup = self._setup
@@ -257,7 +262,7 @@ class Federation:
     def _limits(self, client_id: str, max_rows: int | None) -> UpdateLimits:
         """Limits of what an update of a client may claim, from its number of examples and the training arguments."""
         setup, config = self._setup, self._setup.config
-        num_examples = self._num_examples[client_id]
+        num_examples = setup.clients.num_rows[client_id]
         if setup.train_datasets is not setup.clients and num_examples is not None:
             # A preparation may pack examples or cut them in parts.
             num_examples = len(setup.train_datasets[client_id])

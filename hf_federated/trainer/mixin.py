@@ -45,7 +45,7 @@ from ..tasks import Task
 from ..utils.gc import frozen_gc
 from ..utils.trainer_banner import trainer_banner
 from .checkpoint import checkpoint_to_resume, clear_staging, read_server_state, rotate
-from .checks import as_federated_dataset
+from .checks import as_federated_dataset, check_without_examples
 from .dataset_preparation import (
     DatasetPlaceholder,
     Preparation,
@@ -56,6 +56,7 @@ from .dataset_preparation import (
 )
 from .evaluation import EvaluationMixin
 from .federation import Federation
+from .join import JoinedClient
 from .loop_stubs import RoundDataLoader, RoundsCallback, RoundScheduler, ServerOptimizer, round_arguments
 from .optimizer_factories import OptimizerFactories
 from .output_lock import output_dir_lock
@@ -86,7 +87,12 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
         **kwargs: Any,
     ) -> None:
         arguments = self._arguments_by_name(args, kwargs)
-        train_clients = as_federated_dataset(arguments.get("train_dataset"), federation)
+        remote_clients = None if engine is None else engine.remote_clients
+        if remote_clients is not None:
+            check_without_examples(arguments.get("train_dataset"), federation)
+            train_clients: FederatedDataset | None = remote_clients
+        else:
+            train_clients = as_federated_dataset(arguments.get("train_dataset"), federation)
         if train_clients is None:
             self._optimizer_factories = OptimizerFactories.take(arguments, accepts_instances=True)
             if self._optimizer_factories.is_empty:
@@ -116,14 +122,21 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
         eval_clients = eval_dataset if isinstance(eval_dataset, FederatedDataset) else None
         if eval_clients is not None:
             arguments["eval_dataset"] = eval_clients.pooled_examples()
+        is_remote = engine is not None and engine.remote_clients is not None
+        if is_remote and eval_clients is None:
+            # The clients evaluate on examples that only they have.
+            eval_clients = clients
         if participants.task is not None:
             encode_for_server(arguments, participants.task)
         # A constructor that prepares its dataset gets the dataset of one client. The preparation is then repeated for
         # the other clients.
         first = next(iter(clients))
-        arguments["train_dataset"] = (
-            clients[first] if self.prepares_data() else DatasetPlaceholder(type(self), clients)
-        )
+        if is_remote:
+            arguments["train_dataset"] = None
+        elif self.prepares_data():
+            arguments["train_dataset"] = clients[first]
+        else:
+            arguments["train_dataset"] = DatasetPlaceholder(type(self), clients)
         train, evaluation = Preparation(arguments["train_dataset"]), Preparation(arguments.get("eval_dataset"))
         self._preparations = [train, evaluation]
         with accept_stream(self, arguments.get("args"), arguments["train_dataset"]):
@@ -133,7 +146,7 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
             ("train_dataset", train, clients),
             ("eval_dataset", evaluation, eval_clients),
         ):
-            if dataset is not None and getattr(self, name) is not preparation.prepared:
+            if dataset is not None and not is_remote and getattr(self, name) is not preparation.prepared:
                 raise constructor_data_error(type(self), f"the constructor replaced `{name}`")
         self.train_dataset = clients
         self._setup = FederationSetup.build(
@@ -248,6 +261,8 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
         if setup is None or self.local_training is not None:
             return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         setup.processes.raise_if_failed()
+        for error in setup.deferred_errors:
+            raise error
         with (
             setup.processes.fail_together(),
             setup.independent(),
@@ -275,6 +290,7 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
                 # The banner of `Trainer` would describe the loop over rounds.
                 self._until_announced.enter_context(trainer_banner(shown=False))
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
+            self._federation_setup.engine.stop()
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
                 best = self.state.best_model_checkpoint
@@ -282,10 +298,72 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
             # No process reads the output directory before the main process has cleaned it up.
             self._federation_setup.processes.wait("end of training")
             return output
+        except BaseException as error:
+            self._federation_setup.engine.stop(f"{type(error).__name__} on the server")
+            raise
         finally:
             self._runs_rounds = False
             self.neftune_noise_alpha = neftune
             self.is_in_train = False
+
+    def join(
+        self,
+        address: str,
+        *,
+        client_id: str,
+        certificates: str | None = None,
+        insecure: bool = False,
+        state_dir: str | None = None,
+        connect_timeout: float = 600.0,
+        reconnect_timeout: float = 45.0,
+    ) -> TrainOutput:
+        """
+        Take part in a federation as one client, until its server ends the run.
+
+        Build the trainer with the arguments of the server's trainer and with the examples of this client. The batch
+        size, the precision and the device may differ. A step of the training loop is a round in which this client
+        trains, so callbacks, trackers and the progress bar work as in `train()`. The model ends with the parameters of
+        the last message.
+
+        The client keeps its state after each reply in `state_dir`. If it is killed, join again with the same folder:
+        the client continues with the message that it had not answered.
+
+        Args:
+            address (`str`): Address of the server, as `host:port`.
+            client_id (`str`): Id of the client, as in its certificate.
+            certificates (`str`, *optional*): Folder with the certificates of the client, from `hf-federated
+                certificates`. `None` requires `insecure=True`.
+            insecure (`bool`, *optional*, defaults to `False`): Whether to use no TLS. Allowed on a loopback address
+                only.
+            state_dir (`str`, *optional*): Folder of the states. Defaults to `client_states` in the output directory.
+            connect_timeout (`float`, *optional*, defaults to `600`): Seconds to try to connect.
+            reconnect_timeout (`float`, *optional*, defaults to `45`): Seconds without a sign of the server after which
+                the connection ends.
+
+        Raises:
+            ClientRefusedError: If the server refuses the client. The message names the settings that differ.
+            LinkError: If the connection ended. Join again to continue.
+            RunEndedError: If the server ended the run because of an error.
+            OutputDirInUseError: If another process trains in the output directory.
+            ValueError: If the trainer has the examples of several clients and `client_id` is none of them.
+        """
+        setup = self._federation_setup
+        joined = JoinedClient(setup, self.args, client_id, state_dir)
+        with output_dir_lock(self.args.output_dir):
+            joined.connect(
+                address,
+                certificates,
+                insecure=insecure,
+                connect_timeout=connect_timeout,
+                reconnect_timeout=reconnect_timeout,
+            )
+            self._setup, self._joined, args = joined.setup, joined, self.args
+            try:
+                self.args = joined.loop_arguments(args)
+                return self._train_rounds(None, None, None)
+            finally:
+                self._setup, self._joined, self.args = setup, None, args
+                joined.close()
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Call `Trainer.call_model_init` and freeze parameters of the new model as `freeze` configures."""
@@ -304,7 +382,10 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
         gradients the algorithm may change.
         """
         if self._is_federating:
-            summary = self._federation.run_round(self.state.global_step)
+            if self._joined is None:
+                summary = self._federation.run_round(self.state.global_step)
+            else:
+                summary = self._joined.run_round(self.control)
             self.state.num_input_tokens_seen += summary.num_tokens
             set_train_tokens(self, self.state.num_input_tokens_seen)
             if summary.learning_rate is not None:
@@ -438,7 +519,8 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
         if self._is_federating:
             if "loss" in logs:
                 logs.pop("grad_norm", None)
-                logs.update(self._federation.round_logs())
+                if self._joined is None:
+                    logs.update(self._federation.round_logs())
             if "train_runtime" in logs:
                 logs["train_samples_per_second"] = round(self._federation.examples_seen / logs["train_runtime"], 3)
             if self._user_args.include_num_input_tokens_seen != "no":

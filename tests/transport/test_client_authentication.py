@@ -13,8 +13,8 @@ from loopback import SESSION_CONFIG, certificates, join, serve
 from hf_federated.transport import (
     ClientRefusedError,
     GrpcLink,
-    ServerUnreachableError,
     GrpcServer,
+    ServerUnreachableError,
     TlsCredentials,
 )
 

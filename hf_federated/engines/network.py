@@ -1,0 +1,283 @@
+"""`NetworkEngine`: clients on other machines."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from transformers.utils import logging
+
+from ..clients.store import client_file_name
+from ..data import FederatedDataset
+from ..data.remote_datasets import RemoteDatasets
+from ..messages import ClientFailure, Message, read_message
+from ..messages.fields import MAX_COUNT
+from ..transport import Event, GrpcTransport, Transport
+from ..transport.framing import frame, unframe
+from ..transport.session_config import SessionConfig
+from ..utils.arguments import require
+from .base import Engine, EngineContext, Plan
+
+
+logger = logging.get_logger(__name__)
+
+# Longest interval between two checks of the deadline.
+_CHECK_SECONDS = 1.0
+
+
+class NetworkEngine(Engine):
+    """
+    Runs clients on other machines. Each client is a process that calls [`~FederatedMixin.join`] of the same trainer.
+
+    The server sends each client its message and receives its reply over a [`~hf_federated.transport.Transport`]. A
+    client that leaves or is lost fails in the round, unless it joins again in time. It then answers the open message
+    from the state that it had before, so the run does not differ from an undisturbed run.
+
+    Args:
+        clients (`Sequence[str]`):
+            Ids of the clients that may join.
+        certificates (`str`, *optional*):
+            Folder with the certificates of the server, from `hf-federated certificates`. `None` requires
+            `insecure=True`.
+        address (`str`, *optional*, defaults to `"0.0.0.0:50051"`):
+            Address to listen on, as `host:port`. Port 0 selects a free port.
+        insecure (`bool`, *optional*, defaults to `False`):
+            Whether to use no TLS. Allowed on a loopback address only.
+        num_to_start (`int`, *optional*):
+            Number of clients that must have joined before the first round. Defaults to all clients.
+        join_timeout (`float`, *optional*, defaults to `3600`):
+            Seconds to wait for these clients.
+        rejoin_timeout (`float`, *optional*, defaults to `60`):
+            Seconds that a round waits for a client that has left or was lost. With `round_deadline` of
+            [`FederatedConfig`], the round waits until the deadline.
+        heartbeat_timeout (`float`, *optional*, defaults to `60`):
+            Seconds without a sign of a client after which the client is lost.
+        transport ([`~hf_federated.transport.Transport`], *optional*):
+            Carries the messages. Defaults to a [`~hf_federated.transport.GrpcTransport`] with the arguments above.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.engines import NetworkEngine
+
+    >>> engine = NetworkEngine(["north", "south"], address="127.0.0.1:0", insecure=True)
+    >>> engine.clients.num_rows  # the sizes are known when the clients have joined
+    {'north': None, 'south': None}
+    ```
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[str],
+        certificates: str | None = None,
+        *,
+        address: str = "0.0.0.0:50051",
+        insecure: bool = False,
+        num_to_start: int | None = None,
+        join_timeout: float = 3600.0,
+        rejoin_timeout: float = 60.0,
+        heartbeat_timeout: float = 60.0,
+        transport: Transport | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(clients, str) or not clients or len(set(clients)) != len(clients):
+            raise ValueError(f"`clients` is {clients!r}; it must be a list of different client ids.")
+        num_to_start = len(clients) if num_to_start is None else num_to_start
+        allowed = f"at least 1 and at most the number of clients, {len(clients)}"
+        require("num_to_start", num_to_start, 1 <= num_to_start <= len(clients), allowed)
+        for name, seconds in (("join_timeout", join_timeout), ("rejoin_timeout", rejoin_timeout)):
+            require(name, seconds, seconds > 0, "positive")
+        self.transport = transport or GrpcTransport(
+            address, certificates, insecure=insecure, heartbeat_timeout=heartbeat_timeout
+        )
+        self._datasets = RemoteDatasets(clients)
+        self._num_to_start = num_to_start
+        self._join_timeout = join_timeout
+        self._rejoin_timeout = rejoin_timeout
+        self._is_open = False
+        self._saved_clients: Callable[[], list[Path]] = list
+        # The state of each client after its last accepted reply, as the client names it. Empty before the first one.
+        self._states: dict[str, str] = {}
+        # When each client that is not connected was last connected.
+        self._absent_since: dict[str, float] = {}
+        # Clients that missed a round and have not joined again.
+        self._missing: dict[str, str] = dict.fromkeys(clients, "the client has not joined")
+
+    @property
+    def clients(self) -> FederatedDataset:
+        """The clients, with the numbers of examples that they have announced."""
+        return FederatedDataset(self._datasets)
+
+    @property
+    def remote_clients(self) -> FederatedDataset:
+        return self.clients
+
+    def check_launch(self, num_processes: int) -> None:
+        if num_processes > 1:
+            raise ValueError(
+                f"engine=NetworkEngine() runs in one process, but the launch has {num_processes} processes. Start the "
+                "server without a launcher."
+            )
+
+    def connect(self, settings: Callable[[], SessionConfig]) -> None:
+        if not self._is_open:
+            self.transport.start(self._datasets.client_ids, settings())
+            self._is_open = True
+            address = getattr(self.transport, "address", None)
+            logger.warning(
+                f"Waiting for {self._num_to_start} of {len(self._datasets.client_ids)} clients at {address}."
+            )
+        deadline = time.monotonic() + self._join_timeout
+        while sum(map(self.transport.is_connected, self._datasets.client_ids)) < self._num_to_start:
+            remaining = deadline - time.monotonic()
+            event = self.transport.receive(remaining) if remaining > 0 else None
+            if event is None:
+                absent = [name for name in self._datasets.client_ids if not self.transport.is_connected(name)]
+                raise TimeoutError(
+                    f"Clients {absent} have not joined within {self._join_timeout:g} s, and num_to_start is "
+                    f"{self._num_to_start}. Start these clients, or lower `num_to_start`."
+                )
+            self._note(event)
+        # The events of clients that have joined in the meantime.
+        while (event := self.transport.receive(0)) is not None:
+            self._note(event)
+
+    def start(self, context: EngineContext) -> None:
+        super().start(context)
+        self._states = {}
+        self._saved_clients = context.saved_clients
+
+    def stop(self, reason: str = "") -> None:
+        if self._is_open:
+            self._is_open = False
+            self.transport.stop(reason)
+            self._missing = dict.fromkeys(self._datasets.client_ids, "the run has ended")
+
+    def _note(self, event: Event) -> None:
+        """Record that a client joined, left or was lost."""
+        name = event.client_id
+        if event.kind == "joined":
+            try:
+                announced, _ = unframe(event.blob, num_examples=int)
+            except ValueError as error:
+                logger.warning(f"Client {name!r} sent an invalid announcement: {error}")
+                return
+            self._announce(name, announced["num_examples"])
+            self._absent_since.pop(name, None)
+            self._missing.pop(name, None)
+        elif event.kind in ("left", "lost"):
+            self._absent_since[name] = time.monotonic()
+            logger.warning(f"Client {name!r} {'left' if event.kind == 'left' else 'is no longer heard'}.")
+
+    def _announce(self, client_id: str, num_examples: int) -> None:
+        """Keep the first number of examples that a client announces, because it limits what the client may claim."""
+        announced = num_examples if 0 <= num_examples <= MAX_COUNT else None
+        first = self._datasets.announced.setdefault(client_id, announced)
+        size = "a stream" if announced is None else f"{announced} examples"
+        if first == announced:
+            logger.warning(f"Client {client_id!r} joined with {size}.")
+        else:
+            logger.warning(f"Client {client_id!r} joined with {size}, but it announced {first} before, which counts.")
+
+    def absence_reason(self, client_id: str) -> str | None:
+        return self._missing.get(client_id)
+
+    def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
+        started = time.monotonic()
+        requests: dict[str, Message] = {}
+        while (event := self.transport.receive(0)) is not None:
+            self._note(event)
+        try:
+            for client_id in plan.cohort:
+                if client_id not in self._missing:
+                    self._send(client_id, requests, dispatch)
+            num_replies = 0
+            while requests and not plan.is_over(started, num_replies):
+                for client_id in self._overdue(requests, plan):
+                    del requests[client_id]
+                    self._missing[client_id] = f"the client was absent for {self._rejoin_timeout:g} s"
+                event = self.transport.receive(self._pause(started, plan)) if requests else None
+                if event is None:
+                    continue
+                if event.kind != "reply":
+                    self._note(event)
+                elif event.client_id in requests:
+                    request = requests.pop(event.client_id)
+                    num_replies += 1
+                    yield event.client_id, self._read(request, event.blob)
+        finally:
+            for client_id in requests:
+                self.transport.withdraw(client_id)
+
+    def _send(self, client_id: str, requests: dict[str, Message], dispatch: Callable[[str], Message]) -> None:
+        request = requests[client_id] = dispatch(client_id)
+        header = {
+            "state": self._states.get(client_id, ""),
+            # The client keeps the states of all checkpoints, because the run may resume from each of them.
+            "keep": [state for path in self._saved_clients() if (state := _read_state(path, client_id)) is not None],
+            "num_clients": len(self._datasets.client_ids),
+        }
+        self.transport.send(client_id, lambda: frame(header, request.to_bytes()))
+
+    def _overdue(self, requests: Mapping[str, Message], plan: Plan) -> list[str]:
+        """The asked clients for which the round no longer waits."""
+        if plan.deadline is not None:
+            return []
+        now = time.monotonic()
+        return [name for name in requests if now - self._absent_since.get(name, now) > self._rejoin_timeout]
+
+    def _pause(self, started: float, plan: Plan) -> float:
+        if plan.deadline is None:
+            return min(_CHECK_SECONDS, self._rejoin_timeout)
+        return min(_CHECK_SECONDS, max(started + plan.deadline - time.monotonic(), 0.01))
+
+    def _read(self, request: Message, blob: bytes) -> Message:
+        """Read a reply. A damaged reply is a failure of its client."""
+        try:
+            header, content = unframe(blob, state=str)
+            reply = read_message(bytes(content))
+        except ValueError as error:
+            return ClientFailure(
+                request.round, request.client_id, f"its reply is damaged: {error}", nonce=request.nonce
+            )
+        self._states[request.client_id] = header["state"][:100]
+        return reply
+
+    # ---- Checkpoints
+
+    def save(self, directory: Path) -> dict[str, str]:
+        digests = {}
+        for client_id, state in self._states.items():
+            content = json.dumps({"client": client_id, "state": state}).encode()
+            (directory / client_file_name(client_id)).write_bytes(content)
+            digests[client_id] = hashlib.sha256(content).hexdigest()
+        return digests
+
+    def load(self, directory: Path, digests: Mapping[str, str]) -> None:
+        self._states = {}
+        for client_id, digest in digests.items():
+            path = directory / client_file_name(client_id)
+            content = path.read_bytes() if path.is_file() else b""
+            state = _read_state(directory, client_id)
+            if hashlib.sha256(content).hexdigest() != digest or state is None:
+                raise ValueError(
+                    f"The state of client {client_id!r}, {str(path)!r}, is missing or damaged, or the checkpoint was "
+                    "written by an engine whose clients run on one machine. Resume with the engine of the checkpoint."
+                )
+            self._states[client_id] = state
+
+
+def _read_state(directory: Path, client_id: str) -> str | None:
+    """Return the name of a client's state in a checkpoint, or `None` if the checkpoint has none."""
+    try:
+        content = json.loads((directory / client_file_name(client_id)).read_bytes())
+    except (OSError, ValueError):
+        return None
+    state = content.get("state") if isinstance(content, dict) else None
+    return state if isinstance(state, str) else None

@@ -1,0 +1,267 @@
+"""`NetworkEngine` with clients in threads: joining, deadlines, lost clients and invalid replies."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from hf_federated.distributed.process_group import process_group
+from hf_federated.engines import EngineContext, NetworkEngine, Plan
+from hf_federated.messages import ClientFailure, Evaluate, Message, Metrics, read_message
+from hf_federated.trainer.network_settings import NetworkSettings
+from hf_federated.transport import ClientRefusedError, GrpcConnection, GrpcTransport
+from hf_federated.transport.framing import frame, unframe
+
+
+SETTINGS = NetworkSettings({"learning_rate": "0.1", "aggregation": "FedAvg"})
+
+
+def answer(message: Message) -> Message:
+    return Metrics(message.round, message.client_id, num_examples=3, metrics={"eval_loss": 0.5}, nonce=message.nonce)
+
+
+class Client:
+    """A client in a thread. It answers each request with a function, until the server ends the run."""
+
+    def __init__(
+        self, address: str, name: str, reply: Callable[[Message], Any] = answer, settings=SETTINGS, num_examples=3
+    ) -> None:
+        announcement = frame({"num_examples": num_examples})
+        self.connection = GrpcConnection(
+            address, None, name, settings, announcement, insecure=True, connect_timeout=5, reconnect_timeout=5
+        )
+        self.received: list[Message] = []
+        self._reply = reply
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        reply = None
+        while (blob := self.connection.receive(reply)) is not None:
+            _, content = unframe(blob, state=str, keep=list, num_clients=int)
+            message = read_message(bytes(content))
+            self.received.append(message)
+            answered = self._reply(message)
+            if answered is None:
+                return
+            blob = answered if isinstance(answered, bytes) else answered.to_bytes()
+            reply = frame({"state": message.nonce}, blob)
+
+
+@pytest.fixture
+def network() -> Iterator[Callable[..., NetworkEngine]]:
+    """Start an engine, whose clients `north` and `south` can join."""
+    with ExitStack() as stack:
+
+        def start(*clients: str, **options) -> NetworkEngine:
+            engine = NetworkEngine(
+                clients or ("north", "south"),
+                transport=GrpcTransport("127.0.0.1:0", insecure=True, heartbeat_timeout=options.pop("heartbeat", 2.0)),
+                **{"join_timeout": 10, "rejoin_timeout": 1, **options},
+            )
+            engine.transport.start(engine.clients, SETTINGS)
+            engine._is_open = True
+            stack.callback(engine.stop)
+            return engine
+
+        yield start
+
+
+def begin(engine: NetworkEngine) -> None:
+    engine.connect(lambda: SETTINGS)
+    engine.start(EngineContext(lambda: pytest.fail("the server trains no client"), {}, "data", process_group()))
+
+
+def run(engine: NetworkEngine, round: int = 0, **options) -> dict[str, Message]:
+    cohort = tuple(engine.clients)
+    plan = Plan(round, cohort, lambda client_id: Evaluate(round, client_id, {}), "evaluation", **options)
+    return engine.collect(plan)
+
+
+def test_clients_answer_and_announce_their_sizes(network):
+    engine = network()
+    north, south = (
+        Client(engine.transport.address, name, num_examples=size) for name, size in (("north", 7), ("south", -1))
+    )
+    begin(engine)
+    assert engine.clients.num_rows == {"north": 7, "south": None}
+    for round in range(3):
+        assert [reply.metrics for reply in run(engine, round).values()] == [{"eval_loss": 0.5}] * 2
+    assert [message.round for message in north.received] == [message.round for message in south.received] == [0, 1, 2]
+    engine.stop()
+    for client in (north, south):
+        client.thread.join(10)
+        assert client.connection.end == ""
+
+
+def test_reason_for_the_end_of_the_run_reaches_the_clients(network):
+    engine = network("north")
+    north = Client(engine.transport.address, "north")
+    begin(engine)
+    engine.stop("ValueError on the server")
+    north.thread.join(10)
+    assert north.connection.end == "ValueError on the server"
+
+
+def test_client_with_other_settings_is_refused_by_name(network):
+    engine = network()
+    others = NetworkSettings({"learning_rate": "0.5", "aggregation": "FedAvg", "optim": "sgd"})
+    with pytest.raises(ClientRefusedError) as error:
+        Client(engine.transport.address, "north", settings=others)
+    assert "learning_rate: 0.1 at the server, 0.5 at the client" in str(error.value)
+    assert "optim: not set at the server, sgd at the client" in str(error.value)
+    assert "aggregation" not in str(error.value)
+
+
+def test_unknown_client_is_refused(network):
+    engine = network()
+    with pytest.raises(ClientRefusedError, match="does not know a client 'west'"):
+        Client(engine.transport.address, "west")
+
+
+def test_second_process_of_a_client_is_refused_while_the_first_is_active(network):
+    engine = network(heartbeat=20.0)
+    Client(engine.transport.address, "north")
+    with pytest.raises(ClientRefusedError, match="already connected by another link or process"):
+        Client(engine.transport.address, "north")
+
+
+def test_absent_clients_are_named_if_too_few_join(network):
+    engine = network(join_timeout=0.5)
+    Client(engine.transport.address, "south")
+    with pytest.raises(TimeoutError, match=r"Clients \['north'\] have not joined within 0.5 s, and num_to_start is 2"):
+        engine.connect(lambda: SETTINGS)
+
+
+def test_client_that_has_not_joined_fails_at_once_and_takes_part_when_it_joins(network):
+    engine = network(num_to_start=1)
+    Client(engine.transport.address, "north")
+    begin(engine)
+    replies = run(engine)
+    assert isinstance(replies["north"], Metrics)
+    assert replies["south"].error == "the client has not joined"
+    Client(engine.transport.address, "south")
+    deadline = time.monotonic() + 5
+    while not engine.transport.is_connected("south") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all(isinstance(reply, Metrics) for reply in run(engine, 1).values())
+
+
+def test_client_that_leaves_fails_after_the_rejoin_timeout(network):
+    engine = network()
+    north = Client(engine.transport.address, "north")
+
+    def leave(message: Message) -> None:
+        north.connection.close()
+
+    north._reply = leave
+    Client(engine.transport.address, "south")
+    begin(engine)
+    started = time.monotonic()
+    replies = run(engine)
+    assert isinstance(replies["south"], Metrics)
+    assert isinstance(replies["north"], ClientFailure)
+    assert replies["north"].error == "the client was absent for 1 s"
+    assert time.monotonic() - started < 8
+    # The next round does not wait for the client.
+    started = time.monotonic()
+    assert run(engine, 1)["north"].error == "the client was absent for 1 s"
+    assert time.monotonic() - started < 0.5
+
+
+def test_client_that_joins_again_receives_the_open_request_again(network):
+    engine = network("north", rejoin_timeout=10)
+    seen: list[str] = []
+
+    def leave_once(message: Message) -> Message | None:
+        seen.append(message.nonce)
+        if len(seen) == 1:
+            first.connection.close()
+            threading.Thread(target=lambda: Client(engine.transport.address, "north", leave_once)).start()
+            return None
+        return answer(message)
+
+    first = Client(engine.transport.address, "north", leave_once)
+    begin(engine)
+    assert isinstance(run(engine)["north"], Metrics)
+    assert len(seen) == 2 and seen[0] == seen[1]
+
+
+def test_late_reply_is_ignored_and_its_client_continues_with_the_next_round(network, caplog):
+    engine = network()
+    slow = threading.Event()
+
+    def wait(message: Message) -> Message:
+        if message.round == 0:
+            slow.wait(10)
+        return answer(message)
+
+    late = Client(engine.transport.address, "north", wait)
+    Client(engine.transport.address, "south")
+    begin(engine)
+    replies = run(engine, deadline=0.5, min_replies=1)
+    assert replies["north"].error == "no reply within 0.5 seconds"
+    slow.set()
+    replies = run(engine, 1)
+    assert all(isinstance(reply, Metrics) and reply.round == 1 for reply in replies.values())
+    assert [message.round for message in late.received] == [0, 1]
+    assert any("Ignored a reply of client 'north'" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("reply", [b"", b"\0" * 100, b"not a message"], ids=["empty", "zeros", "text"])
+def test_damaged_reply_is_a_failure_of_its_client(network, reply):
+    engine = network()
+    Client(engine.transport.address, "north", lambda message: reply)
+    Client(engine.transport.address, "south")
+    begin(engine)
+    replies = run(engine)
+    assert "its reply is damaged" in replies["north"].error
+    assert isinstance(replies["south"], Metrics)
+
+
+def test_invalid_announcement_does_not_count_as_joined_examples(network, caplog):
+    engine = network("north")
+    with GrpcConnection(engine.transport.address, None, "north", SETTINGS, b"\0\0\0\2{}", insecure=True):
+        engine.connect(lambda: SETTINGS)
+    assert any("invalid announcement" in text for text in caplog.messages)
+    assert engine.clients.num_rows == {"north": None}
+
+
+def test_first_announcement_of_a_client_counts(network, caplog):
+    """A hostile client could otherwise raise the number of examples that limits its weight."""
+    engine = network("north", rejoin_timeout=10)
+
+    def leave(message: Message) -> None:
+        first.connection.close()
+
+    first = Client(engine.transport.address, "north", leave, num_examples=5)
+    begin(engine)
+    threading.Timer(0.5, lambda: Client(engine.transport.address, "north", num_examples=500)).start()
+    assert isinstance(run(engine)["north"], Metrics)
+    assert engine.clients.num_rows == {"north": 5}
+    assert any("joined with 500 examples, but it announced 5 before" in text for text in caplog.messages)
+
+
+def test_server_without_certificates_is_refused():
+    with pytest.raises(ValueError, match="insecure"):
+        NetworkEngine(["north"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"clients": []}, "list of different client ids"),
+        ({"clients": "north"}, "list of different client ids"),
+        ({"clients": ["a", "a"]}, "list of different client ids"),
+        ({"clients": ["a"], "num_to_start": 2}, "num_to_start"),
+        ({"clients": ["a"], "rejoin_timeout": 0}, "rejoin_timeout"),
+    ],
+)
+def test_invalid_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        NetworkEngine(insecure=True, **options)
