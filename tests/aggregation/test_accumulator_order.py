@@ -1,4 +1,4 @@
-"""Integer and boolean tensors are those of the first client of the cohort, whatever order the updates arrive in."""
+"""Integer and boolean tensors are those of the first client of the cohort, for every order of arrival."""
 
 from __future__ import annotations
 
