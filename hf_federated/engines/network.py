@@ -17,6 +17,7 @@ from ..messages import ClientFailure, Message, read_message
 from ..messages.fields import MAX_COUNT
 from ..transport import Event, GrpcTransport, Transport
 from ..transport.framing import frame, unframe
+from ..transport.protocol import JoinedPieces
 from ..transport.session_config import SessionConfig
 from ..utils.arguments import require
 from .base import Engine, EngineContext, Plan
@@ -202,18 +203,27 @@ class NetworkEngine(Engine):
                 for client_id in self._overdue(requests, plan):
                     del requests[client_id]
                     self._missing[client_id] = f"the client was absent for {self._rejoin_timeout:g} s"
-                event = self.transport.receive(self._pause(started, plan)) if requests else None
-                if event is None:
-                    continue
-                if event.kind != "reply":
-                    self._note(event)
-                elif event.client_id in requests:
-                    request = requests.pop(event.client_id)
+                if not requests:
+                    break
+                reply = self._next_reply(requests, self._pause(started, plan))
+                if reply is not None:
                     num_replies += 1
-                    yield event.client_id, self._read(request, event.blob)
+                    yield reply
+                    del reply  # Free the memory before the next reply arrives.
         finally:
             for client_id in requests:
                 self.transport.withdraw(client_id)
+
+    def _next_reply(self, requests: dict[str, Message], timeout: float) -> tuple[str, Message] | None:
+        """Return the reply to one of the open requests, which is then closed, or `None` for another event."""
+        event = self.transport.receive(timeout)
+        if event is None:
+            return None
+        if event.kind != "reply":
+            self._note(event)
+            return None
+        request = requests.pop(event.client_id, None)
+        return None if request is None else (event.client_id, self._read(request, event.blob))
 
     def _send(self, client_id: str, requests: dict[str, Message], dispatch: Callable[[str], Message]) -> None:
         request = requests[client_id] = dispatch(client_id)
@@ -223,7 +233,7 @@ class NetworkEngine(Engine):
             "keep": [state for path in self._saved_clients() if (state := _read_state(path, client_id)) is not None],
             "num_clients": len(self._datasets.client_ids),
         }
-        self.transport.send(client_id, lambda: frame(header, request.to_bytes()))
+        self.transport.send(client_id, lambda: JoinedPieces(frame(header), request.to_pieces()))
 
     def _overdue(self, requests: Mapping[str, Message], plan: Plan) -> list[str]:
         """The asked clients for which the round no longer waits."""
@@ -240,13 +250,13 @@ class NetworkEngine(Engine):
     def _read(self, request: Message, blob: bytes) -> Message:
         """Read a reply. A damaged reply is a failure of its client."""
         try:
-            header, content = unframe(blob, state=str)
-            reply = read_message(bytes(content))
+            reply = read_message(blob)
         except ValueError as error:
             return ClientFailure(
                 request.round, request.client_id, f"its reply is damaged: {error}", nonce=request.nonce
             )
-        self._states[request.client_id] = header["state"][:100]
+        # The client names its state after the request.
+        self._states[request.client_id] = request.nonce
         return reply
 
     # ---- Checkpoints

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from .fields import Count, check_fields
-from .serialization import pack, packed_size, unpack
+from .serialization import PackedPieces, pack, packed_size, unpack
 
 
 M = TypeVar("M", bound="Serializable")
@@ -36,6 +36,10 @@ class Serializable:
     def to_bytes(self) -> bytes:
         """Serialize to one blob of bytes: a safetensors file with a JSON header."""
         return pack(self.to_tree())
+
+    def to_pieces(self) -> PackedPieces:
+        """Serialize to the bytes of [`~Serializable.to_bytes`] in pieces, without a copy of the tensors."""
+        return PackedPieces(self.to_tree())
 
     @property
     def num_bytes(self) -> int:

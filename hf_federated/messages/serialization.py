@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import safetensors
@@ -116,6 +116,49 @@ def pack(tree: Any) -> bytes:
     return safetensors.torch.save(own, metadata)
 
 
+class PackedPieces:
+    """
+    A serialized tree in pieces, without a copy of its tensors. The joined pieces equal the return value of [`pack`].
+
+    The pieces are views of the tensors, so the tensors must not change while the pieces are read. A tensor on an
+    accelerator is copied when its piece is read.
+
+    Args:
+        tree (`Any`): The tree, as for `pack`.
+
+    Raises:
+        TypeError: As `pack`.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated.messages.serialization import PackedPieces, pack
+
+    >>> tree = {"state": torch.ones(2), "step": 3}
+    >>> b"".join(PackedPieces(tree)) == pack(tree)
+    True
+    ```
+    """
+
+    def __init__(self, tree: Any) -> None:
+        tensors, metadata = _split(tree)
+        self._tensors = _in_file_order(tensors)
+        header, num_data_bytes = _encode_header(self._tensors, metadata)
+        padded = header.ljust(math.ceil(len(header) / 8) * 8)
+        self._head = len(padded).to_bytes(8, "little") + padded
+        self._num_bytes = len(self._head) + num_data_bytes
+
+    def __len__(self) -> int:
+        return self._num_bytes
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        yield self._head
+        for tensor in self._tensors.values():
+            if tensor.numel():
+                yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
 def unpack(blob: bytes) -> Any:
     """
     Restore a tree that [`pack`] serialized.
@@ -220,20 +263,31 @@ def _is_plain_key(key: Any) -> bool:
 
 
 def _measure(tree: Any) -> tuple[int, int]:
-    """
-    Return the lengths in bytes of the JSON header and of the tensors of a packed tree.
-
-    The safetensors layout is eight bytes of length, a JSON header padded to a multiple of eight, and the tensors
-    ordered by dtype, widest first, and then by name.
-    """
+    """Return the lengths in bytes of the JSON header and of the tensors of a packed tree."""
     tensors, metadata = _split(tree)
+    header, num_data_bytes = _encode_header(_in_file_order(tensors), metadata)
+    return len(header), num_data_bytes
+
+
+def _in_file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Sort tensors as safetensors does: by dtype, widest first, and then by name."""
+    return dict(sorted(tensors.items(), key=lambda item: (_LAYOUT[item[1].dtype][0], item[0])))
+
+
+def _encode_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, int]:
+    """
+    Encode the JSON header of a safetensors file, and count the bytes of the tensors.
+
+    The file consists of eight bytes with the length of the header, the header padded with spaces to a multiple of
+    eight, and the tensors in the given order.
+    """
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: (_LAYOUT[item[1].dtype][0], item[0])):
+    for name, tensor in tensors.items():
         offsets = [offset, offset + tensor.nbytes]
         header[name] = {"dtype": _LAYOUT[tensor.dtype][1], "shape": list(tensor.shape), "data_offsets": offsets}
         offset += tensor.nbytes
-    return len(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()), offset
+    return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode(), offset
 
 
 # Name of each dtype in safetensors, and its rank in the order of the tensors in the file.

@@ -158,7 +158,7 @@ class JoinedClient:
                     metrics[self.client_id] = answer.reported_metrics
                 elif isinstance(answer, ClientFailure):
                     logger.warning(f"Round {message.round + 1}: this client failed: {worker.last_error}")
-                reply = frame({"state": message.nonce}, answer.to_bytes())
+                reply = answer.to_bytes()
                 self._history.record(message.nonce, reply)
                 del answer
             else:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from .protocol import Pieces
 from .session_config import SessionConfig
 
 
@@ -49,14 +50,14 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def send(self, client_id: str, build: Callable[[], bytes]) -> None:
+    def send(self, client_id: str, build: Callable[[], bytes | Pieces]) -> None:
         """
         Open a request to a client. It replaces the open request of the client.
 
         Args:
             client_id (`str`): Id of the client.
-            build (`Callable[[], bytes]`): Builds the request when it is sent. It may be called several times, and from
-                any thread.
+            build (`Callable[[], bytes | Pieces]`): Builds the request when it is sent. It may be called several times,
+                and from any thread.
         """
 
     @abstractmethod

@@ -1,13 +1,15 @@
 """`GrpcTransport` and `GrpcConnection`: a federation over gRPC sessions with mutual TLS.
 
-A client always speaks first. Its messages are the announcement, a reply, or only the wish for the next request. The
+A client always sends first. Its first message is the announcement. Its other messages are a reply, or empty. The
 answer of the server is the next request. If there is none, the server answers after `POLL_SECONDS` at the latest, and
 the client asks again. A session delivers each message and each answer once, also over broken connections.
 
 | message of the client | answer of the server |
 |---|---|
-| `J` and the announcement | `W` |
-| `R` and a reply, or `N` | `Q` and a request, `W` (no request yet), or `E` and the reason of the end |
+| the announcement | `W` |
+| a reply, or empty | `Q` and a request, `W` (no request yet), or `E` and the reason of the end |
+
+The server holds at most one large reply in memory: it reads the next one when the caller asks for the next event.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from transformers.utils import logging
 from .base import Event, Transport
 from .client import GrpcLink
 from .credentials import TlsCredentials, check_credentials
-from .protocol import DEFAULT_MAX_MESSAGE_BYTES
+from .protocol import DEFAULT_MAX_MESSAGE_BYTES, JoinedPieces, Pieces
+from .read_gate import ReadGate
 from .server import GrpcServer
 from .session_config import SessionConfig
 
@@ -33,7 +36,6 @@ from .session_config import SessionConfig
 logger = logging.get_logger(__name__)
 
 POLL_SECONDS = 20.0
-_JOIN, _REPLY, _NEXT = b"J", b"R", b"N"
 _REQUEST, _WAIT, _END = b"Q", b"W", b"E"
 # Seconds that the server waits for the clients to leave when the run has ended.
 _FAREWELL_SECONDS = 10.0
@@ -46,12 +48,14 @@ class _Client:
 
     Args:
         is_connected (`bool`): Whether the client has joined.
+        has_announced (`bool`): Whether the client has announced itself in this session.
         build (`Callable`, *optional*): Builds the open request.
         is_delivered (`bool`): Whether the open request was sent in this session.
     """
 
     is_connected: bool = False
-    build: Callable[[], bytes] | None = None
+    has_announced: bool = False
+    build: Callable[[], bytes | Pieces] | None = None
     is_delivered: bool = False
 
 
@@ -99,10 +103,13 @@ class GrpcTransport(Transport):
         # Wakes the calls that wait for a request.
         self._changed = threading.Condition()
         self._end: str | None = None
+        self._gate = ReadGate()
+        # The client whose reply the caller has.
+        self._replied: str | None = None
 
     def start(self, client_ids: Sequence[str], session_config: SessionConfig) -> None:
         self._clients = {client_id: _Client() for client_id in client_ids}
-        self._events, self._end = queue.Queue(), None
+        self._events, self._end, self._gate = queue.Queue(), None, ReadGate()
         self._server = GrpcServer(
             self._answer,
             self._credentials,
@@ -115,11 +122,12 @@ class GrpcTransport(Transport):
             on_lost=lambda client_id: self._disconnect(client_id, "lost"),
             heartbeat_timeout=self._heartbeat_timeout,
             max_message_bytes=self._max_message_bytes,
+            read_gate=self._gate,
         )
         self.address = self._server.address
         self._server.start()
 
-    def send(self, client_id: str, build: Callable[[], bytes]) -> None:
+    def send(self, client_id: str, build: Callable[[], bytes | Pieces]) -> None:
         with self._changed:
             client = self._clients[client_id]
             client.build, client.is_delivered = build, False
@@ -130,10 +138,17 @@ class GrpcTransport(Transport):
             self._clients[client_id].build = None
 
     def receive(self, timeout: float | None) -> Event | None:
+        if self._replied is not None:
+            # The caller has dropped the last reply.
+            self._gate.leave(self._replied)
+            self._replied = None
         try:
-            return self._events.get(timeout=timeout)
+            event = self._events.get(timeout=timeout)
         except queue.Empty:
             return None
+        if event.kind == "reply":
+            self._replied = event.client_id
+        return event
 
     def is_connected(self, client_id: str) -> bool:
         return self._clients[client_id].is_connected
@@ -148,23 +163,23 @@ class GrpcTransport(Transport):
             while any(client.is_connected for client in self._clients.values()):
                 if not self._changed.wait(max(deadline - time.monotonic(), 0)):
                     break
+        self._gate.close()
         self._server.close()
         self._server = None
 
     # ---- Threads of the server
 
-    def _answer(self, client_id: str, blob: bytes) -> bytes:
-        kind, content = blob[:1], blob[1:]
+    def _answer(self, client_id: str, blob: bytes) -> bytes | Pieces:
         client = self._clients[client_id]
-        if kind == _JOIN:
+        if not client.has_announced:
+            self._gate.leave(client_id)
             with self._changed:
-                client.is_connected = True
-            self._events.put(Event("joined", client_id, content))
+                client.is_connected = client.has_announced = True
+            self._events.put(Event("joined", client_id, blob))
             return _WAIT
-        if kind not in (_REPLY, _NEXT) or not client.is_connected:
-            raise ValueError(f"Client {client_id!r} sent a message that violates the protocol.")
-        if kind == _REPLY:
-            self._take_reply(client_id, client, content)
+        if blob:
+            self._take_reply(client_id, client, blob)
+            del blob  # Free the memory while the call waits.
         return self._next_request(client)
 
     def _take_reply(self, client_id: str, client: _Client, reply: bytes) -> None:
@@ -175,9 +190,10 @@ class GrpcTransport(Transport):
         if is_expected:
             self._events.put(Event("reply", client_id, reply))
         else:
+            self._gate.leave(client_id)
             logger.warning(f"Ignored a reply of client {client_id!r}: it came too late, or it was not asked for.")
 
-    def _next_request(self, client: _Client) -> bytes:
+    def _next_request(self, client: _Client) -> bytes | Pieces:
         deadline = time.monotonic() + POLL_SECONDS
         with self._changed:
             while client.is_connected and self._end is None and (client.build is None or client.is_delivered):
@@ -190,12 +206,12 @@ class GrpcTransport(Transport):
             if not client.is_connected or client.build is None:
                 return _WAIT
             client.is_delivered, build = True, client.build
-        return _REQUEST + build()
+        return JoinedPieces(_REQUEST, build())
 
     def _on_connected(self, client_id: str) -> None:
         with self._changed:
             # The client has lost what it had received before.
-            self._clients[client_id].is_delivered = False
+            self._clients[client_id].is_delivered = self._clients[client_id].has_announced = False
 
     def _disconnect(self, client_id: str, kind: Any) -> None:
         with self._changed:
@@ -248,7 +264,7 @@ class GrpcConnection:
             connect_timeout=connect_timeout,
             reconnect_timeout=reconnect_timeout,
         )
-        self._link.exchange(_JOIN + announcement)
+        self._link.exchange(announcement)
         # Why the run has ended: empty if it is complete, `None` while it goes on.
         self.end: str | None = None
 
@@ -265,10 +281,10 @@ class GrpcConnection:
         Raises:
             LinkError: If the connection ended.
         """
-        message = _NEXT if reply is None else _REPLY + reply
+        message = b"" if reply is None else reply
         while True:
             answer = self._link.exchange(message)
-            message = _NEXT
+            message = b""
             if answer[:1] == _REQUEST:
                 return answer[1:]
             if answer[:1] == _END:

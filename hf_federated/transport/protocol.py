@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from transformers.utils import logging
 
@@ -44,10 +44,58 @@ _OUTCOME_KINDS: tuple[OutcomeKind, ...] = ("answer", "value_error", "timeout", "
 T = TypeVar("T", bound="Header")
 
 
-def split_into_chunks(blob: bytes) -> Iterator[bytes]:
-    """Split a blob into chunks of at most `CHUNK_BYTES`."""
-    view = memoryview(blob)
-    return (bytes(view[start : start + CHUNK_BYTES]) for start in range(0, len(view), CHUNK_BYTES))
+class Pieces(Protocol):
+    """Bytes in pieces, which may be read several times."""
+
+    def __len__(self) -> int:
+        """Total number of bytes."""
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        """Iterate over the pieces."""
+
+
+class JoinedPieces:
+    """
+    Bytes and pieces, one after the other, without a copy.
+
+    Args:
+        parts (`bytes` or [`Pieces`]): The parts.
+    """
+
+    def __init__(self, *parts: bytes | Pieces) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(len(part) for part in self._parts)
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        for part in self._parts:
+            if isinstance(part, bytes):
+                yield part
+            else:
+                yield from part
+
+
+def split_into_chunks(blob: bytes | Pieces) -> Iterator[bytes]:
+    """Split a blob into chunks of `CHUNK_BYTES`. The last chunk may be smaller."""
+    buffer = bytearray()
+    for piece in [blob] if isinstance(blob, bytes) else blob:
+        view = memoryview(piece)
+        start = 0
+        while start < len(view):
+            if not buffer and len(view) - start >= CHUNK_BYTES:
+                # Large pieces are copied once.
+                yield bytes(view[start : start + CHUNK_BYTES])
+                start += CHUNK_BYTES
+                continue
+            stop = min(start + CHUNK_BYTES - len(buffer), len(view))
+            buffer += view[start:stop]
+            start = stop
+            if len(buffer) == CHUNK_BYTES:
+                yield bytes(buffer)
+                buffer.clear()
+    if buffer:
+        yield bytes(buffer)
 
 
 def join_chunks(chunks: Iterable[bytes], num_bytes: int, on_chunk: Callable[[], None] | None = None) -> bytes:
@@ -181,16 +229,16 @@ class Outcome:
 
     Args:
         kind (`str`): `"answer"`, `"value_error"`, `"timeout"` or `"failed"`.
-        blob (`bytes`, *optional*, defaults to `b""`): The answer.
+        blob (`bytes` or [`Pieces`], *optional*, defaults to `b""`): The answer.
         text (`str`, *optional*, defaults to `""`): The error message, if there is no answer.
     """
 
     kind: OutcomeKind
-    blob: bytes = b""
+    blob: bytes | Pieces = b""
     text: str = ""
 
     @classmethod
-    def from_call(cls, call: Callable[[], bytes], description: str) -> Outcome:
+    def from_call(cls, call: Callable[[], bytes | Pieces], description: str) -> Outcome:
         """
         Run a call and return its outcome.
 
@@ -198,7 +246,7 @@ class Outcome:
         so the client receives only their class name, and the server logs the text.
 
         Args:
-            call (`Callable[[], bytes]`): Returns the answer.
+            call (`Callable[[], bytes | Pieces]`): Returns the answer.
             description (`str`): Name of the processed message, for the log.
         """
         try:
@@ -250,7 +298,7 @@ class Outcome:
             ServerFailedError: If the server raised another exception.
         """
         if self.kind == "answer":
-            return self.blob
+            return self.blob if isinstance(self.blob, bytes) else b"".join(self.blob)
         if self.kind == "value_error":
             raise ValueError(self.text)
         if self.kind == "timeout":

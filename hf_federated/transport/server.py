@@ -24,6 +24,7 @@ from .protocol import (
     Outcome,
     bad_request,
 )
+from .read_gate import ReadGate
 from .service import Answer, Service
 from .session_config import SessionConfig
 from .session_registry import SessionRegistry
@@ -49,7 +50,7 @@ class GrpcServer:
     free, so at most one message and one answer of each client are in memory.
 
     Args:
-        answer (`Callable[[str, bytes], bytes]`):
+        answer (`Callable[[str, bytes], bytes | Pieces]`):
             Returns the answer to a message. The arguments are the client id and the message. The server calls `answer`
             in its threads, for one message of a client at a time, and for several clients concurrently. `answer` may
             block, for example until the messages of the other clients arrive. The client receives the text of a
@@ -84,6 +85,9 @@ class GrpcServer:
         message_timeout (`float`, *optional*, defaults to `30`):
             Seconds until the first message of a call and each further part of a message must arrive. A part has 1 MiB.
             The server ends calls that stay silent longer. The client sends the message again.
+        read_gate ([`ReadGate`], *optional*):
+            Limits how many large messages are in memory. `answer` must call `leave` for each message of the client.
+            By default there is no limit.
         max_exchanges (`int`, *optional*):
             Number of clients whose messages are read and processed concurrently. Defaults to all clients. Further
             clients must try again. Choose at least the number of clients that wait for each other in `answer`.
@@ -129,6 +133,7 @@ class GrpcServer:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         message_timeout: float = 30.0,
         max_exchanges: int | None = None,
+        read_gate: ReadGate | None = None,
     ) -> None:
         grpc = require_grpc(type(self).__name__)
         check_credentials(credentials, insecure, address)
@@ -153,6 +158,7 @@ class GrpcServer:
             max_exchanges=max_exchanges or len(clients),
             on_connected=on_connected,
             on_left=on_left,
+            read_gate=read_gate,
         )
         self._deadlines = CallDeadlines(message_timeout)
         self._handlers = _GrpcHandlers(

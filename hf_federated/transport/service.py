@@ -22,7 +22,17 @@ from transformers.utils import logging
 from ..security.encrypted_link import EncryptedServer, ServerEndpoint
 from ..security.encrypted_session import ServerSession
 from .errors import RequestRejectedError
-from .protocol import VERSION, ConnectResponse, MessageHeader, Outcome, bad_request, join_chunks, parse_json_object
+from .protocol import (
+    VERSION,
+    ConnectResponse,
+    MessageHeader,
+    Outcome,
+    Pieces,
+    bad_request,
+    join_chunks,
+    parse_json_object,
+)
+from .read_gate import ReadGate
 from .session_config import SessionConfig, format_differences
 from .session_registry import SessionRegistry, TransportSession
 
@@ -30,7 +40,7 @@ from .session_registry import SessionRegistry, TransportSession
 logger = logging.get_logger(__name__)
 
 
-Answer = Callable[[str, bytes], bytes]
+Answer = Callable[[str, bytes], bytes | Pieces]
 
 
 class PlainEndpoint:
@@ -41,7 +51,7 @@ class PlainEndpoint:
         answer (`Callable[[bytes], bytes]`): Returns the answer to a message.
     """
 
-    def __init__(self, answer: Callable[[bytes], bytes]) -> None:
+    def __init__(self, answer: Callable[[bytes], Any]) -> None:
         self.exchange = answer
 
     def hello(self, hello: bytes) -> bytes:
@@ -84,8 +94,10 @@ class Service:
         max_exchanges: int,
         on_connected: Callable[[str], None] | None,
         on_left: Callable[[str], None] | None,
+        read_gate: ReadGate | None = None,
     ) -> None:
         self.sessions = sessions
+        self._read_gate = read_gate
         self._answer = answer
         self._session_config = session_config
         self._encryption = encryption
@@ -233,22 +245,32 @@ class Service:
             session.check_open()
             return outcome
         with self._reserve_slot(session.client_id):
-            try:
-                blob = join_chunks(chunks, header.num_bytes, session.record_activity)
-            except ValueError as error:
-                raise bad_request(error) from None
+            blob = self._read(session, header, chunks)
             session.check_open()
             process = functools.partial(self._process, kind, session, blob)
             return executor.execute(header.number, header.token, process)
 
+    def _read(self, session: TransportSession, header: MessageHeader, chunks: Iterable[bytes]) -> bytes:
+        if self._read_gate is not None:
+            self._read_gate.enter(session.client_id, header.num_bytes)
+        try:
+            return join_chunks(chunks, header.num_bytes, session.record_activity)
+        except BaseException as error:
+            if self._read_gate is not None:
+                self._read_gate.leave(session.client_id)
+            if isinstance(error, ValueError):
+                raise bad_request(error) from None
+            raise
+
     def _process(self, kind: str, session: TransportSession, blob: bytes) -> Outcome:
-        def call() -> bytes:
+        def call() -> bytes | Pieces:
             # A message of the client's previous session may still be in progress.
             with self._processing_locks[session.client_id]:
                 if session.end_reason is not None:
                     raise ValueError(session.end_reason)
                 if kind == "exchange":
-                    return session.endpoint.exchange(blob)
+                    answer: bytes | Pieces = session.endpoint.exchange(blob)
+                    return answer
                 if kind == "hello":
                     return session.endpoint.hello(blob)
                 session.endpoint.finish(blob)
