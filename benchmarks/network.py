@@ -191,14 +191,14 @@ def peak_memory() -> int:
 
 
 class Payload(nn.Module):
-    """A model that consists of one payload."""
+    """A model that consists of one payload, in tensors of 1 MB."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(num_bytes // 4 // 1000, 1000))
+        self.weights = nn.ParameterList(torch.zeros(250, 1000) for _ in range(num_bytes // MEGABYTE))
 
     def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.weight.sum()}
+        return {"loss": sum(weight.sum() for weight in self.weights)}
 
 
 def returning_client(address: str, settings: dict[str, str], name: str) -> None:

@@ -30,6 +30,7 @@ from .credentials import TlsCredentials, check_credentials
 from .protocol import DEFAULT_MAX_MESSAGE_BYTES, JoinedPieces, Pieces
 from .read_gate import ReadGate
 from .server import GrpcServer
+from .service import Deferred
 from .session_config import SessionConfig
 
 
@@ -169,7 +170,7 @@ class GrpcTransport(Transport):
 
     # ---- Threads of the server
 
-    def _answer(self, client_id: str, blob: bytes) -> bytes | Pieces:
+    def _answer(self, client_id: str, blob: bytes) -> bytes | Deferred:
         client = self._clients[client_id]
         if not client.has_announced:
             self._gate.leave(client_id)
@@ -179,8 +180,7 @@ class GrpcTransport(Transport):
             return _WAIT
         if blob:
             self._take_reply(client_id, client, blob)
-            del blob  # Free the memory while the call waits.
-        return self._next_request(client)
+        return Deferred(lambda: self._next_request(client))
 
     def _take_reply(self, client_id: str, client: _Client, reply: bytes) -> None:
         with self._changed:

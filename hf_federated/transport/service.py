@@ -40,7 +40,23 @@ from .session_registry import SessionRegistry, TransportSession
 logger = logging.get_logger(__name__)
 
 
-Answer = Callable[[str, bytes], bytes | Pieces]
+class Deferred:
+    """
+    An answer that is not known yet. The message is dropped from memory before the answer is computed.
+
+    Args:
+        compute (`Callable[[], bytes | Pieces]`): Returns the answer. It may block.
+    """
+
+    def __init__(self, compute: Callable[[], bytes | Pieces]) -> None:
+        self.compute = compute
+
+    def __call__(self) -> bytes | Pieces:
+        """Compute the answer."""
+        return self.compute()
+
+
+Answer = Callable[[str, bytes], bytes | Pieces | Deferred]
 
 
 class PlainEndpoint:
@@ -245,9 +261,9 @@ class Service:
             session.check_open()
             return outcome
         with self._reserve_slot(session.client_id):
-            blob = self._read(session, header, chunks)
+            content = [self._read(session, header, chunks)]
             session.check_open()
-            process = functools.partial(self._process, kind, session, blob)
+            process = functools.partial(self._process, kind, session, content)
             return executor.execute(header.number, header.token, process)
 
     def _read(self, session: TransportSession, header: MessageHeader, chunks: Iterable[bytes]) -> bytes:
@@ -262,18 +278,21 @@ class Service:
                 raise bad_request(error) from None
             raise
 
-    def _process(self, kind: str, session: TransportSession, blob: bytes) -> Outcome:
+    def _process(self, kind: str, session: TransportSession, content: list[bytes]) -> Outcome:
+        """Process a message, the only element of `content`. It is removed, so that its memory can be freed early."""
+
         def call() -> bytes | Pieces:
             # A message of the client's previous session may still be in progress.
             with self._processing_locks[session.client_id]:
                 if session.end_reason is not None:
                     raise ValueError(session.end_reason)
                 if kind == "exchange":
-                    answer: bytes | Pieces = session.endpoint.exchange(blob)
-                    return answer
+                    answer: Any = session.endpoint.exchange(content.pop())
+                    # The message is no longer in memory.
+                    return answer() if isinstance(answer, Deferred) else answer
                 if kind == "hello":
-                    return session.endpoint.hello(blob)
-                session.endpoint.finish(blob)
+                    return session.endpoint.hello(content.pop())
+                session.endpoint.finish(content.pop())
                 return b""
 
         return Outcome.from_call(call, f"A message of client {session.client_id!r}")
@@ -302,7 +321,8 @@ class Service:
                     del self._num_active_messages[client_id]
 
     def _make_endpoint(self, client_id: str) -> ServerEndpoint:
-        answer = functools.partial(self._answer, client_id)
+        # With encryption, the answer is bytes.
+        answer: Any = functools.partial(self._answer, client_id)
         if self._encryption is None:
             return PlainEndpoint(answer)
         return EncryptedServer(self._encryption(client_id), answer)
