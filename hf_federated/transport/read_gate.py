@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from .errors import RequestRejectedError
 
@@ -14,13 +15,17 @@ class ReadGate:
     Args:
         max_messages (`int`, *optional*, defaults to `1`): Number of large messages.
         min_bytes (`int`, *optional*, defaults to 1 MiB): Smaller messages do not count.
+        patience (`float`, *optional*, defaults to `30`): Seconds after which a message no longer counts, so that a
+            slow or hostile client does not block the other clients.
     """
 
-    def __init__(self, max_messages: int = 1, min_bytes: int = 1 << 20) -> None:
+    def __init__(self, max_messages: int = 1, min_bytes: int = 1 << 20, patience: float = 30.0) -> None:
         self._max_messages = max_messages
         self._min_bytes = min_bytes
+        self._patience = patience
         self._changed = threading.Condition()
-        self._holders: set[str] = set()
+        # The time at which each message inside was let in.
+        self._entered: dict[str, float] = {}
         self._is_closed = False
 
     def enter(self, client_id: str, num_bytes: int) -> None:
@@ -37,16 +42,20 @@ class ReadGate:
         if num_bytes < self._min_bytes:
             return
         with self._changed:
-            while client_id not in self._holders and len(self._holders) >= self._max_messages and not self._is_closed:
-                self._changed.wait()
+            while not self._is_closed and client_id not in self._entered:
+                oldest = time.monotonic() - self._patience
+                counted = sorted(entered for entered in self._entered.values() if entered > oldest)
+                if len(counted) < self._max_messages:
+                    break
+                self._changed.wait(counted[0] - oldest)
             if self._is_closed:
                 raise RequestRejectedError("UNAVAILABLE", "The server stops.")
-            self._holders.add(client_id)
+            self._entered.setdefault(client_id, time.monotonic())
 
     def leave(self, client_id: str) -> None:
         """Record that the message of a client is no longer in memory."""
         with self._changed:
-            self._holders.discard(client_id)
+            self._entered.pop(client_id, None)
             self._changed.notify_all()
 
     def close(self) -> None:

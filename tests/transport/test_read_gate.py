@@ -60,3 +60,13 @@ def test_closed_gate_refuses_waiting_and_later_messages():
     assert outcome == ["refused"]
     with pytest.raises(RequestRejectedError):
         gate.enter("west", 10)
+
+
+def test_slow_message_does_not_block_the_other_clients():
+    gate = ReadGate(min_bytes=10, patience=0.2)
+    gate.enter("slow", 10)
+    started = time.monotonic()
+    for name in ("north", "south"):
+        gate.enter(name, 10)
+        gate.leave(name)
+    assert 0.1 < time.monotonic() - started < 2
