@@ -13,6 +13,7 @@ import pytest
 from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import EngineContext, NetworkEngine, Plan
 from hf_federated.messages import ClientFailure, Evaluate, Message, Metrics, read_message
+from hf_federated.security.certificates import create_certificates
 from hf_federated.trainer.network_settings import NetworkSettings
 from hf_federated.transport import ClientRefusedError, GrpcConnection, GrpcTransport
 from hf_federated.transport.framing import frame, unframe
@@ -244,6 +245,22 @@ def test_first_announcement_of_a_client_counts(network, caplog):
     assert isinstance(run(engine)["north"], Metrics)
     assert engine.clients.num_rows == {"north": 5}
     assert any("joined with 500 examples, but it announced 5 before" in text for text in caplog.messages)
+
+
+def test_parties_authenticate_each_other_with_certificates(tmp_path):
+    create_certificates(tmp_path, ["localhost"], ["north", "south"], rsa_bits=2048)
+    engine = NetworkEngine(["north"], str(tmp_path), address="localhost:0", join_timeout=20)
+    engine.transport.start(engine.clients, SETTINGS)
+    engine._is_open = True
+    connect = {"session_config": SETTINGS, "announcement": frame({"num_examples": 1}), "connect_timeout": 5}
+    try:
+        with pytest.raises(ClientRefusedError, match="does not know|not among"):
+            GrpcConnection(engine.transport.address, str(tmp_path), "south", **connect)
+        with GrpcConnection(engine.transport.address, str(tmp_path), "north", **connect) as connection:
+            begin(engine)
+            assert engine.clients.num_rows == {"north": 1} and connection.end is None
+    finally:
+        engine.stop()
 
 
 def test_server_without_certificates_is_refused():
