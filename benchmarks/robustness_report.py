@@ -154,11 +154,16 @@ def draw(accuracy: Cells, success: Cells, path: str) -> None:
                         points[y][x] = statistics.fmean(values) - baseline
                 if values := success.get((partition, share, aggregation, "backdoor")):
                     points[y][-1] = -statistics.fmean(values)
-            axis.imshow(points, cmap="RdYlGn", vmin=-40, vmax=0, aspect="auto")
+            image = axis.imshow(points, cmap="RdYlGn", vmin=-40, vmax=0, aspect="auto")
             for y, line in enumerate(points):
                 for x, value in enumerate(line):
-                    text = "" if value != value else f"{-value:.0f}" if x == len(columns) - 1 else f"{value:+.0f}"
-                    axis.text(x, y, text, ha="center", va="center", fontsize=8)
+                    if value != value:
+                        continue
+                    is_success = x == len(columns) - 1
+                    text = f"{abs(value):.0f}" if is_success or abs(value) < 0.5 else f"{value:+.0f}"
+                    luminance = sum(image.cmap(image.norm(value))[:3]) / 3
+                    color = "white" if luminance < 0.35 else "black"
+                    axis.text(x, y, text, ha="center", va="center", fontsize=8, color=color)
             axis.axvline(len(attacks) - 0.5, color="black", linewidth=1)
             axis.set_xticks(range(len(columns)), columns, rotation=55, ha="right", fontsize=8)
             axis.set_yticks(range(len(aggregations)), aggregations, fontsize=8)

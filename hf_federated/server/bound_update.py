@@ -52,8 +52,10 @@ class BoundUpdate:
     """
     Rejects the updates of clients that change the global state much more than other clients do.
 
-    The magnitude of an update is `‖x_i − x‖₂ / s_i^0.75`, where `s_i` is the number of optimizer steps. An algorithm
-    can define another divisor ([`Aggregation.amount_of_training`]). An update is rejected if its magnitude is above
+    The magnitude of an update is `‖x_i − x‖₂ / (η · s_i^0.75)`, where `s_i` is the number of optimizer steps and `η`
+    the learning rate of the round relative to the peak of its schedule, as the server's arguments define it. Otherwise
+    a bound from past rounds would be too large when the learning rate has decreased. An algorithm can define another
+    divisor than `s_i^0.75` ([`Aggregation.amount_of_training`]). An update is rejected if its magnitude is above
     `max_ratio · max(h, min(m, max_ratio · h))`. `m` is the median magnitude of the cohort and `h` the median of the
     last 20 rounds, so that a cohort with a hostile majority raises the bound by at most `max_ratio` in a round. In the
     first round the bound is `max_ratio · m`, and it needs three clients. The bound is rounded up by at most a factor
@@ -68,6 +70,7 @@ class BoundUpdate:
         sends_changes (`bool`, *optional*, defaults to `False`): Whether updates contain changes instead of values.
         amount_of_training (`Callable[[ClientUpdate], float]`, *optional*): The divisor of the norm. Defaults to that
             of [`Aggregation`].
+        relative_learning_rate (`Callable[[int], float]`, *optional*): `η` as a function of the round. Defaults to 1.
 
     Example:
 
@@ -94,8 +97,10 @@ class BoundUpdate:
         max_ratio: float,
         sends_changes: bool = False,
         amount_of_training: Callable[[ClientUpdate], float] | None = None,
+        relative_learning_rate: Callable[[int], float] = lambda round: 1.0,
     ) -> None:
         self.max_ratio = max_ratio
+        self._relative_learning_rate = relative_learning_rate
         self._sends_changes = sends_changes
         self._amount_of_training = amount_of_training or Aggregation().amount_of_training
         self._history: dict[str, list[float]] = {}
@@ -149,7 +154,7 @@ class BoundUpdate:
                     f"Client {update.client_id!r}, round {update.round + 1}: the norm of its change is {norm:.3g}, "
                     f"but the norm of the global state is {self._state_norm:.3g}. {_REMEDY}"
                 )
-            magnitude["state"] = norm / self._amount_of_training(update)
+            magnitude["state"] = norm / (self._amount_of_training(update) * self._relative_learning_rate(update.round))
             if not math.isfinite(magnitude["state"]):
                 raise InvalidUpdateError(
                     f"Client {update.client_id!r}, round {update.round + 1}: the norm of its change is {norm:.3g}, "

@@ -45,6 +45,7 @@ from .checkpoint import clients_directory, read_server_state, write_server_state
 from .checks import check_labelled, check_resumed
 from .client_checkpoint import TEACHERS_DIR, load_teachers, save_clients, save_teachers
 from .network_settings import NetworkSettings
+from .round_learning_rate import relative_learning_rate
 from .setup import SERVER_NAME, FederationSetup
 
 
@@ -90,6 +91,7 @@ class Federation:
             math.inf if max_ratio is None else max_ratio,
             sends_changes=setup.aggregation.update_content == "changes",
             amount_of_training=setup.aggregation.amount_of_training,
+            relative_learning_rate=relative_learning_rate(args, setup.num_rounds, setup.config.lr_schedule),
         )
         self.teachers = self._start_distillation()
         self.summary = RoundSummary()

@@ -410,3 +410,19 @@ def test_min_clients_is_a_count_or_a_share(value):
 def test_ratio_is_above_one(value):
     with pytest.raises(ValueError, match="`max_update_ratio` is .*above 1"):
         FederatedConfig(max_update_ratio=value)
+
+
+@pytest.mark.parametrize("is_relative", [True, False])
+def test_bound_follows_a_decreasing_learning_rate(is_relative):
+    """With a bound from past rounds only, 100 times the change of a late round would be accepted."""
+    rates = [0.9, 0.7, 0.5, 0.3, 0.1]
+    bound = BoundUpdate(30.0, relative_learning_rate=lambda round: rates[round] if is_relative else 1.0)
+    rejected = []
+    for round, rate in enumerate(rates):
+        bound.begin_round(STATE)
+        norms = {"a": rate, "b": 1.1 * rate, "c": 0.9 * rate, "d": 100 * rate}
+        updates = {name: dataclasses.replace(update(name, norm), round=round) for name, norm in norms.items()}
+        magnitudes = {name: bound.measure(each) for name, each in updates.items()}
+        groups = {name: bound.group_of(magnitude) for name, magnitude in magnitudes.items()}
+        rejected.append(list(bound.decide(magnitudes, groups, round)))
+    assert rejected == ([["d"]] * 5 if is_relative else [["d"], ["d"], ["d"], [], []])
