@@ -78,7 +78,6 @@ def other_aggregations() -> dict[str, dict[str, Any]]:
     return {
         "fedopt": {"aggregation": "fedopt", "aggregation_kwargs": {"server_optimizer": "adam", "server_lr": 0.003}},
         "fedprox": {"aggregation": "fedprox"},
-        "fednova": {"aggregation": "fednova"},
         "scaffold": {"aggregation": "scaffold"},
     }
 

@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 
 SCORES = {"accuracy": "accuracy", "attack_success": "success of the backdoor"}
 # Aggregations without a defense, and those of Flower.
-NOT_DRAWN = ("Flower", "fedopt", "fedprox", "fednova", "scaffold")
+NOT_DRAWN = ("Flower", "fedopt", "fedprox", "scaffold")
 # Order of the rows.
 AGGREGATIONS = (
     "fedavg",
