@@ -236,8 +236,8 @@ class FederatedConfig(SavedConfig):
         max_update_ratio (`float`, *optional*, defaults to `30.0`):
             Largest change by a client in a round, as a ratio to the median change of the clients in this round and in
             past rounds. Changes are compared per optimizer step (with `"fednova"` per unit of its normalizer) and per
-            learning rate of the schedule, see [`~hf_federated.server.bound_update.BoundUpdate`]. The server rejects an update with a larger change and
-            names the client. `inf` or `None` accepts every finite change.
+            learning rate of the schedule, see [`~hf_federated.server.bound_update.BoundUpdate`]. The server rejects an
+            update with a larger change and names the client. `inf` or `None` accepts every finite change.
         round_deadline (`float`, *optional*):
             Time in seconds after which a round stops waiting for clients, once `min_clients` clients have replied.
             Clients without a reply count as failed in the round. By default a round waits for all clients.
