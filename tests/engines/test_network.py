@@ -68,6 +68,7 @@ def test_clients_evaluate_on_their_own_examples(network, reference, tmp_path):
     assert found == metrics and len(found) == len(SIZES)
 
 
+@pytest.mark.slow
 def test_run_goes_on_without_a_client_that_stays_away(network, tmp_path):
     kill = {"party": 4, "round": 1, "stays_away": True}
     federation = {"clients_per_round": 1.0, "min_clients": 3}
@@ -87,7 +88,6 @@ KILLS = {
 
 FAST_KILLS = [
     (FAST[0], "server"),
-    (FAST[0], "client in a step"),
     (FAST[1], "client before its reply"),
 ]
 MARKED_KILLS = [
