@@ -81,8 +81,9 @@ class RowLimit:
     the other clients draws the same number of its examples.
 
     Args:
-        num_rows (`Mapping[str, int]`): Number of examples of each client; `None` for a stream, which cannot be
-            limited.
+        num_rows (`Mapping[str, int]`): Number of examples of each client. `None` for a stream, which cannot be
+            limited, and for a client on another machine that has not joined. Clients without a number, or without an
+            example, do not limit the other clients.
         balance (`str`, *optional*): `"min"` or `None`, as in [`FederatedConfig`].
         max_rows (`int`, *optional*): `max_rows_per_round` of [`FederatedConfig`].
 
@@ -108,7 +109,8 @@ class RowLimit:
         """Return the limit for a cohort, or `None` if its clients train on all of their examples."""
         if self._balance is None:
             return self._max_rows
-        return limit_examples(min(self._num_rows[client_id] or 0 for client_id in cohort), self._max_rows)
+        known = [number for client_id in cohort if (number := self._num_rows[client_id])]
+        return limit_examples(min(known), self._max_rows) if known else self._max_rows
 
 
 def limit_examples(num_rows: int, max_rows: int | None) -> int:

@@ -68,7 +68,7 @@ class NetworkEngine(Engine):
     >>> from hf_federated.engines import NetworkEngine
 
     >>> engine = NetworkEngine(["north", "south"], address="127.0.0.1:0", insecure=True)
-    >>> engine.clients.num_rows  # the sizes are known when the clients have joined
+    >>> engine.remote_clients.num_rows  # the sizes are known when the clients have joined
     {'north': None, 'south': None}
     ```
     """
@@ -103,7 +103,7 @@ class NetworkEngine(Engine):
         self._rejoin_timeout = rejoin_timeout
         self._is_open = False
         self._saved_clients: Callable[[], list[Path]] = list
-        # The state of each client after its last accepted reply, as the client names it. Empty before the first one.
+        # The state of each client after its last reply. It has the name of the request. Empty before the first one.
         self._states: dict[str, str] = {}
         # When each client that is not connected was last connected.
         self._absent_since: dict[str, float] = {}
@@ -111,13 +111,9 @@ class NetworkEngine(Engine):
         self._missing: dict[str, str] = dict.fromkeys(clients, "the client has not joined")
 
     @property
-    def clients(self) -> FederatedDataset:
+    def remote_clients(self) -> FederatedDataset:
         """The clients, with the numbers of examples that they have announced."""
         return FederatedDataset(self._datasets)
-
-    @property
-    def remote_clients(self) -> FederatedDataset:
-        return self.clients
 
     def check_launch(self, num_processes: int) -> None:
         if num_processes > 1:
@@ -161,7 +157,7 @@ class NetworkEngine(Engine):
             self._missing = dict.fromkeys(self._datasets.client_ids, "the run has ended")
 
     def _note(self, event: Event) -> None:
-        """Record that a client joined, left or was lost."""
+        """Record that a client joined, left or was lost. Ignore a reply to a request that is no longer open."""
         name = event.client_id
         if event.kind == "joined":
             try:
@@ -175,6 +171,8 @@ class NetworkEngine(Engine):
         elif event.kind in ("left", "lost"):
             self._absent_since[name] = time.monotonic()
             logger.warning(f"Client {name!r} {'left' if event.kind == 'left' else 'is no longer heard'}.")
+        else:
+            logger.warning(f"Ignored a reply of client {name!r}: it came too late.")
 
     def _announce(self, client_id: str, num_examples: int) -> None:
         """Keep the first number of examples that a client announces, because it limits what the client may claim."""
@@ -202,6 +200,7 @@ class NetworkEngine(Engine):
             while requests and not plan.is_over(started, num_replies):
                 for client_id in self._overdue(requests, plan):
                     del requests[client_id]
+                    self.transport.withdraw(client_id)
                     self._missing[client_id] = f"the client was absent for {self._rejoin_timeout:g} s"
                 if not requests:
                     break
@@ -219,11 +218,10 @@ class NetworkEngine(Engine):
         event = self.transport.receive(timeout)
         if event is None:
             return None
-        if event.kind != "reply":
+        if event.kind != "reply" or event.client_id not in requests:
             self._note(event)
             return None
-        request = requests.pop(event.client_id, None)
-        return None if request is None else (event.client_id, self._read(request, event.blob))
+        return event.client_id, self._read(requests.pop(event.client_id), event.blob)
 
     def _send(self, client_id: str, requests: dict[str, Message], dispatch: Callable[[str], Message]) -> None:
         request = requests[client_id] = dispatch(client_id)
@@ -255,7 +253,6 @@ class NetworkEngine(Engine):
             return ClientFailure(
                 request.round, request.client_id, f"its reply is damaged: {error}", nonce=request.nonce
             )
-        # The client names its state after the request.
         self._states[request.client_id] = request.nonce
         return reply
 

@@ -101,6 +101,7 @@ class BoundUpdate:
     ) -> None:
         self.max_ratio = max_ratio
         self._relative_learning_rate = relative_learning_rate
+        self._rate = 1.0
         self._sends_changes = sends_changes
         self._amount_of_training = amount_of_training or Aggregation().amount_of_training
         self._history: dict[str, list[float]] = {}
@@ -116,7 +117,7 @@ class BoundUpdate:
         """Whether updates are measured at all."""
         return math.isfinite(self.max_ratio)
 
-    def begin_round(self, state: State, extra: Collection[str] = ()) -> None:
+    def begin_round(self, state: State, extra: Collection[str] = (), round: int = 0) -> None:
         """
         Start a round.
 
@@ -124,8 +125,10 @@ class BoundUpdate:
             state (`Mapping[str, torch.Tensor]`): The global state that clients receive. Empty if updates contain no
                 parameters.
             extra (`Collection[str]`, *optional*): Names of the additional tensors that the algorithm averages.
+            round (`int`, *optional*, defaults to `0`): Round number, from 0.
         """
         self._extra = extra
+        self._rate = self._relative_learning_rate(round)
         self._state = {name: value for name, value in state.items() if value.is_floating_point()}
         self._limits = {}
         self._references = {part: statistics.median(medians) for part, medians in self._history.items()}
@@ -154,7 +157,7 @@ class BoundUpdate:
                     f"Client {update.client_id!r}, round {update.round + 1}: the norm of its change is {norm:.3g}, "
                     f"but the norm of the global state is {self._state_norm:.3g}. {_REMEDY}"
                 )
-            magnitude["state"] = norm / (self._amount_of_training(update) * self._relative_learning_rate(update.round))
+            magnitude["state"] = norm / (self._amount_of_training(update) * self._rate)
             if not math.isfinite(magnitude["state"]):
                 raise InvalidUpdateError(
                     f"Client {update.client_id!r}, round {update.round + 1}: the norm of its change is {norm:.3g}, "
@@ -177,7 +180,7 @@ class BoundUpdate:
 
     def _octave(self, part: str, value: float) -> int:
         """Return the power `k` of a magnitude between `unit · 2^k` and `unit · 2^(k + 1)`."""
-        if value == 0 or (part == "state" and value <= HARMLESS_RATIO * self._state_norm):
+        if value == 0 or (part == "state" and value * self._rate <= HARMLESS_RATIO * self._state_norm):
             return LOWEST
         octave = math.floor(math.log2(value) - math.log2(self._unit(part)))
         # The bound is at least one unit if past rounds are known, so all updates below it can share a group.

@@ -145,8 +145,10 @@ def spread_over_clients(
     return summary
 
 
-# Names and first words of entries that the server adds to the log. A client must not replace them.
-_SERVER_ENTRIES = {
+# Metrics with their own field in `RoundSummary`.
+_SUMMARIZED = {"num_examples", "num_tokens", "num_steps", "loss", "grad_norm", "learning_rate", "total_flos"}
+# Entries that the server adds to the log under these names. A client must not replace them.
+_NOT_LOGGED = _SUMMARIZED | {
     "epoch",
     "num_input_tokens_seen",
     "step",
@@ -155,10 +157,7 @@ _SERVER_ENTRIES = {
     "train_samples_per_second",
     "train_steps_per_second",
 }
-_SERVER_PREFIXES = ("client/", "eval_", "federated/", "test_")
-
-# Metrics with their own field in `RoundSummary`.
-_SUMMARIZED = {"num_examples", "num_tokens", "num_steps", "loss", "grad_norm", "learning_rate", "total_flos"}
+_NOT_LOGGED_PREFIXES = (CLASS_COUNT, "client/", "eval_", "federated/", "test_")
 
 
 @dataclass
@@ -215,7 +214,7 @@ class RoundSummary:
             name
             for metrics in client_metrics.values()
             for name in metrics
-            if name not in _SUMMARIZED | _SERVER_ENTRIES and not name.startswith((CLASS_COUNT, *_SERVER_PREFIXES))
+            if name not in _NOT_LOGGED and not name.startswith(_NOT_LOGGED_PREFIXES)
         )
         means = {name: mean(name) for name in logged}
         summary = cls(

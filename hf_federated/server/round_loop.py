@@ -110,7 +110,7 @@ class RoundLoop:
         server.begin_round(round, self._sampler(round))
         self._fire("on_round_begin")
         server.min_clients = config.min_clients_of(len(server.cohort))
-        self._bound.begin_round(server.expected_state, server.averaged_extra)
+        self._bound.begin_round(server.expected_state, server.averaged_extra, round)
         plan = Plan(
             round,
             server.cohort,

@@ -82,7 +82,8 @@ class Federation:
         # The exchanged parameters before the first round, if clients need them later.
         self.initial = (saved.get("initial") or self.exchange.read()) if self._needs_initial else None
         self.student = self._build_student()
-        self._row_limit = RowLimit(setup.clients.num_rows, setup.config.balance, setup.config.max_rows_per_round)
+        self._num_examples = setup.clients.num_rows
+        self._row_limit = RowLimit(self._num_examples, setup.config.balance, setup.config.max_rows_per_round)
         self._progress = RoundProgress(lambda: self._trainer.callback_handler.callbacks, setup.num_rounds)
         self.engine.start(self._engine_context())
         setup.aggregation.setup(setup.num_rounds, len(setup.clients))
@@ -264,7 +265,10 @@ class Federation:
     def _limits(self, client_id: str, max_rows: int | None) -> UpdateLimits:
         """Limits of what an update of a client may claim, from its number of examples and the training arguments."""
         setup, config = self._setup, self._setup.config
-        num_examples = setup.clients.num_rows[client_id]
+        if setup.clients.is_remote and self._num_examples[client_id] is None:
+            # The client has joined after the start of the run.
+            self._num_examples.update(setup.clients.num_rows)
+        num_examples = self._num_examples[client_id]
         if setup.train_datasets is not setup.clients and num_examples is not None:
             # A preparation may pack examples or cut them in parts.
             num_examples = len(setup.train_datasets[client_id])

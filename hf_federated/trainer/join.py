@@ -47,14 +47,19 @@ class JoinedClient:
         state_dir (`str`, *optional*): Folder of the states. Defaults to a folder in the output directory.
 
     Raises:
-        ValueError: If the trainer has the examples of several clients, and `client_id` is none of them.
+        ValueError: If the launch has several processes, or if the trainer has the examples of several clients and
+            `client_id` is none of them.
     """
 
     def __init__(self, setup: FederationSetup, args: TrainingArguments, client_id: str, state_dir: str | None) -> None:
+        if setup.is_spread:
+            raise ValueError(
+                f"A client is one process, but the launch has {setup.processes.world_size} processes. Start the "
+                "client without a launcher."
+            )
         self.client_id = client_id
         self._engine = ClientEngine()
         self.setup = dataclasses.replace(_of_one_client(setup, client_id), engine=self._engine)
-        self.end: str | None = None
         self._args = args
         self._state_dir = state_dir or os.path.join(args.output_dir, STATES_DIR, escape_client_id(client_id))
         self._connect: Callable[[], GrpcConnection]
@@ -171,9 +176,8 @@ class JoinedClient:
             del reply
         if self._request is None:
             control.should_training_stop = True
-            self.end = self._connection.end
-            if self.end:
-                raise RunEndedError(f"The server ended the run: {self.end}")
+            if self._connection.end:
+                raise RunEndedError(f"The server ended the run: {self._connection.end}")
         return RoundSummary.from_clients(metrics, num_failed=0, round=round or 0)
 
 

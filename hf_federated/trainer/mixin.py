@@ -45,7 +45,7 @@ from ..tasks import Task
 from ..utils.gc import frozen_gc
 from ..utils.trainer_banner import trainer_banner
 from .checkpoint import checkpoint_to_resume, clear_staging, read_server_state, rotate
-from .checks import as_federated_dataset, check_without_examples
+from .checks import as_federated_dataset, check_prepares_no_data, check_without_examples
 from .dataset_preparation import (
     DatasetPlaceholder,
     Preparation,
@@ -132,6 +132,7 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
         # the other clients.
         first = next(iter(clients))
         if is_remote:
+            check_prepares_no_data(type(self), self.prepares_data())
             arguments["train_dataset"] = None
         elif self.prepares_data():
             arguments["train_dataset"] = clients[first]
@@ -345,7 +346,8 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
             LinkError: If the connection ended. Join again to continue.
             RunEndedError: If the server ended the run because of an error.
             OutputDirInUseError: If another process trains in the output directory.
-            ValueError: If the trainer has the examples of several clients and `client_id` is none of them.
+            ValueError: If the launch has several processes, or if the trainer has the examples of several clients and
+                `client_id` is none of them.
         """
         setup = self._federation_setup
         joined = JoinedClient(setup, self.args, client_id, state_dir)

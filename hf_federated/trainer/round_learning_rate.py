@@ -17,8 +17,8 @@ def relative_learning_rate(args: TrainingArguments, num_rounds: int, lr_schedule
     """
     Return a function of the round: the learning rate in the middle of the round, relative to `learning_rate`.
 
-    A warmup in steps is left out, because the number of steps differs between clients. The value is 1 for schedules
-    that the training arguments do not determine.
+    A warmup in steps is left out, because the number of steps differs between clients. The value is 1 if the schedule
+    has no closed form. A schedule of `optimizers` or of an overridden `create_scheduler` is not considered.
 
     Args:
         args (`TrainingArguments`): The user's training arguments.

@@ -11,16 +11,15 @@ from .protocol import parse_json_object
 MAX_HEADER_BYTES = 1 << 20
 
 
-def frame(header: dict[str, Any], content: bytes = b"") -> bytes:
+def frame(header: dict[str, Any]) -> bytes:
     """
-    Join a header and a content.
+    Encode the header of a blob. The content follows.
 
     Args:
         header (`dict[str, Any]`): JSON values.
-        content (`bytes`, *optional*): The content.
     """
     text = json.dumps(header).encode("ascii")
-    return b"".join((len(text).to_bytes(4, "big"), text, content))
+    return len(text).to_bytes(4, "big") + text
 
 
 def unframe(blob: bytes, **types: Any) -> tuple[dict[str, Any], memoryview]:
@@ -28,7 +27,7 @@ def unframe(blob: bytes, **types: Any) -> tuple[dict[str, Any], memoryview]:
     Split a blob into its header and its content.
 
     Args:
-        blob (`bytes`): A blob from [`frame`].
+        blob (`bytes`): A header from [`frame`], and a content.
         types (`Any`): Type of each field of the header, by name.
 
     Returns:

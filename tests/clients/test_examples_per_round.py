@@ -249,3 +249,11 @@ def test_limit_below_the_batch_size_is_refused_with_dataloader_drop_last(tmp_pat
         ValueError, match="max_rows_per_round=3 is less than a batch of 4.*Set `dataloader_drop_last` to False"
     ):
         train_federation(tmp_path, clients=clients, max_rows_per_round=3, args={"dataloader_drop_last": True})
+
+
+@pytest.mark.parametrize(("max_rows", "expected"), [(None, 3), (2, 2)])
+def test_clients_without_a_known_number_of_examples_do_not_limit_the_others(max_rows, expected):
+    """A client on another machine has no number before it joins, and a hostile client may announce 0 examples."""
+    limit = RowLimit({"a": 10, "b": 3, "late": None, "empty": 0}, "min", max_rows)
+    assert limit(["a", "b", "late", "empty"]) == expected
+    assert limit(["late", "empty"]) == max_rows

@@ -9,7 +9,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from tiny import arguments, rows, tiny_model
+from transformers import Trainer
 
+from hf_federated import FederatedConfig, FederatedTrainer, federate
 from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import EngineContext, NetworkEngine, Plan
 from hf_federated.messages import ClientFailure, Evaluate, Message, Metrics, read_message
@@ -64,7 +67,7 @@ def network() -> Iterator[Callable[..., NetworkEngine]]:
                 transport=GrpcTransport("127.0.0.1:0", insecure=True, heartbeat_timeout=options.pop("heartbeat", 2.0)),
                 **{"join_timeout": 10, "rejoin_timeout": 1, **options},
             )
-            engine.transport.start(engine.clients, SETTINGS)
+            engine.transport.start(engine.remote_clients, SETTINGS)
             engine._is_open = True
             stack.callback(engine.stop)
             return engine
@@ -78,7 +81,7 @@ def begin(engine: NetworkEngine) -> None:
 
 
 def run(engine: NetworkEngine, round: int = 0, **options) -> dict[str, Message]:
-    cohort = tuple(engine.clients)
+    cohort = tuple(engine.remote_clients)
     plan = Plan(round, cohort, lambda client_id: Evaluate(round, client_id, {}), "evaluation", **options)
     return engine.collect(plan)
 
@@ -89,7 +92,7 @@ def test_clients_answer_and_announce_their_sizes(network):
         Client(engine.transport.address, name, num_examples=size) for name, size in (("north", 7), ("south", -1))
     )
     begin(engine)
-    assert engine.clients.num_rows == {"north": 7, "south": None}
+    assert engine.remote_clients.num_rows == {"north": 7, "south": None}
     for round in range(3):
         assert [reply.metrics for reply in run(engine, round).values()] == [{"eval_loss": 0.5}] * 2
     assert [message.round for message in north.received] == [message.round for message in south.received] == [0, 1, 2]
@@ -192,6 +195,30 @@ def test_client_that_joins_again_receives_the_open_request_again(network):
     assert len(seen) == 2 and seen[0] == seen[1]
 
 
+def test_client_that_returns_after_the_rejoin_timeout_does_not_get_the_old_request(network):
+    engine = network()
+    received: list[int] = []
+
+    def leave(message: Message) -> None:
+        north.connection.close()
+
+    def note(message: Message) -> Message:
+        received.append(message.round)
+        return answer(message)
+
+    north = Client(engine.transport.address, "north", leave)
+    Client(engine.transport.address, "south")
+    begin(engine)
+    assert run(engine)["north"].error == "the client was absent for 1 s"
+    Client(engine.transport.address, "north", note)
+    deadline = time.monotonic() + 5
+    while not engine.transport.is_connected("north") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)  # An open request would arrive now.
+    assert all(isinstance(reply, Metrics) and reply.round == 1 for reply in run(engine, 1).values())
+    assert received == [1]
+
+
 def test_late_reply_is_ignored_and_its_client_continues_with_the_next_round(network, caplog):
     engine = network()
     slow = threading.Event()
@@ -229,7 +256,7 @@ def test_invalid_announcement_does_not_count_as_joined_examples(network, caplog)
     with GrpcConnection(engine.transport.address, None, "north", SETTINGS, b"\0\0\0\2{}", insecure=True):
         engine.connect(lambda: SETTINGS)
     assert any("invalid announcement" in text for text in caplog.messages)
-    assert engine.clients.num_rows == {"north": None}
+    assert engine.remote_clients.num_rows == {"north": None}
 
 
 def test_first_announcement_of_a_client_counts(network, caplog):
@@ -243,14 +270,14 @@ def test_first_announcement_of_a_client_counts(network, caplog):
     begin(engine)
     threading.Timer(0.5, lambda: Client(engine.transport.address, "north", num_examples=500)).start()
     assert isinstance(run(engine)["north"], Metrics)
-    assert engine.clients.num_rows == {"north": 5}
+    assert engine.remote_clients.num_rows == {"north": 5}
     assert any("joined with 500 examples, but it announced 5 before" in text for text in caplog.messages)
 
 
 def test_parties_authenticate_each_other_with_certificates(tmp_path):
     create_certificates(tmp_path, ["localhost"], ["north", "south"], rsa_bits=2048)
     engine = NetworkEngine(["north"], str(tmp_path), address="localhost:0", join_timeout=20)
-    engine.transport.start(engine.clients, SETTINGS)
+    engine.transport.start(engine.remote_clients, SETTINGS)
     engine._is_open = True
     connect = {"session_config": SETTINGS, "announcement": frame({"num_examples": 1}), "connect_timeout": 5}
     try:
@@ -258,7 +285,7 @@ def test_parties_authenticate_each_other_with_certificates(tmp_path):
             GrpcConnection(engine.transport.address, str(tmp_path), "south", **connect)
         with GrpcConnection(engine.transport.address, str(tmp_path), "north", **connect) as connection:
             begin(engine)
-            assert engine.clients.num_rows == {"north": 1} and connection.end is None
+            assert engine.remote_clients.num_rows == {"north": 1} and connection.end is None
     finally:
         engine.stop()
 
@@ -281,3 +308,59 @@ def test_server_without_certificates_is_refused():
 def test_invalid_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         NetworkEngine(insecure=True, **options)
+
+
+def server_arguments(directory) -> dict[str, Any]:
+    return {
+        "model": tiny_model(),
+        "args": arguments(directory),
+        "engine": NetworkEngine(["north"], address="127.0.0.1:0", insecure=True),
+    }
+
+
+def test_server_with_training_examples_or_without_a_configuration_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="Leave `train_dataset` out on the server"):
+        FederatedTrainer(**server_arguments(tmp_path), train_dataset=rows(4), federation=FederatedConfig(num_rounds=1))
+    with pytest.raises(ValueError, match="Pass `federation` too"):
+        FederatedTrainer(**server_arguments(tmp_path))
+
+
+def test_trainer_that_prepares_its_examples_is_refused_on_the_server(tmp_path):
+    class Preparing(Trainer):
+        def _prepare_dataset(self, dataset: Any) -> Any:
+            return dataset
+
+    with pytest.raises(ValueError, match="Preparing prepares its training examples in the constructor"):
+        federate(Preparing)(**server_arguments(tmp_path), federation=FederatedConfig(num_rounds=1))
+
+
+def test_client_of_a_launch_with_several_processes_is_refused(tmp_path, monkeypatch):
+    trainer = FederatedTrainer(
+        model=tiny_model(), args=arguments(tmp_path), train_dataset=rows(4), federation=FederatedConfig(num_rounds=1)
+    )
+    monkeypatch.setattr(trainer._federation_setup.processes, "world_size", 2)
+    with pytest.raises(ValueError, match="the launch has 2 processes"):
+        trainer.join("127.0.0.1:1", client_id="north", insecure=True)
+
+
+def test_client_with_the_examples_of_other_clients_is_refused(tmp_path):
+    trainer = FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(tmp_path),
+        train_dataset={"north": rows(4), "south": rows(4)},
+        federation=FederatedConfig(num_rounds=1),
+    )
+    with pytest.raises(ValueError, match="client_id='west' is not in `train_dataset`"):
+        trainer.join("127.0.0.1:1", client_id="west", insecure=True)
+
+
+def test_process_with_one_client_raises_errors_of_the_cohort_when_it_trains(tmp_path):
+    """Its trainer may be that of a client, which does not know how many clients the federation has."""
+    trainer = FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(tmp_path),
+        train_dataset={"north": rows(4)},
+        federation=FederatedConfig(num_rounds=1, clients_per_round=3),
+    )
+    with pytest.raises(ValueError, match="clients_per_round=3, but the federation has 1 clients"):
+        trainer.train()

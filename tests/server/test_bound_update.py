@@ -21,6 +21,7 @@ from hf_federated.messages import ClientUpdate
 from hf_federated.messages.validation import InvalidUpdateError
 from hf_federated.server.bound_update import (
     HISTORY_LENGTH,
+    LOWEST,
     MAX_GROUPS,
     BoundUpdate,
     ClientGroups,
@@ -419,10 +420,18 @@ def test_bound_follows_a_decreasing_learning_rate(is_relative):
     bound = BoundUpdate(30.0, relative_learning_rate=lambda round: rates[round] if is_relative else 1.0)
     rejected = []
     for round, rate in enumerate(rates):
-        bound.begin_round(STATE)
+        bound.begin_round(STATE, round=round)
         norms = {"a": rate, "b": 1.1 * rate, "c": 0.9 * rate, "d": 100 * rate}
-        updates = {name: dataclasses.replace(update(name, norm), round=round) for name, norm in norms.items()}
-        magnitudes = {name: bound.measure(each) for name, each in updates.items()}
+        magnitudes = {name: bound.measure(update(name, norm)) for name, norm in norms.items()}
         groups = {name: bound.group_of(magnitude) for name, magnitude in magnitudes.items()}
         rejected.append(list(bound.decide(magnitudes, groups, round)))
     assert rejected == ([["d"]] * 5 if is_relative else [["d"], ["d"], ["d"], [], []])
+
+
+def test_harmless_changes_do_not_depend_on_the_learning_rate_of_the_round():
+    """Otherwise the number of groups in a first round with warmup would not be sufficient."""
+    for rate in (1.0, 1e-3):
+        bound = BoundUpdate(30.0, relative_learning_rate=lambda round, rate=rate: rate)
+        bound.begin_round(STATE)
+        groups = [bound.group_of(bound.measure(update("a", norm))) for norm in (1e-8, 1e-2)]
+        assert [lowest for ((_, lowest, _),) in groups][0] == LOWEST != groups[1][0][1]

@@ -1,7 +1,14 @@
 """Checks of combinations of arguments when a trainer is built. Each config class checks its own fields."""
 
 from .arguments import check_arguments, check_not_averaged, resolve_federation
-from .data import as_federated_dataset, check_clients, check_labelled, check_without_examples, sample_clients
+from .data import (
+    as_federated_dataset,
+    check_clients,
+    check_labelled,
+    check_prepares_no_data,
+    check_without_examples,
+    sample_clients,
+)
 from .participants import check_participants, check_predictions
 from .resume import check_resumed, federation_identity
 
@@ -14,6 +21,7 @@ __all__ = [
     "check_not_averaged",
     "check_participants",
     "check_predictions",
+    "check_prepares_no_data",
     "check_resumed",
     "check_without_examples",
     "federation_identity",

@@ -87,6 +87,24 @@ def check_without_examples(train_dataset: Any, federation: FederatedConfig | Non
         raise ValueError("`engine` runs clients on other machines. Pass `federation` too.")
 
 
+def check_prepares_no_data(trainer_class: type, prepares_data: bool) -> None:
+    """
+    Refuse a server without examples if the constructor of its trainer prepares examples.
+
+    Args:
+        trainer_class (`type`): Class of the trainer.
+        prepares_data (`bool`): Whether the constructor prepares the training examples.
+
+    Raises:
+        ValueError: If the constructor prepares the training examples.
+    """
+    if prepares_data:
+        raise ValueError(
+            f"{trainer_class.__name__} prepares its training examples in the constructor, but with clients on other "
+            "machines the server has none. Tokenize the examples beforehand, and use FederatedTrainer on all parties."
+        )
+
+
 def sample_clients(clients: FederatedDataset, federation: FederatedConfig) -> ClientSampler:
     """
     Build the sampler of the cohorts.
