@@ -240,6 +240,21 @@ def test_late_reply_is_ignored_and_its_client_continues_with_the_next_round(netw
     assert any("Ignored a reply of client 'north'" in text for text in caplog.messages)
 
 
+def test_second_large_reply_is_read_when_the_first_was_processed(network):
+    engine = network()
+    large = bytes(3 << 20)
+    for name in ("north", "south"):
+        Client(engine.transport.address, name, lambda message: large)
+    begin(engine)
+    request = Evaluate(0, "", {}).to_bytes()
+    for name in ("north", "south"):
+        engine.transport.send(name, lambda: frame({"state": "", "keep": [], "num_clients": 2}) + request)
+    assert engine.transport.receive(10).blob == large
+    time.sleep(0.5)
+    assert engine.transport._events.empty()
+    assert engine.transport.receive(10).blob == large
+
+
 @pytest.mark.parametrize("reply", [b"\0", b"\0" * 100, b"not a message"], ids=["byte", "zeros", "text"])
 def test_damaged_reply_is_a_failure_of_its_client(network, reply):
     engine = network()

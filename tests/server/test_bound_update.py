@@ -20,6 +20,7 @@ from hf_federated.engines import LocalEngine
 from hf_federated.messages import ClientUpdate
 from hf_federated.messages.validation import InvalidUpdateError
 from hf_federated.server.bound_update import (
+    HARMLESS_RATIO,
     HISTORY_LENGTH,
     LOWEST,
     MAX_GROUPS,
@@ -303,6 +304,13 @@ def test_huge_update_is_rejected_by_name_and_honest_clients_go_on(tmp_path, clie
     assert (log["federated/num_clients"], log["federated/num_failed"]) == (4, 1)
 
 
+@pytest.mark.parametrize("factor", [100.0, -100.0])
+def test_scaled_update_is_rejected_in_every_round_of_a_decreasing_schedule(tmp_path, factor):
+    training = {"lr_scheduler_type": "linear", "learning_rate": 1e-3}
+    _, rejected = run(tmp_path, Scaling("c", factor), training=training)
+    assert [list(reasons) for reasons in rejected] == [["c"]] * 3
+
+
 def test_run_with_a_rejected_client_equals_a_run_in_which_it_fails(tmp_path):
     class Failing(LocalEngine):
         def _execute(self, plan, dispatch):
@@ -433,5 +441,6 @@ def test_harmless_changes_do_not_depend_on_the_learning_rate_of_the_round():
     for rate in (1.0, 1e-3):
         bound = BoundUpdate(30.0, relative_learning_rate=lambda round, rate=rate: rate)
         bound.begin_round(STATE)
-        groups = [bound.group_of(bound.measure(update("a", norm))) for norm in (1e-8, 1e-2)]
-        assert [lowest for ((_, lowest, _),) in groups][0] == LOWEST != groups[1][0][1]
+        harmless = HARMLESS_RATIO * float(STATE["w"].norm())
+        groups = [bound.group_of({"state": norm / rate}) for norm in (0.9 * harmless, 1.1 * harmless)]
+        assert groups[0] == (("state", LOWEST, LOWEST),) != groups[1]
