@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers import TrainerControl, TrainingArguments
@@ -19,7 +18,7 @@ from ..data.client_ids import similar_ids_hint
 from ..engines import ClientEngine
 from ..messages import ClientFailure, ClientUpdate, read_message
 from ..server import RoundSummary
-from ..transport import GrpcConnection, ServerUnreachableError, SessionLostError
+from ..transport import Connection, Connector, ServerUnreachableError, SessionLostError
 from ..transport.framing import frame, unframe
 from ..utils.client_names import escape_client_id
 from ..utils.errors import UserError
@@ -62,34 +61,32 @@ class JoinedClient:
         self.setup = dataclasses.replace(_of_one_client(setup, client_id), engine=self._engine)
         self._args = args
         self._state_dir = state_dir or os.path.join(args.output_dir, STATES_DIR, escape_client_id(client_id))
-        self._connect: Callable[[], GrpcConnection]
-        self._connection: GrpcConnection | None = None
+        self._connector: Connector
+        self._connection: Connection | None = None
         self._history: StateHistory | None = None
         # The next request, and its content.
         self._request: tuple[dict[str, Any], memoryview] | None = None
 
-    def connect(self, address: str, certificates: str | None, **options: Any) -> None:
+    def connect(self, connector: Connector) -> None:
         """
         Connect to the server.
 
         Args:
-            address (`str`): Address of the server, as `host:port`.
-            certificates (`str`, *optional*): Folder with the certificates of the client.
-            options (`Any`): Further arguments of [`~hf_federated.transport.GrpcConnection`].
+            connector ([`~hf_federated.transport.Connector`]): Connects the client.
 
         Raises:
             ClientRefusedError: If the server refuses the client.
             ServerUnreachableError: If the server does not respond.
         """
+        self._connector = connector
+        self._connection = self._connect()
+        logger.warning(f"Client {self.client_id!r} joined the federation.")
+
+    def _connect(self) -> Connection:
         num_examples = self.setup.clients.num_rows[self.client_id]
         # -1 announces a stream, which has no number of examples.
         announcement = frame({"num_examples": -1 if num_examples is None else num_examples})
-        settings = NetworkSettings.of(self.setup, self._args)
-        self._connect = functools.partial(
-            GrpcConnection, address, certificates, self.client_id, settings, announcement, **options
-        )
-        self._connection = self._connect()
-        logger.warning(f"Client {self.client_id!r} joined the federation at {address}.")
+        return self._connector(NetworkSettings.of(self.setup, self._args), announcement)
 
     def _receive(self, reply: bytes | None = None) -> None:
         """Send a reply, if there is one, and wait for the next request. Connect again if the session is lost."""

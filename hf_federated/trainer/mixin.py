@@ -8,7 +8,8 @@ A trainer has one of three roles (`base.py`):
   (`clients/local_training.py`).
 
 The docstring of an override describes the behavior in each role. [`Federation`] does the work of the rounds. Other
-overrides are in `evaluation.py`, in `saving.py` and in `dataset_preparation.py`.
+overrides are in `evaluation.py`, `saving.py` and `dataset_preparation.py`. `join_mixin.py` has the methods of a client
+on another machine.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from .dataset_preparation import (
 )
 from .evaluation import EvaluationMixin
 from .federation import Federation
-from .join import JoinedClient
+from .join_mixin import JoinMixin
 from .loop_stubs import RoundDataLoader, RoundsCallback, RoundScheduler, ServerOptimizer, round_arguments
 from .optimizer_factories import OptimizerFactories
 from .output_lock import output_dir_lock
@@ -64,7 +65,7 @@ from .saving import SavingMixin
 from .setup import SERVER_NAME, FederationSetup
 
 
-class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
+class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
     """Mixin that makes a trainer class federated. Use [`FederatedTrainer`] or [`federate`] instead of this class."""
 
     data_collator: Any
@@ -306,66 +307,6 @@ class FederatedMixin(EvaluationMixin, SavingMixin, PreparingMixin):
             self._runs_rounds = False
             self.neftune_noise_alpha = neftune
             self.is_in_train = False
-
-    def join(
-        self,
-        address: str,
-        *,
-        client_id: str,
-        certificates: str | None = None,
-        insecure: bool = False,
-        state_dir: str | None = None,
-        connect_timeout: float = 600.0,
-        reconnect_timeout: float = 45.0,
-    ) -> TrainOutput:
-        """
-        Take part in a federation as one client, until its server ends the run.
-
-        Build the trainer with the arguments of the server's trainer and with the examples of this client. The batch
-        size, the precision and the device may differ. A step of the training loop is a round in which this client
-        trains, so callbacks, trackers and the progress bar work as in `train()`. The model ends with the parameters of
-        the last message.
-
-        The client keeps its state after each reply in `state_dir`. If it is killed, join again with the same folder:
-        the client continues with the message that it had not answered.
-
-        Args:
-            address (`str`): Address of the server, as `host:port`.
-            client_id (`str`): Id of the client, as in its certificate.
-            certificates (`str`, *optional*): Folder with the certificates of the client, from `hf-federated
-                certificates`. `None` requires `insecure=True`.
-            insecure (`bool`, *optional*, defaults to `False`): Whether to use no TLS. Allowed on a loopback address
-                only.
-            state_dir (`str`, *optional*): Folder of the states. Defaults to `client_states` in the output directory.
-            connect_timeout (`float`, *optional*, defaults to `600`): Seconds to try to connect.
-            reconnect_timeout (`float`, *optional*, defaults to `45`): Seconds without a sign of the server after which
-                the connection ends.
-
-        Raises:
-            ClientRefusedError: If the server refuses the client. The message names the settings that differ.
-            LinkError: If the connection ended. Join again to continue.
-            RunEndedError: If the server ended the run because of an error.
-            OutputDirInUseError: If another process trains in the output directory.
-            ValueError: If the launch has several processes, or if the trainer has the examples of several clients and
-                `client_id` is none of them.
-        """
-        setup = self._federation_setup
-        joined = JoinedClient(setup, self.args, client_id, state_dir)
-        with output_dir_lock(self.args.output_dir):
-            joined.connect(
-                address,
-                certificates,
-                insecure=insecure,
-                connect_timeout=connect_timeout,
-                reconnect_timeout=reconnect_timeout,
-            )
-            self._setup, self._joined, args = joined.setup, joined, self.args
-            try:
-                self.args = joined.loop_arguments(args)
-                return self._train_rounds(None, None, None)
-            finally:
-                self._setup, self._joined, self.args = setup, None, args
-                joined.close()
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Call `Trainer.call_model_init` and freeze parameters of the new model as `freeze` configures."""

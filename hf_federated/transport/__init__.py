@@ -12,7 +12,7 @@ Communication of a server process and its clients over gRPC with mutual TLS (ext
 The transport does not interpret the messages. gRPC is imported when a server or a link is created.
 """
 
-from .base import Event, Transport
+from .base import Connection, Connector, Event, Transport
 from .client import GrpcLink
 from .credentials import TlsCredentials
 from .errors import (
@@ -30,6 +30,8 @@ from .server import GrpcServer
 __all__ = [
     "AnswerTimeoutError",
     "ClientRefusedError",
+    "Connection",
+    "Connector",
     "Event",
     "GrpcConnection",
     "GrpcLink",

@@ -1,6 +1,7 @@
-"""`Transport`: carries the messages between the server of a federation and clients on other machines.
+"""`Transport` and `Connection`: the two ends of what carries messages between a server and clients on other machines.
 
-A transport carries blobs of bytes and does not interpret them. [`GrpcTransport`] is the transport of this library.
+Both carry blobs of bytes and do not interpret them. [`GrpcTransport`] and [`GrpcConnection`] are those of this
+library.
 """
 
 from __future__ import annotations
@@ -88,3 +89,37 @@ class Transport(ABC):
         Args:
             reason (`str`, *optional*): Why the run failed. Empty if the run is complete.
         """
+
+
+class Connection(ABC):
+    """
+    A client's end of a [`Transport`]. The constructor connects, compares the settings and announces the client.
+
+    Attributes:
+        end (`str`, *optional*): Why the run has ended: empty if it is complete, `None` while it goes on.
+    """
+
+    end: str | None = None
+
+    @abstractmethod
+    def receive(self, reply: bytes | None = None) -> bytes | None:
+        """
+        Send a reply, if there is one, and wait for the next request.
+
+        Args:
+            reply (`bytes`, *optional*): Reply to the last request.
+
+        Returns:
+            `bytes`, *optional*: The next request. `None` if the run has ended; `end` then has the reason.
+
+        Raises:
+            LinkError: If the connection ended.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Disconnect from the server."""
+
+
+# Connects a client, with the settings that it must share with the server and with its announcement.
+Connector = Callable[[SessionConfig, bytes], Connection]

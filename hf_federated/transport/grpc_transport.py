@@ -24,7 +24,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from .base import Event, Transport
+from .base import Connection, Event, Transport
 from .client import GrpcLink
 from .credentials import TlsCredentials, check_credentials
 from .protocol import DEFAULT_MAX_MESSAGE_BYTES, JoinedPieces, Pieces
@@ -222,7 +222,7 @@ class GrpcTransport(Transport):
             self._events.put(Event(kind, client_id))
 
 
-class GrpcConnection:
+class GrpcConnection(Connection):
     """
     A client's connection to a [`GrpcTransport`].
 
@@ -265,22 +265,8 @@ class GrpcConnection:
             reconnect_timeout=reconnect_timeout,
         )
         self._link.exchange(announcement)
-        # Why the run has ended: empty if it is complete, `None` while it goes on.
-        self.end: str | None = None
 
     def receive(self, reply: bytes | None = None) -> bytes | None:
-        """
-        Send a reply, if there is one, and wait for the next request.
-
-        Args:
-            reply (`bytes`, *optional*): Reply to the last request.
-
-        Returns:
-            `bytes`, *optional*: The next request. `None` if the run has ended; `end` then has the reason.
-
-        Raises:
-            LinkError: If the connection ended.
-        """
         message = b"" if reply is None else reply
         while True:
             answer = self._link.exchange(message)
@@ -293,7 +279,6 @@ class GrpcConnection:
                 return None
 
     def close(self) -> None:
-        """Disconnect from the server."""
         self._link.close()
 
     def __enter__(self) -> GrpcConnection:

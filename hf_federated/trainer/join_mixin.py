@@ -1,0 +1,107 @@
+"""`JoinMixin`: the methods with which a trainer takes part in a federation whose server is on another machine."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from transformers.trainer_utils import TrainOutput
+
+from ..transport import Connection, Connector, GrpcConnection
+from ..transport.session_config import SessionConfig
+from .base import RoleMixin
+from .join import JoinedClient
+from .output_lock import output_dir_lock
+
+
+class JoinMixin(RoleMixin):
+    """A trainer that can be one client of a federation over a network."""
+
+    @abstractmethod
+    def _train_rounds(
+        self, resume_from_checkpoint: str | bool | None, trial: object, ignore_keys_for_eval: list[str] | None
+    ) -> TrainOutput:
+        """Run the loop over rounds."""
+
+    def join(
+        self,
+        address: str,
+        *,
+        client_id: str,
+        certificates: str | None = None,
+        insecure: bool = False,
+        state_dir: str | None = None,
+        connect_timeout: float = 600.0,
+        reconnect_timeout: float = 45.0,
+    ) -> TrainOutput:
+        """
+        Take part in a federation as one client, until its server ends the run.
+
+        Build the trainer with the arguments of the server's trainer and with the examples of this client. The batch
+        size, the precision and the device may differ. A step of the training loop is a round in which this client
+        trains, so callbacks, trackers and the progress bar work as in `train()`. The model ends with the parameters of
+        the last message.
+
+        The client keeps its state after each reply in `state_dir`. If it is killed, join again with the same folder:
+        the client continues with the message that it had not answered.
+
+        Args:
+            address (`str`): Address of the server, as `host:port`.
+            client_id (`str`): Id of the client, as in its certificate.
+            certificates (`str`, *optional*): Folder with the certificates of the client, from `hf-federated
+                certificates`. `None` requires `insecure=True`.
+            insecure (`bool`, *optional*, defaults to `False`): Whether to use no TLS. Allowed on a loopback address
+                only.
+            state_dir (`str`, *optional*): Folder of the states. Defaults to `client_states` in the output directory.
+            connect_timeout (`float`, *optional*, defaults to `600`): Seconds to try to connect.
+            reconnect_timeout (`float`, *optional*, defaults to `45`): Seconds without a sign of the server after which
+                the connection ends.
+
+        Raises:
+            ClientRefusedError: If the server refuses the client. The message names the settings that differ.
+            LinkError: If the connection ended. Join again to continue.
+            RunEndedError: If the server ended the run because of an error.
+            OutputDirInUseError: If another process trains in the output directory.
+            ValueError: If the launch has several processes, or if the trainer has the examples of several clients and
+                `client_id` is none of them.
+        """
+
+        def connect(settings: SessionConfig, announcement: bytes) -> Connection:
+            return GrpcConnection(
+                address,
+                certificates,
+                client_id,
+                settings,
+                announcement,
+                insecure=insecure,
+                connect_timeout=connect_timeout,
+                reconnect_timeout=reconnect_timeout,
+            )
+
+        return self.join_over(connect, client_id=client_id, state_dir=state_dir)
+
+    def join_over(self, connector: Connector, *, client_id: str, state_dir: str | None = None) -> TrainOutput:
+        """
+        Take part in a federation as [`~JoinMixin.join`], over another transport.
+
+        Args:
+            connector ([`~hf_federated.transport.Connector`]): Connects to the server. The client calls it again when
+                the connection is lost.
+            client_id (`str`): As in [`~JoinMixin.join`].
+            state_dir (`str`, *optional*): As in [`~JoinMixin.join`].
+
+        Raises:
+            RunEndedError: If the server ended the run because of an error.
+            OutputDirInUseError: If another process trains in the output directory.
+            ValueError: As in [`~JoinMixin.join`].
+        """
+        setup = self._federation_setup
+        joined = JoinedClient(setup, self.args, client_id, state_dir)
+        with output_dir_lock(self.args.output_dir):
+            joined.connect(connector)
+            self._setup, self._joined, args = joined.setup, joined, self.args
+            try:
+                self.args = joined.loop_arguments(args)
+                return self._train_rounds(None, None, None)
+            finally:
+                self._setup, self._joined, self.args = setup, None, args
+                joined.close()
