@@ -19,7 +19,8 @@ INTRODUCTIONS = {
     "federation": "any field of hf_federated.FederatedConfig",
     "split": "in place of federation: any field of hf_federated.SplitConfig; a step of the run is an optimizer step",
     "card": "any argument of Trainer.create_model_card",
-    "public": "training examples that are set aside for distillation",
+    "public": "the public examples and the server's examples for distillation",
+    "network": "the clients on other machines, for hf-federated serve; hf-federated train ignores this section",
     "audit": "attacks on the payloads of simulated clients, after training; the card has the results",
     "": "at the top level",
 }

@@ -13,21 +13,19 @@ from transformers import PrinterCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging as transformers_logging
 
-from hf_federated.aggregation import build_aggregation
 from hf_federated.config import FederatedConfig
 from hf_federated.data.source import content_hash
-from hf_federated.distillation import build_distillation
 from hf_federated.experiments.baselines import BaselineResult, Baselines
 from hf_federated.experiments.recipe import Recipe, parse_recipe
 from hf_federated.experiments.recipe_loading import (
     TokenizedData,
-    load_client_specs,
     load_model,
     load_tokenized_data,
     load_tokenizer,
 )
 from hf_federated.experiments.recipe_schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.stopwatch import Stopwatch
+from hf_federated.experiments.trainer_arguments import dataset_arguments
 from hf_federated.reporting.run_plots import require_matplotlib
 from hf_federated.split_training import SplitConfig, split_federate
 from hf_federated.trainer import federate
@@ -125,11 +123,10 @@ def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
     }
     if recipe.split is not None:
         return _build_split(recipe, args, data, model, shared)
+    arguments = dataset_arguments(recipe, data, tokenizer, args, shared)
     with recipe_errors("federation"):
         trainer_class: Any = data.task.trainer_class
-        trainer: Any = federate(trainer_class)(
-            model=model, args=args, federation=federation, **dataset_arguments(recipe, data, tokenizer, args, shared)
-        )
+        trainer: Any = federate(trainer_class)(model=model, args=args, federation=federation, **arguments)
     # Baselines copies the model, which is still untrained.
     baselines = Baselines(
         model,
@@ -165,56 +162,6 @@ def _build_split(
             model=model, args=args, train_dataset=data.train, eval_dataset=data.test, split=split, **shared
         )
     return Run(recipe, epochs, data, trainer, baselines)
-
-
-def dataset_arguments(
-    recipe: Recipe, data: TokenizedData, tokenizer: Any, args: TrainingArguments, shared: dict[str, Any]
-) -> dict[str, Any]:
-    """
-    The arguments of the trainer for datasets, tokenizer, task and client models.
-
-    Args:
-        recipe ([`Recipe`]): The recipe.
-        data ([`~hf_federated.experiments.recipe_loading.TokenizedData`]): The data of the recipe.
-        tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the server's model.
-        args (`TrainingArguments`): The training arguments.
-        shared (`dict[str, Any]`): The arguments that a trainer on tokenized examples also has.
-
-    Raises:
-        RecipeError: If the method or the public examples cannot be used.
-    """
-    raw, task = data.raw, data.task
-    with recipe_errors("federation"):
-        kwargs = recipe.federation.get("distillation_kwargs")
-        method = build_distillation(recipe.federation.get("distillation"), kwargs)
-        aggregation = build_aggregation(
-            recipe.federation.get("aggregation", "fedavg"), recipe.federation.get("aggregation_kwargs")
-        )
-    if method is None or not method.requirements.public_dataset:
-        # Drop the examples that are set aside, so runs with and without distillation train on the same private
-        # examples.
-        raw = dataclasses.replace(raw, public=None, server=raw.server if aggregation.trains_on_server else None)
-    if recipe.client_models or (raw.public is not None and task.prediction_unit != "row"):
-        # Clients tokenize raw examples with their own tokenizers. The task determines the positions of predictions.
-        return {
-            "processing_class": tokenizer,
-            "task": task,
-            "train_dataset": raw.train,
-            "eval_dataset": raw.test if data.test_clients is None else raw.test_clients,
-            "public_dataset": raw.public,
-            "server_dataset": raw.server,
-            "clients": load_client_specs(recipe, task, args, list(raw.train)) if recipe.client_models else {},
-        }
-    with recipe_errors("public"):
-        public = None if raw.public is None else task.prepare(raw.public, tokenizer, with_labels=False)
-        server = None if raw.server is None else task.prepare(raw.server, tokenizer)
-    return {
-        "train_dataset": data.train,
-        "eval_dataset": data.test if data.test_clients is None else data.test_clients,
-        "public_dataset": public,
-        "server_dataset": server,
-        **shared,
-    }
 
 
 def run_federated(run: Run) -> dict[str, Any]:

@@ -31,11 +31,11 @@ from hf_federated.audits import PAYLOAD_ATTACKS, AttackResult, Evidence, Payload
 from hf_federated.audits.payloads.evidence import ShadowLosses
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
-from hf_federated.experiments.execution import dataset_arguments
 from hf_federated.experiments.recipe import AuditVariant, Recipe
 from hf_federated.experiments.recipe_loading import load_model, load_tokenized_data, load_tokenizer
 from hf_federated.experiments.recipe_schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe_sections import AuditSection
+from hf_federated.experiments.trainer_arguments import dataset_arguments
 from hf_federated.postprocessing import ClipUpdate, GaussianNoise, Postprocessor
 from hf_federated.tasks import LanguageModeling, TextClassification
 from hf_federated.trainer import federate

@@ -20,6 +20,7 @@ from hf_federated.experiments.held_out import (
 from hf_federated.experiments.label_encoding import encode_labels, label_column
 from hf_federated.experiments.raw_splits import (
     RawSplits,
+    load_examples,
     load_federated_splits,
     load_splits,
     task_without_label_names,
@@ -28,6 +29,12 @@ from hf_federated.experiments.recipe import ClassSection, Recipe
 from hf_federated.experiments.recipe_schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe_sections import DEFAULT_TEST_EXAMPLES, PublicSection
 from hf_federated.tasks import Task
+
+
+# Splits that are used of `public.path` and `public.server_path`. The first one that exists is used.
+PUBLIC_SPLITS = ("train", "public")
+# The key of the examples of `public.server_path`.
+SERVER_PATH = "server_path"
 
 
 @dataclass(frozen=True)
@@ -87,21 +94,46 @@ def load_raw_data(recipe: Recipe, by_client: bool = False) -> RawData:
     if recipe.partition is None:
         return _load_federated(recipe, by_client)
     loaded = load_splits(recipe)
-    splits = {split: _pooled(examples) for split, examples in loaded.splits.items()}
+    splits = {split: _pooled(examples) for split, examples in {**loaded.splits, **load_server(recipe)}.items()}
     splits, num_empty = _drop_empty(recipe, splits)
     task, splits = build_task(recipe, splits)
+    public, server = load_public(recipe), take_server(recipe, splits)
     for split in splits:
         maximum = data.max_train_rows if split == data.train_split else data.max_test_rows
         splits[split] = sample_examples(splits[split], maximum, data.seed)
     # Additional test splits are not partitioned.
     further_tests = {split: splits.pop(split) for split in data.further_test_splits}
-    public = server = None
-    if recipe.public is not None:
+    if recipe.public is not None and recipe.public.share is not None:
         splits, public, server = _set_aside_public(splits, recipe, recipe.public)
     raw = _partition(recipe, recipe.partition, loaded, splits, task, by_client)
     return dataclasses.replace(
         raw, num_empty=num_empty, note=loaded.note, public=public, server=server, further_tests=further_tests
     )
+
+
+def load_public(recipe: Recipe) -> Dataset | None:
+    """Load the public examples of `public.path`, without their labels. `None` if the field is not set."""
+    section = recipe.public
+    if section is None or section.path is None:
+        return None
+    examples = _pooled(load_examples(section.path, "public.path", PUBLIC_SPLITS)[0])
+    labels = [name for name in (label_column(recipe.task),) if name in examples.column_names]
+    return sample_examples(examples.remove_columns(labels), section.max_rows, recipe.data.seed)
+
+
+def load_server(recipe: Recipe) -> dict[str, Dataset]:
+    """Load the examples of `public.server_path` as a further split. [`take_server`] removes it again."""
+    section = recipe.public
+    if section is None or section.server_path is None:
+        return {}
+    return {SERVER_PATH: _pooled(load_examples(section.server_path, "public.server_path", PUBLIC_SPLITS)[0])}
+
+
+def take_server(recipe: Recipe, splits: dict[str, Any]) -> Dataset | None:
+    """Remove the server's examples from the splits, and return them."""
+    if SERVER_PATH not in splits or recipe.public is None:
+        return None
+    return sample_examples(splits.pop(SERVER_PATH), recipe.public.max_server_rows, recipe.data.seed)
 
 
 def _pooled(examples: Dataset | FederatedDataset) -> Dataset:
@@ -129,6 +161,7 @@ def _set_aside_public(
 ) -> tuple[dict[str, Dataset], Dataset, Dataset | None]:
     """Return the splits without the examples that are set aside, the public examples, and the server's examples."""
     data = recipe.data
+    assert section.share is not None, "the caller has checked the share"
     with recipe_errors("public"):
         parts = split_for_distillation(
             splits[data.train_split],
@@ -261,7 +294,8 @@ def _load_federated(recipe: Recipe, by_client: bool) -> RawData:
         if getattr(data, name) not in (None, False):
             raise RecipeError(f"data.{name} is set without partition. Only recipes with a partition accept it.")
     loaded = load_federated_splits(recipe)
-    task, splits = build_task(recipe, loaded.splits)
+    task, splits = build_task(recipe, {**loaded.splits, **load_server(recipe)})
+    public, server = load_public(recipe), take_server(recipe, splits)
     clients = limit_examples(splits[data.train_split], data.max_train_rows, data.seed, keep_clients=True)
     if loaded.test is None:
         raw = _hold_out(clients, recipe, task)
@@ -282,4 +316,4 @@ def _load_federated(recipe: Recipe, by_client: bool) -> RawData:
         split: sample_examples(_pooled(splits[split]), data.max_test_rows, data.seed)
         for split in data.further_test_splits
     }
-    return dataclasses.replace(raw, note=loaded.note, further_tests=further_tests)
+    return dataclasses.replace(raw, note=loaded.note, public=public, server=server, further_tests=further_tests)

@@ -189,25 +189,48 @@ def load_test_path(data: DataSection) -> tuple[Dataset | FederatedDataset, str]:
         RecipeError: If the path or the split does not exist or cannot be read.
     """
     assert data.test_path is not None
-    path, given = Path(data.test_path), data.test_split
-    with recipe_errors("data.test_path"), hub_errors("data.test_path", data.test_path):
-        check_local_path(data.test_path, "data.test_path: ")
+    candidates = (data.test_split,) if data.test_split is not None else TEST_SPLITS
+    examples, split = load_examples(data.test_path, "data.test_path", candidates, data.test_split is not None)
+    return examples, f" of {data.test_path}" if split is None else f" of the split {split!r} of {data.test_path}"
+
+
+def load_examples(
+    name: str, field: str, candidates: Sequence[str], is_given: bool = False
+) -> tuple[Dataset | FederatedDataset, str | None]:
+    """
+    Load one split of a file, a folder or a dataset on the Hub.
+
+    Args:
+        name (`str`): The file, the folder or the Hub id.
+        field (`str`): The field of the recipe that contains `name`, for error messages.
+        candidates (`Sequence[str]`): Names of the split, of which the first one that exists is loaded. A single split
+            is loaded under any name.
+        is_given (`bool`, *optional*, defaults to `False`): Whether the recipe names the split with `data.test_split`.
+
+    Returns:
+        `tuple[Dataset or FederatedDataset, str or None]`: The examples, and the name of the split if there are
+        several splits.
+
+    Raises:
+        RecipeError: If the path or the split does not exist or cannot be read.
+    """
+    path = Path(name)
+    with recipe_errors(field), hub_errors(field, name):
+        check_local_path(name, f"{field}: ")
         if path.is_file():
-            if given is not None:
-                raise RecipeError(f"data: {data.test_path} is a file with one split. Remove data.test_split.")
-            return load_file(path, "test")["test"], f" of {data.test_path}"
+            if is_given:
+                raise RecipeError(f"data: {name} is a file with one split. Remove data.test_split.")
+            return load_file(path, "test")["test"], None
         federated = FederatedDatasetDict.load_from_disk(path) if (path / PARTITION_FILE).is_file() else None
-        names = list(_split_names(data.test_path) if federated is None else federated)
-        split = given or (names[0] if len(names) == 1 else next((name for name in TEST_SPLITS if name in names), None))
-        if split not in names:
-            chosen = "the split to test on is unknown" if split is None else f"there is no split {split!r}"
-            raise RecipeError(
-                f"data.test_path: {chosen}. The splits of {data.test_path} are {', '.join(names)}. Set data.test_split"
-                " to one of them."
-            )
-        test = federated[split] if federated is not None else _load(data.test_path, [split])[split]
-    of_split = f"the split {split!r} of " if len(names) > 1 else ""
-    return test, f" of {of_split}{data.test_path}"
+        names = list(_split_names(name) if federated is None else federated)
+        is_single = len(names) == 1 and not is_given
+        split = names[0] if is_single else next((item for item in candidates if item in names), None)
+        if split is None:
+            wanted = f"there is no split {candidates[0]!r}" if is_given else "the split to use is unknown"
+            advice = " Set data.test_split to one of them." if field.startswith("data.") else ""
+            raise RecipeError(f"{field}: {wanted}. The splits of {name} are {', '.join(names)}.{advice}")
+        examples = federated[split] if federated is not None else _load(name, [split])[split]
+    return examples, split if len(names) > 1 else None
 
 
 def task_without_label_names(recipe: Recipe) -> Task:

@@ -9,6 +9,7 @@ A recipe is a YAML file with these sections:
 - `training`: any field of `transformers.TrainingArguments`;
 - `federation`: any field of [`FederatedConfig`], or in its place `split`: any field of [`SplitConfig`];
 - `public` and `client_models`: data and client models for distillation;
+- `network`: the clients of a federation on several machines, and how long its server waits for them;
 - `card`: any argument of `Trainer.create_model_card`;
 - `audit`: attacks on what a client sends;
 - the top-level fields `compare`, `local_clients`, `plots`, `scale` and `benchmark`.
@@ -51,6 +52,7 @@ from hf_federated.experiments.recipe_sections import (
     ClientModelSection,
     DataSection,
     ModelSection,
+    NetworkSection,
     PublicSection,
 )
 from hf_federated.experiments.recipe_yaml import DEFAULT_TASK, apply_changes, read_values
@@ -117,7 +119,8 @@ class Recipe:
         audit ([`AuditSection`], *optional*): Attacks on what a client sends, which run after training.
         variants (`dict[str, AuditVariant]`, *optional*): The settings that `audit` compares, by name.
         split (`dict`, *optional*): Fields of [`SplitConfig`]. If set, a split model is trained, without rounds.
-        public ([`PublicSection`], *optional*): Examples that are set aside for distillation.
+        public ([`PublicSection`], *optional*): The public examples and the server's examples for distillation.
+        network ([`NetworkSection`], *optional*): The clients on other machines, which `hf-federated serve` accepts.
         client_models (`list[ClientModelSection]`, *optional*): Models that are assigned to the clients in turn.
         compare (`list[str]`, *optional*): Baselines to train in the same run: `"centralized"`, `"local"`.
         local_clients (`int`, *optional*): Number of clients, chosen at random, that train alone for the baseline
@@ -138,6 +141,7 @@ class Recipe:
     variants: dict[str, AuditVariant] = field(default_factory=dict)
     split: dict[str, Any] | None = None
     public: PublicSection | None = None
+    network: NetworkSection = field(default_factory=NetworkSection)
     client_models: list[ClientModelSection] = field(
         default_factory=list,
         metadata={
@@ -179,9 +183,10 @@ class Recipe:
                 for name in ("federation", "public", "client_models", "audit")
                 if getattr(self, name)
             ]
-        if self.public is not None and self.partition is None:
+        if self.public is not None and self.public.share is not None and self.partition is None:
             mistakes.found.append(
-                "public is set without partition. Public examples are set aside before partitioning; set partition."
+                "public.share is set without partition. Public examples are set aside before partitioning; set"
+                " partition, or set public.path instead of share."
             )
         mistakes.raise_found()
 
@@ -287,6 +292,7 @@ def _combine(
         ("model", ModelSection),
         ("data", DataSection),
         ("public", PublicSection),
+        ("network", NetworkSection),
         ("audit", AuditSection),
     ):
         if name in checked:

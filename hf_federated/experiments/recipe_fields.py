@@ -28,6 +28,7 @@ from hf_federated.experiments.recipe_sections import (
     ClientModelSection,
     DataSection,
     ModelSection,
+    NetworkSection,
     PublicSection,
 )
 from hf_federated.experiments.recipe_yaml import DEFAULT_TASK
@@ -106,6 +107,7 @@ def section_fields(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]
         "card": source_parameters("transformers.trainer", "Trainer", "create_model_card"),
         "public": dataclass_fields(PublicSection),
         "split": source_fields("hf_federated.split_training.config", "SplitConfig"),
+        "network": dataclass_fields(NetworkSection),
         "audit": dataclass_fields(AuditSection),
         "": {name: top[name] for name in TOP_LEVEL_FIELDS},
     }

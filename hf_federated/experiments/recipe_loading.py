@@ -105,7 +105,6 @@ def load_tokenized_data(recipe: Recipe, tokenizer: Any, by_client: bool = False)
     task = raw.task
     with recipe_errors("data"):
         train = task.prepare(raw.train, tokenizer)
-        test = task.for_evaluation(task.prepare(raw.test, tokenizer), tokenizer)
         test_clients = None
         if by_client and raw.test_clients is not None:
             clients = task.prepare(raw.test_clients, tokenizer)
@@ -115,18 +114,42 @@ def load_tokenized_data(recipe: Recipe, tokenizer: Any, by_client: bool = False)
             split: task.for_evaluation(task.prepare(dataset, tokenizer), tokenizer)
             for split, dataset in raw.further_tests.items()
         }
-    order = np.argsort([len(ids) for ids in test["input_ids"]], kind="stable")
-    one_to_one = len(test) == len(raw.test)
-    test = test.select(order)
-    # Metrics that use raw examples need them in the order of the features. Metrics by client use only the labels.
-    raw_test = None if test_clients is not None else raw.test.select(order) if one_to_one else raw.test
+    # Metrics by client use only the labels, and no raw examples.
+    test, metric_arguments = tokenize_test(task, tokenizer, raw.test, uses_rows=test_clients is None)
+    return TokenizedData(raw, train, test, test_clients, metric_arguments, further_tests)
+
+
+def tokenize_test(
+    task: Task, tokenizer: Any, examples: Dataset, uses_rows: bool = True
+) -> tuple[Dataset, dict[str, Any]]:
+    """
+    Tokenize test examples, and sort them by length to minimize padding.
+
+    Args:
+        task ([`Task`]): The task, with the names of its labels.
+        tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
+        examples (`datasets.Dataset`): The raw examples.
+        uses_rows (`bool`, *optional*, defaults to `True`): Whether metrics may use the raw examples.
+
+    Returns:
+        `tuple[datasets.Dataset, dict[str, Any]]`: The tokenized examples, and the arguments of a `Trainer` that
+        compute metrics from predictions.
+
+    Raises:
+        RecipeError: If the task cannot process an example.
+    """
     with recipe_errors("data"):
-        compute_metrics = task.build_compute_metrics(tokenizer, features=test, rows=raw_test)
-    metric_arguments = {
+        test = task.for_evaluation(task.prepare(examples, tokenizer), tokenizer)
+        order = np.argsort([len(ids) for ids in test["input_ids"]], kind="stable")
+        one_to_one = len(test) == len(examples)
+        test = test.select(order)
+        # Metrics that use raw examples need them in the order of the features.
+        rows = examples.select(order) if uses_rows and one_to_one else examples if uses_rows else None
+        compute_metrics = task.build_compute_metrics(tokenizer, features=test, rows=rows)
+    return test, {
         "compute_metrics": compute_metrics,
         "preprocess_logits_for_metrics": task.preprocess_logits_for_metrics,
     }
-    return TokenizedData(raw, train, test, test_clients, metric_arguments, further_tests)
 
 
 def load_tokenizer(model: ModelSection, section: str = "model") -> Any:

@@ -1,4 +1,4 @@
-"""Dataclasses of the recipe sections `model`, `data`, `public`, `client_models` and `audit`."""
+"""Dataclasses of the recipe sections `model`, `data`, `public`, `client_models`, `network` and `audit`."""
 
 from __future__ import annotations
 
@@ -157,13 +157,16 @@ class DataSection:
 @dataclass
 class PublicSection:
     """
-    The section `public`: training examples that are set aside for distillation.
+    The section `public`: examples for distillation, set aside from the training examples or from files of their own.
 
     Public examples lose their labels and are available to the server and all clients. The server can also hold labeled
     examples that no client has.
     """
 
-    share: float = field(metadata={"help": "Share of the training examples that the server and all clients hold."})
+    share: float | None = field(
+        default=None,
+        metadata={"help": "Share of the training examples that the server and all clients hold."},
+    )
     server_share: float = field(
         default=0.0,
         metadata={"help": "Share of the training examples that only the server holds, with labels, also for FLTrust."},
@@ -177,12 +180,73 @@ class PublicSection:
     max_server_rows: int | None = field(
         default=None, metadata={"help": "Maximum number of examples of the server, sampled with data.seed."}
     )
+    path: str | None = field(
+        default=None,
+        metadata={"help": "File, folder or Hub id with the public examples, in place of share. Labels are dropped."},
+    )
+    server_path: str | None = field(
+        default=None,
+        metadata={"help": "File, folder or Hub id with the examples of the server, in place of server_share."},
+    )
 
     def __post_init__(self) -> None:
         mistakes = Mistakes()
+        if (self.share is None) == (self.path is None):
+            found = "are both set" if self.path else "are both missing"
+            mistakes.found.append(
+                f"public: share and path {found}. Set share to set aside training examples, or path to a file with"
+                " the public examples."
+            )
+        if self.path is not None and (self.server_share or self.stratify_by_column is not None):
+            mistakes.found.append(
+                "public: server_share and stratify_by_column need share, but path is set. Set server_path to the"
+                " examples of the server."
+            )
+        if self.server_path is not None and self.path is None:
+            mistakes.found.append("public: server_path is set without path. Set path to the public examples.")
         for name in ("max_rows", "max_server_rows"):
             with mistakes.collect():
                 check_at_least_one(f"public.{name}", getattr(self, name))
+        mistakes.raise_found()
+
+
+@dataclass
+class NetworkSection:
+    """The section `network`: the clients of `hf-federated serve`, and how long the server waits for them."""
+
+    clients: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Ids of the clients, in the order in which client_models are assigned."},
+    )
+    address: str | None = field(
+        default=None, metadata={"help": "Address of the server, as host:port, for serve and for join."}
+    )
+    num_to_start: int | None = field(
+        default=None,
+        metadata={"help": "Number of clients that must have joined before the first round (default: all)."},
+    )
+    join_timeout: float = field(default=3600.0, metadata={"help": "Seconds that the server waits for these clients."})
+    rejoin_timeout: float = field(
+        default=60.0, metadata={"help": "Seconds that a round waits for a client that has left or was lost."}
+    )
+    heartbeat_timeout: float = field(
+        default=60.0, metadata={"help": "Seconds without a sign of a client after which the client is lost."}
+    )
+
+    def __post_init__(self) -> None:
+        mistakes = Mistakes()
+        if len(set(self.clients)) != len(self.clients):
+            mistakes.found.append(f"network.clients is {self.clients}; each client must be listed once.")
+        with mistakes.collect():
+            check_at_least_one("network.num_to_start", self.num_to_start)
+        if self.clients and self.num_to_start is not None and self.num_to_start > len(self.clients):
+            mistakes.found.append(
+                f"network.num_to_start is {self.num_to_start}; it must be at most {len(self.clients)}, the number of"
+                " clients."
+            )
+        for name in ("join_timeout", "rejoin_timeout", "heartbeat_timeout"):
+            if not getattr(self, name) > 0:
+                mistakes.found.append(f"network.{name} is {getattr(self, name)}; it must be more than 0.")
         mistakes.raise_found()
 
 

@@ -32,7 +32,7 @@ RESULTS_NAME = "results.json"
 DEFAULT_OUTPUT_DIR = "trainer_output"
 BASELINES_DIR = "baselines"
 # Sections and fields of a recipe that do not change the trained model.
-WITHOUT_EFFECT = ("audit", "benchmark", "card", "compare", "plots")
+WITHOUT_EFFECT = ("audit", "benchmark", "card", "compare", "network", "plots")
 # Names of the files that a run writes at its end: model, tokenizer and configurations, results, card and plots.
 WRITTEN_FILES = ("*.safetensors", "*.json", "*.bin", "*.txt", "*.model", "*.jinja", "*.png", "README.md")
 # Number of differing fields in an error message.

@@ -217,7 +217,7 @@ def test_test_path_may_be_a_federated_dataset(recipe):
             "data.test_path: the file .* den.csv does not exist .did you mean dev.csv",
         ),
         ({"test_path": "dev.csv", "test_split": "test"}, "dev.csv is a file with one split. Remove data.test_split"),
-        ({"test_path": "parts"}, "the split to test on is unknown. The splits of parts are dev_a, dev_b"),
+        ({"test_path": "parts"}, "the split to use is unknown. The splits of parts are dev_a, dev_b"),
         ({"test_path": "parts", "test_split": "x"}, "there is no split 'x'. The splits of parts are dev_a, dev_b"),
         ({"test_split": "test"}, "sites.csv is a file with one split.*set data.test_path"),
         ({"test_path": "no_label.csv"}, "the column 'label' does not exist in the split 'test_path'"),

@@ -40,6 +40,18 @@ def test_limits_for_public_and_server_examples_do_not_change_clients(recipe):
     assert fewer.train.to_dataset()["id"] == whole.train.to_dataset()["id"]
 
 
+def test_public_and_server_examples_are_read_from_files(recipe, texts_dir):
+    test, shifted = (texts_dir / f"{split}.parquet" for split in ("test", "shifted"))
+    section = f"public={{path: {test}, server_path: {shifted}, max_rows: 5}}"
+    raw = load_raw_data(recipe("federation.distillation=dsfl", section))
+    assert len(raw.public) == 5 and all(name.startswith("test-") for name in raw.public["id"])
+    assert "label" not in raw.public.column_names
+    assert [name.partition("-")[0] for name in raw.server["id"]] == ["shifted"] * 12
+    assert raw.server.features["label"] == raw.train.features["label"]
+    # No training example is set aside.
+    assert len(raw.train.to_dataset()) == 60
+
+
 def test_runs_with_and_without_distillation_have_the_same_private_examples(recipe):
     distilled, undistilled = (build_run(recipe(f"federation.distillation={name}")) for name in ("mhat", "null"))
     assert distilled.data.raw.train.to_dataset()["id"] == undistilled.data.raw.train.to_dataset()["id"]
@@ -87,7 +99,14 @@ def test_sequence_tagging_distills_from_raw_examples(recipe):
     ("setting", "message"),
     [
         ("public={share: 1.5}", "public_share=1.5, but it must be at least 0 and below 1"),
-        ("public={server_share: 0.1}", "public.share is missing"),
+        ("public={server_share: 0.1}", "public: share and path are both missing"),
+        ("public={share: 0.2, path: texts}", "public: share and path are both set"),
+        ("public={path: texts, server_share: 0.1}", "server_share and stratify_by_column need share"),
+        ("public={share: 0.2, server_path: texts}", "server_path is set without path"),
+        ("public={path: no-such-file.csv}", "public.path: .*no-such-file.csv"),
+        ("network={clients: [a, a]}", "each client must be listed once"),
+        ("network={clients: [a], num_to_start: 2}", "num_to_start is 2; it must be at most 1"),
+        ("network={rejoin_timeout: 0}", "network.rejoin_timeout is 0; it must be more than 0"),
         ("public={share: 0.2, rows: 3}", "public.rows is not a field"),
         ("public={share: 0.2, max_rows: 0}", "public.max_rows is 0"),
         ("client_models=[{path: x}]", r"client_models\[0\].path is not a field"),
@@ -101,7 +120,7 @@ def test_invalid_distillation_recipe_is_rejected(recipe, setting, message):
 
 
 def test_public_section_without_partition_is_rejected(recipe_path):
-    with pytest.raises(RecipeError, match="public is set without partition"):
+    with pytest.raises(RecipeError, match="public.share is set without partition"):
         load_recipe(recipe_path, ["public={share: 0.2}", "partition=null"])
 
 

@@ -214,7 +214,7 @@ def test_combinations_are_listed_with_the_mistakes_of_other_sections(tmp_path):
         "training.lr=1",
         "local_clients=0",
     )
-    starts = ("training.lr is not", "local_clients is 0", "public is set without partition")
+    starts = ("training.lr is not", "local_clients is 0", "public.share is set without partition")
     assert [mistake.startswith(start) for mistake, start in zip(mistakes, starts, strict=True)] == [True] * 3
 
 
