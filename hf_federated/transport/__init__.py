@@ -3,6 +3,8 @@ Communication of a server process and its clients over gRPC with mutual TLS (ext
 
 - [`GrpcTransport`] carries the messages of a federation whose clients are on other machines. A client connects with
   [`GrpcConnection`].
+- [`CallTransport`] carries these messages over the remote calls of another system, such as NVFlare. A client answers
+  the calls with a [`CallEndpoint`].
 - [`GrpcServer`] receives the messages of the clients and passes them to a function that returns the answers.
 - [`GrpcLink`] connects a client to the server. It replaces a [`~hf_federated.split.LocalLink`], and an
   [`~hf_federated.security.encrypted_link.EncryptedLink`] around it encrypts messages in addition to TLS.
@@ -13,6 +15,8 @@ The transport does not interpret the messages. gRPC is imported when a server or
 """
 
 from .base import Connection, Connector, Event, Transport
+from .call_endpoint import CallEndpoint
+from .call_transport import CallTransport
 from .client import GrpcLink
 from .credentials import TlsCredentials
 from .errors import (
@@ -29,6 +33,8 @@ from .server import GrpcServer
 
 __all__ = [
     "AnswerTimeoutError",
+    "CallEndpoint",
+    "CallTransport",
     "ClientRefusedError",
     "Connection",
     "Connector",
