@@ -169,8 +169,12 @@ class DataFacts:
     def _from_clients(cls, clients: FederatedDataset, name: str | None) -> DataFacts:
         counts = [count for count in clients.num_rows.values() if count is not None]
         known = len(counts) == len(clients)
-        dataset = clients.source if clients.source is not None else clients[clients.client_ids[0]]
-        recorded = {"name": name} if is_torch_dataset(dataset) else _recorded_source(dataset, name)
+        if clients.is_remote:
+            # Only the clients have the examples.
+            recorded: dict[str, Any] = {"name": name}
+        else:
+            dataset = clients.source if clients.source is not None else clients[clients.client_ids[0]]
+            recorded = {"name": name} if is_torch_dataset(dataset) else _recorded_source(dataset, name)
         return cls(
             **recorded,
             fingerprint=dataset_fingerprint(clients.source) if clients.source is not None else None,

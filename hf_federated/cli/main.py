@@ -51,9 +51,9 @@ COMMANDS = {
     "certificates": Command(
         "certificates",
         "certificates",
-        "create certificates for the server and the clients of a split model",
-        "Create a private certificate authority, and certificates for the server and the clients of a split model. "
-        "Run the command again to add clients.",
+        "create certificates for the server and the clients of a network",
+        "Create a private certificate authority, and certificates for the server and the clients of a network. Run "
+        "the command again to add clients.",
     ),
     "audit": Command(
         "audit",
@@ -63,19 +63,35 @@ COMMANDS = {
         "membership and canaries. With a model and a dataset, attack the hidden states and embedding gradients of a "
         "split model. Both attack local examples, and report what the attacks find.",
     ),
+    "serve": Command(
+        "network",
+        "serve",
+        "train a recipe with clients on other machines: the server",
+        "Train a recipe with clients on other machines, as the server. With a section `split`, this machine has the "
+        "server's blocks. A recipe can run code, see `hf-federated train --help`.",
+        "add_serve_arguments",
+    ),
+    "join": Command(
+        "network",
+        "join",
+        "train a recipe with clients on other machines: a client",
+        "Take part in the training of a recipe as a client. The examples stay on this machine. With a section "
+        "`split`, this machine has a client's blocks. A recipe can run code, see `hf-federated train --help`.",
+        "add_join_arguments",
+    ),
     "split-server": Command(
-        "split_run",
+        "network",
         "split_server",
-        "train a split model over a network: the server's blocks",
-        "Train a recipe with a section `split` over a network, with the server's blocks on this machine.",
-        "add_server_arguments",
+        "deprecated name of serve",
+        "Deprecated. Use `hf-federated serve`, which has the same options.",
+        "add_serve_arguments",
     ),
     "split-client": Command(
-        "split_run",
+        "network",
         "split_client",
-        "train a split model over a network: a client's blocks and examples",
-        "Train a recipe with a section `split` over a network, with a client's blocks and examples on this machine.",
-        "add_client_arguments",
+        "deprecated name of join",
+        "Deprecated. Use `hf-federated join`, which has the same options.",
+        "add_join_arguments",
     ),
     "split-merge": Command(
         "split_merge",
@@ -109,8 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv (`Sequence[str]`, *optional*): The arguments. Defaults to the arguments of the process.
 
     Returns:
-        `int`: The exit code: `0`, `1` if training failed, `2` if the command cannot be executed, or `130` if the user
-        interrupted the command.
+        `int`: The exit code: `0`, `1` if training failed, `2` if the command cannot be executed, `3` if the connection
+        to the server ended, or `130` if the user interrupted the command.
     """
     parser, command_parsers = build_parsers()
     if "COMP_LINE" in os.environ:
@@ -121,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command.load(command.function)(arguments) or 0
     except (CommandError, CheckpointError, UserError) as error:
         print(f"hf-federated: error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code if isinstance(error, UserError) else 2
     except RoundFailedError as error:
         print(f"hf-federated: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

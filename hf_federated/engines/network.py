@@ -17,7 +17,7 @@ from ..messages import ClientFailure, Message, read_message
 from ..messages.fields import MAX_COUNT
 from ..transport import Event, GrpcTransport, Transport
 from ..transport.framing import frame, unframe
-from ..transport.protocol import JoinedPieces
+from ..transport.protocol import DEFAULT_MAX_MESSAGE_BYTES, JoinedPieces
 from ..transport.session_config import SessionConfig
 from ..utils.arguments import require
 from .base import Engine, EngineContext, Plan
@@ -56,6 +56,8 @@ class NetworkEngine(Engine):
             [`FederatedConfig`], the round waits until the deadline.
         heartbeat_timeout (`float`, *optional*, defaults to `60`):
             Seconds without a sign of a client after which the client is lost.
+        max_message_bytes (`int`, *optional*, defaults to 1 GiB):
+            Size of the largest message that a client may send.
         transport ([`~hf_federated.transport.Transport`], *optional*):
             Carries the messages. Defaults to a [`~hf_federated.transport.GrpcTransport`] with the arguments above.
 
@@ -84,6 +86,7 @@ class NetworkEngine(Engine):
         join_timeout: float = 3600.0,
         rejoin_timeout: float = 60.0,
         heartbeat_timeout: float = 60.0,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         transport: Transport | None = None,
     ) -> None:
         super().__init__()
@@ -95,7 +98,11 @@ class NetworkEngine(Engine):
         for name, seconds in (("join_timeout", join_timeout), ("rejoin_timeout", rejoin_timeout)):
             require(name, seconds, seconds > 0, "positive")
         self.transport = transport or GrpcTransport(
-            address, certificates, insecure=insecure, heartbeat_timeout=heartbeat_timeout
+            address,
+            certificates,
+            insecure=insecure,
+            heartbeat_timeout=heartbeat_timeout,
+            max_message_bytes=max_message_bytes,
         )
         self._datasets = RemoteDatasets(clients)
         self._num_to_start = num_to_start

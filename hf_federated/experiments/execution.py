@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from transformers import PrinterCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging as transformers_logging
@@ -190,18 +191,18 @@ def run_federated(run: Run) -> dict[str, Any]:
     train_seconds = watch.seconds
     run.trainer.remove_callback(watch)
     metrics = run.trainer.evaluate()
-    further_tests = evaluate_further_splits(run.trainer, run.data)
+    further_tests = evaluate_further_splits(run.trainer, run.data.further_tests)
     # The clients of a split model share one model.
     clients = {} if run.recipe.split is not None else run.trainer.client_metrics
     return {
-        "metrics": _metrics(metrics),
+        "metrics": metrics_of(metrics),
         "num_epochs": run.baselines.centralized_epochs,
         "bytes_up": run.trainer.ledger.bytes_up,
         "bytes_down": run.trainer.ledger.bytes_down,
         "train_seconds": train_seconds,
         "seconds": watch.seconds,
         "over_clients": {name: value for name, value in metrics.items() if name.startswith("federated/")},
-        "clients": {client_id: _metrics(evaluated) for client_id, evaluated in clients.items()},
+        "clients": {client_id: metrics_of(evaluated) for client_id, evaluated in clients.items()},
         "further_tests": further_tests,
     }
 
@@ -210,22 +211,22 @@ def run_federated(run: Run) -> dict[str, Any]:
 EXCHANGE_FIELDS = ("aggregation", "aggregation_kwargs", "distillation", "distillation_kwargs")
 
 
-def evaluate_further_splits(trainer: Any, data: TokenizedData) -> dict[str, dict[str, float]]:
+def evaluate_further_splits(trainer: Any, further_tests: Mapping[str, Dataset]) -> dict[str, dict[str, float]]:
     """
     Evaluate a trained model on the splits `data.further_test_splits`.
 
     Args:
         trainer (`transformers.Trainer`): The trainer of the model.
-        data ([`~hf_federated.experiments.recipe_loading.TokenizedData`]): The tokenized data.
+        further_tests (`Mapping[str, datasets.Dataset]`): The encoded examples by split.
 
     Returns:
         `dict[str, dict[str, float]]`: The metrics by split.
     """
     results = {}
-    for split, dataset in data.further_tests.items():
+    for split, dataset in further_tests.items():
         prefix = f"further_{split}"  # distinguishes the logs from the evaluation of a round
         evaluated = trainer.evaluate(dataset, metric_key_prefix=prefix)
-        results[split] = _metrics({f"eval{key.removeprefix(prefix)}": value for key, value in evaluated.items()})
+        results[split] = metrics_of({f"eval{key.removeprefix(prefix)}": value for key, value in evaluated.items()})
     return results
 
 
@@ -307,7 +308,7 @@ def _read_logs(logs: list[dict[str, Any]], num_rounds: int | None) -> dict[str, 
     return {"history": history, "num_failed": sum(failed) if len(failed) == num_rounds else None}
 
 
-def _metrics(evaluated: dict[str, float]) -> dict[str, float]:
+def metrics_of(evaluated: dict[str, float]) -> dict[str, float]:
     """The metrics returned by `evaluate`, without durations and without the prefix `eval_`."""
     return {name.removeprefix("eval_"): value for name, value in evaluated.items() if _is_metric(name)}
 

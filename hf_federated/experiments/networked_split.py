@@ -43,11 +43,12 @@ from hf_federated.utils.client_names import escape_client_id
 
 # A client may wait for the turns of all other clients. Heartbeats detect a failed server earlier.
 ANSWER_TIMEOUT = 7 * 24 * 3600.0
+DEFAULT_ADDRESS = "0.0.0.0:50051"
 
 
 def split_server(arguments: argparse.Namespace) -> None:
     """
-    Execute the command `split-server`: serve a run until it ends.
+    Execute the command `serve` for a split model: serve a run until it ends.
 
     Args:
         arguments (`argparse.Namespace`): The parsed arguments of the command.
@@ -55,29 +56,31 @@ def split_server(arguments: argparse.Namespace) -> None:
     Raises:
         CommandError: If the recipe, the certificates or the address cannot be used, or the run failed.
     """
-    _check_options(arguments)
     recipe, split, args, adapter = _load_settings(arguments, "server")
-    with command_errors("split-server"), output_dir_lock(str(args.output_dir)):
+    clients = arguments.clients or recipe.network.clients
+    if not clients:
+        raise CommandError("the clients are not known. Pass --client ID for each client, or set network.clients.")
+    with command_errors("serve"), output_dir_lock(str(args.output_dir)):
         config, body, wire = server_body(recipe, split, adapter, args.seed)
         body.to(args.device)
         digest = run_digest(config, split, args, adapter)
-        server_model = ServerModel(body, config, wire, split, args, arguments.client, adapter)
+        server_model = ServerModel(body, config, wire, split, args, clients, adapter)
         training_server = TrainingServer(server_model, digest, arguments.deadline)
         terms = _terms(recipe, split, args, adapter, body.cut, wire)
-        fingerprints = _fingerprints(arguments, arguments.client) if split.encryption else {}
+        fingerprints = _fingerprints(arguments, clients) if split.encryption else {}
         with GrpcServer(
             training_server.answer,
             TlsCredentials.of_server(arguments.certificates),
-            arguments.client,
+            clients,
             terms,
-            address=arguments.address,
+            address=arguments.address or recipe.network.address or DEFAULT_ADDRESS,
             encryption=_server_sessions(arguments, split, fingerprints),
             on_lost=training_server.client_lost,
             on_left=training_server.client_lost,
-            heartbeat_timeout=arguments.heartbeat_timeout,
+            heartbeat_timeout=arguments.heartbeat_timeout or recipe.network.heartbeat_timeout,
             max_message_bytes=arguments.max_message_bytes,
         ) as server:
-            print(f"Listening at {server.address} for {', '.join(arguments.client)}.", flush=True)
+            print(f"Listening at {server.address} for {', '.join(clients)}.", flush=True)
             failure = training_server.wait()
     if failure is not None:
         raise CommandError(
@@ -88,7 +91,7 @@ def split_server(arguments: argparse.Namespace) -> None:
 
 def split_client(arguments: argparse.Namespace) -> None:
     """
-    Execute the command `split-client`: train as one client of a run until it ends.
+    Execute the command `join` for a split model: train as one client of a run until it ends.
 
     Args:
         arguments (`argparse.Namespace`): The parsed arguments of the command.
@@ -96,23 +99,25 @@ def split_client(arguments: argparse.Namespace) -> None:
     Raises:
         CommandError: If the recipe, the dataset or the certificates cannot be used, or the run failed.
     """
-    _check_options(arguments)
     client_id = arguments.client
     recipe, split, args, adapter = _load_settings(arguments, escape_client_id(client_id))
     tokenizer = load_tokenizer(recipe.model)
-    inputs = load_tokenized_data(_with_local_dataset(recipe, arguments.rows), tokenizer)
-    dataset_id = "0" if arguments.rows is not None else client_id
+    inputs = load_tokenized_data(_with_local_dataset(recipe, arguments.examples), tokenizer)
+    dataset_id = "0" if arguments.examples is not None else client_id
     if dataset_id not in inputs.train:
         raise CommandError(
             f"--client {client_id!r} is not in the recipe. {similar_ids_hint(client_id, list(inputs.train))}"
         )
-    with command_errors("split-client"):
+    address = arguments.address or recipe.network.address
+    if address is None:
+        raise CommandError("the address of the server is not known. Pass --address, or set network.address.")
+    with command_errors("join"):
         model = client_model(recipe, split, client_id, adapter, args.seed, inputs.task)
         identity = Identity.from_pem(client_id, _read_private_key(arguments, client_id))
         terms = _terms(recipe, split, args, adapter, model.cut, model.boundary.wire)
         credentials = TlsCredentials.of_client(arguments.certificates, client_id)
         with GrpcLink(
-            arguments.address,
+            address,
             credentials,
             client_id,
             terms,
@@ -135,7 +140,7 @@ def split_client(arguments: argparse.Namespace) -> None:
             )
             trainer.train(resume_from_checkpoint=arguments.resume or None)
             metrics = trainer.evaluate()
-            extra_metrics = evaluate_further_splits(trainer, inputs)
+            extra_metrics = evaluate_further_splits(trainer, inputs.further_tests)
             trainer.leave()
         trainer.save_model()
     trainer.create_model_card(**recipe.card)
@@ -221,14 +226,16 @@ def _terms(
     return SplitSessionConfig(model, cut, wire, adapter, run_settings(split, args))
 
 
-def _check_options(arguments: argparse.Namespace) -> None:
-    """Check the options before any file is loaded."""
-    if not Path(arguments.certificates).is_dir():
-        raise CommandError(f"--certificates: the folder {arguments.certificates} does not exist.")
-    for name in ("max_message_bytes", "deadline", "heartbeat_timeout", "connect_timeout"):
-        value = getattr(arguments, name, None)
-        if value is not None and not value > 0:
-            raise CommandError(f"--{name.replace('_', '-')} is {value}, but must be more than 0.")
+def check_fingerprints(arguments: argparse.Namespace) -> None:
+    """
+    Check the fingerprints among the options, before any file is loaded.
+
+    Args:
+        arguments (`argparse.Namespace`): The parsed arguments of the command `serve` or `join`.
+
+    Raises:
+        CommandError: If an option does not contain a fingerprint.
+    """
     for peer in arguments.peer:
         _parse_peer(peer)
     server_fingerprint = getattr(arguments, "server_fingerprint", None)

@@ -157,7 +157,7 @@ class DataSection:
 @dataclass
 class PublicSection:
     """
-    The section `public`: examples for distillation, set aside from the training examples or from files of their own.
+    The section `public`: examples for distillation, set aside from the training examples or read from files.
 
     Public examples lose their labels and are available to the server and all clients. The server can also hold labeled
     examples that no client has.

@@ -21,7 +21,7 @@ from hf_federated.tasks import Task
 @dataclass(frozen=True)
 class PartyDatasets:
     """
-    The datasets of a party: of a run in one process, of the server, or of one client.
+    The datasets of a party, which is a run in one process, the server, or one client.
 
     Args:
         raw (`Mapping[str, Any]`): Raw examples by argument of the trainer: `train_dataset` and `eval_dataset`.

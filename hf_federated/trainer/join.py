@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
@@ -33,6 +33,8 @@ STATES_DIR = "client_states"
 
 class RunEndedError(UserError):
     """The server ended the run because of an error. The message contains the reason."""
+
+    exit_code: ClassVar[int] = 1
 
 
 class JoinedClient:

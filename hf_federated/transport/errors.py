@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from ..utils.errors import UserError
+
+
+# The exit code of a command whose connection to the server ended. The same command continues the run.
+CONNECTION_ENDED = 3
 
 
 class LinkError(UserError):
@@ -21,13 +27,19 @@ class ClientRefusedError(LinkError):
 class ServerUnreachableError(LinkError):
     """Raised when the server does not respond, or when client and server do not trust each other's certificates."""
 
+    exit_code: ClassVar[int] = CONNECTION_ENDED
+
 
 class SessionLostError(LinkError):
     """Raised when the server does not know the client's session: it was restarted, or the session timed out."""
 
+    exit_code: ClassVar[int] = CONNECTION_ENDED
+
 
 class AnswerTimeoutError(LinkError, TimeoutError):
     """Raised when the server is alive but does not answer a message in time."""
+
+    exit_code: ClassVar[int] = CONNECTION_ENDED
 
 
 class ServerFailedError(UserError):

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class UserError(RuntimeError):
-    """An error that the user can correct. A command prints its message without a traceback."""
+    """
+    An error that the user can correct. A command prints its message without a traceback.
+
+    Attributes:
+        exit_code (`int`): The exit code of a command that ends with this error.
+    """
+
+    exit_code: ClassVar[int] = 2
 
 
 class RoundFailedError(RuntimeError):

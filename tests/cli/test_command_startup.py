@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hf_federated.cli import certificates, partition, split_run
+from hf_federated.cli import certificates, network, partition
 from hf_federated.cli.main import COMMANDS, build_parser
 from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.experiments.benchmark import DEFAULT_DIR
@@ -37,7 +37,7 @@ def loaded_modules(*arguments: str) -> set[str]:
         "inspect --help",
         "train --help",
         "certificates --help",
-        "split-client --help",
+        "join --help",
     ],
 )
 def test_help_and_usage_errors_import_no_library(line):
@@ -81,7 +81,7 @@ def test_partition_options_import_no_torch():
 def test_light_copies_of_names_and_defaults_match_their_modules():
     assert partition.PARTITIONER_NAMES == tuple(PARTITIONERS)
     assert certificates.RSA_BITS == DEFAULT_RSA_BITS
-    assert split_run.MAX_MESSAGE_BYTES == DEFAULT_MAX_MESSAGE_BYTES
+    assert network.MAX_MESSAGE_BYTES == DEFAULT_MAX_MESSAGE_BYTES
     parser = build_parser().parse_args(["benchmark", "recipe.yaml"])
     assert parser.output_dir is None and DEFAULT_DIR.as_posix() == "outputs/benchmarks"
 

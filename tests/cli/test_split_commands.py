@@ -1,4 +1,4 @@
-"""`split-server` and `split-client`: a recipe is trained over gRPC with certificates on both sides."""
+"""`serve` and `join` of a split model: a recipe is trained over gRPC with certificates on both sides."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_federated.cli.main import build_parser, main
+from hf_federated.cli.network import serve
 from hf_federated.experiments import networked_split
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.execution import build_run
@@ -86,8 +87,8 @@ def free_port() -> int:
 def commands_of(recipe: Path, certificates: Path, port: int, *more: str) -> dict[str, list[str]]:
     shared = [str(recipe), "--certificates", str(certificates), "--address", f"localhost:{port}", *more]
     ids = [part for client_id in CLIENTS for part in ("--client", client_id)]
-    commands = {"server": ["split-server", *shared, *ids]}
-    return commands | {client_id: ["split-client", *shared, "--client", client_id] for client_id in CLIENTS}
+    commands = {"server": ["serve", *shared, *ids]}
+    return commands | {client_id: ["join", *shared, "--client", client_id] for client_id in CLIENTS}
 
 
 def test_recipe_is_trained_over_network_and_merged(split_recipe, certificates, tmp_path, capsys, monkeypatch):
@@ -227,7 +228,7 @@ def test_parties_load_the_parts_of_the_model_that_train_loads(adapter, kwargs, s
         "split.encryption=false",
     ]
     run = build_run(load_recipe(split_recipe, changes))
-    line = ["split-client", str(split_recipe), "--certificates", "tls", "--address", "localhost:1", "--client", "0"]
+    line = ["join", str(split_recipe), "--certificates", "tls", "--address", "localhost:1", "--client", "0"]
     sets = [part for change in changes for part in ("--set", change)]
     recipe, split, args, adapter_config = _load_settings(build_parser().parse_args([*line, *sets]), "0")
     client = client_model(recipe, split, "0", adapter_config, args.seed, run.data.task)
@@ -266,17 +267,16 @@ def test_model_argument_that_parts_do_not_support_is_rejected(kwargs, message, s
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--set", "split=null"], "has no section split"),
         (["--peer", "north"], "does not have the form ID=FINGERPRINT"),
         (["--set", "split.strategy=serial", "--set", "split.steps_per_turn=0"], "at least 1"),
         (["--max-message-bytes", "0"], "--max-message-bytes is 0, but must be more than 0"),
     ],
-    ids=["no split", "peer", "split", "bytes"],
+    ids=["peer", "split", "bytes"],
 )
 def test_invalid_server_option_is_rejected(change, message, split_recipe, certificates):
     line = commands_of(split_recipe, certificates, free_port())["server"]
     with pytest.raises(CommandError, match=message):
-        split_server(build_parser().parse_args([*line, *change]))
+        serve(build_parser().parse_args([*line, *change]))
 
 
 def test_serial_clients_are_evaluated_at_the_end_only(split_recipe, capsys):
@@ -310,7 +310,7 @@ def test_rejection_by_server_is_reported_in_one_line(split_recipe, certificates,
     credentials = TlsCredentials.of_server(certificates)
     with GrpcServer(fail, credentials, CLIENTS, terms, address="localhost:0") as server:
         port = int(server.address.rpartition(":")[2])
-        error = "hf-federated: error: split-client: "
+        error = "hf-federated: error: join: "
         unencrypted_client = [*commands_of(split_recipe, certificates, port)["0"], "--set", "split.encryption=false"]
         unknown_client = [*commands_of(split_recipe, other_certificates, port)["0"], "--connect-timeout", "2"]
         assert last_error_line(unknown_client, capsys).startswith(f"{error}'0' got no connection to localhost:{port}")

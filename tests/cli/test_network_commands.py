@@ -1,0 +1,114 @@
+"""`serve` and `join`: a recipe is trained by processes that have only their own examples."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from datasets import Dataset, load_dataset
+from safetensors.torch import load_file
+from workers import worker
+
+from hf_federated.cli.main import main
+from hf_federated.security.certificates import create_certificates
+
+
+CLIENTS = ("north", "south")
+Run = Callable[..., dict[str, int]]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Call `run(directory, commands, ...)` to get the exit codes by party."""
+    with worker("command_worker.py") as ask:
+        yield lambda directory, commands, **options: ask(
+            {"directory": str(directory), "commands": commands, **options}
+        )
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls")
+    create_certificates(folder, ["localhost"], CLIENTS, rsa_bits=2048)
+    return folder
+
+
+@pytest.fixture
+def examples(texts_dir: Path, tmp_path: Path) -> dict[str, str]:
+    """The files of the parties: training examples of each client, and test and public examples."""
+    train = load_dataset("parquet", data_files=str(texts_dir / "train.parquet"), split="train")
+    paths = {}
+    for party, rows in (("north", range(0, 30)), ("south", range(30, 45)), ("public", range(45, 60))):
+        paths[party] = str(tmp_path / f"{party}.parquet")
+        train.select(rows).to_parquet(paths[party])
+    return {**paths, "test": str(texts_dir / "test.parquet")}
+
+
+@pytest.fixture
+def recipe(model_dir: Path, examples: dict[str, str], tmp_path: Path) -> Path:
+    content = {
+        "model": {"name_or_path": str(model_dir)},
+        "data": {"path": "clients", "test_path": examples["test"]},
+        "task": {"max_length": 16, "label_names": ["zero", "one", "two"]},
+        "training": {
+            "output_dir": "run",
+            "use_cpu": True,
+            "learning_rate": 0.01,
+            "eval_strategy": "steps",
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "logging_steps": 1,
+            "report_to": "none",
+        },
+        "federation": {"num_rounds": 3, "clients_per_round": 1.0},
+        "network": {"clients": list(CLIENTS), "address": f"localhost:{free_port()}", "heartbeat_timeout": 5},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return path
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def commands_of(recipe: Path, certificates: Path, examples: dict[str, str], *more: str) -> dict[str, list[str]]:
+    shared = [str(recipe), "--certificates", str(certificates), *more]
+    commands = {"server": ["serve", *shared]}
+    return commands | {name: ["join", *shared, "--client", name, "--examples", examples[name]] for name in CLIENTS}
+
+
+def logs(folder: Path) -> str:
+    return "\n".join(f"---- {path.name}\n{path.read_text()[-4000:]}" for path in sorted(folder.glob("*.log")))
+
+
+def train_in_one_process(recipe: Path, examples: dict[str, str], tmp_path: Path, *settings: str) -> Path:
+    """Train the recipe with `hf-federated train` on the same examples, and return the output folder."""
+    folder, output = tmp_path / "clients", tmp_path / "one"
+    folder.mkdir()
+    for name in CLIENTS:
+        Dataset.from_parquet(examples[name]).to_parquet(folder / f"{name}.parquet")
+    federated = tmp_path / "federated"
+    assert main(["partition", str(folder), "--client-per-file", "--output", str(federated)]) == 0
+    changes = [part for setting in (f"data.path={federated}", *settings) for part in ("--set", setting)]
+    assert main(["train", str(recipe), *changes, "--output-dir", str(output)]) == 0
+    return output
+
+
+def test_serve_and_join_give_the_bytes_of_train(run, recipe, certificates, examples, tmp_path):
+    codes = run(tmp_path, commands_of(recipe, certificates, examples))
+    assert codes == {"server": 0, "north": 0, "south": 0}, logs(tmp_path)
+    expected, server = train_in_one_process(recipe, examples, tmp_path), tmp_path / "run" / "server"
+    found = load_file(server / "model.safetensors")
+    assert all(value.equal(found[name]) for name, value in load_file(expected / "model.safetensors").items())
+    results, reference = (json.loads((path / "results.json").read_text()) for path in (server, expected))
+    assert results["federated"]["metrics"] == reference["federated"]["metrics"]
+    assert results["num_train_rows"] == 45
+    assert (server / "federated_ledger.json").read_bytes() == (expected / "federated_ledger.json").read_bytes()
+    assert "2 clients" in (server / "README.md").read_text()
