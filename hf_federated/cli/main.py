@@ -79,6 +79,13 @@ COMMANDS = {
         "`split`, this machine has a client's blocks. A recipe can run code, see `hf-federated train --help`.",
         "add_join_arguments",
     ),
+    "export-nvflare": Command(
+        "export_nvflare",
+        "export_nvflare",
+        "write a recipe as a job of NVIDIA FLARE",
+        "Write a recipe as a job of NVIDIA FLARE (extra `nvflare`). The clients are NVFlare sites with their own "
+        "examples.",
+    ),
     "split-server": Command(
         "network",
         "split_server",

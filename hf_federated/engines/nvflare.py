@@ -29,6 +29,11 @@ logger = logging.get_logger(__name__)
 _STOP_SECONDS = 30.0
 
 
+def is_nvflare_installed() -> bool:
+    """Whether NVFlare is installed."""
+    return importlib.util.find_spec("nvflare") is not None
+
+
 def require_nvflare(user: str) -> Any:
     """
     Import `nvflare.collab.collab` and return it.
@@ -39,7 +44,7 @@ def require_nvflare(user: str) -> Any:
     Raises:
         ImportError: If `nvflare` is not installed. The message names the extra to install.
     """
-    if importlib.util.find_spec("nvflare") is None:
+    if not is_nvflare_installed():
         raise ImportError(
             f"{user} needs nvflare 2.9 or later, which runs on Linux. Install it with: "
             "pip install 'hf-federated[nvflare]'"
@@ -87,6 +92,7 @@ class NVFlareServer(ABC):
         call_timeout: float = 60.0,
         resume: bool = False,
     ) -> None:
+        require_nvflare(type(self).__name__)
         # NVFlare reads the arguments from attributes with their names, and writes them to the job.
         self.clients = list(clients)
         self.num_to_start = num_to_start
@@ -97,7 +103,9 @@ class NVFlareServer(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.main = require_nvflare(cls.__name__).main(NVFlareServer.main)  # type: ignore[method-assign]
+        if is_nvflare_installed():
+            main = require_nvflare(cls.__name__).main(NVFlareServer.main)
+            cls.main = functools.wraps(NVFlareServer.main)(main)  # type: ignore[method-assign]
 
     @abstractmethod
     def build_trainer(self, engine: NetworkEngine) -> Any:
@@ -118,8 +126,8 @@ class NVFlareServer(ABC):
         trainer.train(resume_from_checkpoint=self.resume)
         trainer.save_model()
 
-    def main(self) -> None:
-        """Run the job. NVFlare calls this method."""
+    def build_engine(self) -> NetworkEngine:
+        """Build an engine, which runs the clients of the job in one training."""
         from nvflare.collab import collab
         from nvflare.collab.api.exceptions import RunAborted
 
@@ -130,14 +138,17 @@ class NVFlareServer(ABC):
                 raise RunAborted("NVFlare ends the job.")
 
         calls = {proxy.name: functools.partial(_call, proxy) for proxy in collab.clients}
-        engine = NetworkEngine(
+        return NetworkEngine(
             self.clients,
             num_to_start=self.num_to_start,
             join_timeout=self.join_timeout,
             rejoin_timeout=self.rejoin_timeout,
             transport=CallTransport(calls, call_timeout=self.call_timeout, check=check),
         )
-        self.run(self.build_trainer(engine))
+
+    def main(self) -> None:
+        """Run the job. NVFlare calls this method."""
+        self.run(self.build_trainer(self.build_engine()))
 
 
 def _call(proxy: Any, request: bytes, timeout: float) -> bytes:
@@ -161,12 +172,16 @@ class NVFlareClient(ABC):
     ```
     """
 
+    def __init__(self) -> None:
+        require_nvflare(type(self).__name__)
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        collab = require_nvflare(cls.__name__)
-        cls.start = collab.init(NVFlareClient.start)  # type: ignore[method-assign]
-        cls.handle = collab.publish(NVFlareClient.handle)  # type: ignore[method-assign]
-        cls.stop = collab.final(NVFlareClient.stop)  # type: ignore[method-assign]
+        if is_nvflare_installed():
+            collab = require_nvflare(cls.__name__)
+            for name, decorator in (("start", collab.init), ("handle", collab.publish), ("stop", collab.final)):
+                method = getattr(NVFlareClient, name)
+                setattr(cls, name, functools.wraps(method)(decorator(method)))
 
     @abstractmethod
     def build_trainer(self, client_id: str) -> Any:
