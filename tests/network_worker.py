@@ -108,6 +108,8 @@ def train(number: int, request: dict[str, Any]) -> None:
         write_notes(0, trainer, recorder)
         return
     client_id = list(clients)[number - 1]
+    # Clients do not have the examples of the server.
+    common.pop("server_dataset", None)
     if isinstance(eval_clients, FederatedDataset):
         common["eval_dataset"] = eval_clients.select_clients([client_id])
     if is_killed and kill.get("before_reply"):

@@ -86,6 +86,21 @@ COMMANDS = {
         "Write a recipe as a job of NVIDIA FLARE (extra `nvflare`). The clients are NVFlare sites with their own "
         "examples.",
     ),
+    "status": Command(
+        "status",
+        "status",
+        "show the round and the clients of a server",
+        "Show the round, and for each client its state, when it was last heard, and the bytes that it received and "
+        "sent since the server started.",
+        "add_status_arguments",
+    ),
+    "expel": Command(
+        "status",
+        "expel",
+        "expel a client from a run",
+        "Tell a running server to disconnect a client and to refuse it from then on, also after a resume.",
+        "add_expel_arguments",
+    ),
     "split-server": Command(
         "network",
         "split_server",

@@ -117,6 +117,8 @@ class Engine(ABC):
         # The exception behind the last `ClientFailure`, if it is known. A failed round shows this exception as its
         # cause.
         self.last_error: Exception | None = None
+        # Called about every second while the engine waits for replies, if the clients are on other machines.
+        self.on_wait: Callable[[], None] | None = None
 
     def check_launch(self, num_processes: int) -> None:  # noqa: B027 - most engines support every launch
         """
@@ -134,12 +136,16 @@ class Engine(ABC):
         """The clients, if they are on other machines. Their training examples are not on the server."""
         return None
 
-    def connect(self, settings: Callable[[], SessionConfig]) -> None:  # noqa: B027 - most engines run here
+    def connect(  # noqa: B027 - most engines run here
+        self, settings: Callable[[], SessionConfig], output_dir: Path, num_rounds: int
+    ) -> None:
         """
         Wait for clients on other machines, before a run starts.
 
         Args:
             settings (`Callable[[], SessionConfig]`): Returns the settings that clients must share with the server.
+            output_dir (`pathlib.Path`): Output directory, for the status of the run.
+            num_rounds (`int`): Number of rounds of the run.
 
         Raises:
             TimeoutError: If too few clients join. The message names the absent clients.
@@ -221,6 +227,10 @@ class Engine(ABC):
 
     def absence_reason(self, client_id: str) -> str | None:
         """Return why a client did not reply, if the engine knows."""
+        return None
+
+    def describe_waiting(self) -> str | None:
+        """Return which clients the engine waits for, if they are on other machines."""
         return None
 
     def _checked(self, expected: ExpectedReply, reply: Message) -> Message:

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import logging
 
@@ -21,6 +22,8 @@ from ..transport.protocol import DEFAULT_MAX_MESSAGE_BYTES, JoinedPieces
 from ..transport.session_config import SessionConfig
 from ..utils.arguments import require
 from .base import Engine, EngineContext, Plan
+from .run_monitor import RunMonitor
+from .run_status import RunStatus
 
 
 logger = logging.get_logger(__name__)
@@ -109,6 +112,8 @@ class NetworkEngine(Engine):
         self._join_timeout = join_timeout
         self._rejoin_timeout = rejoin_timeout
         self._is_open = False
+        self._status = RunStatus(clients, self.transport)
+        self._monitor: RunMonitor | None = None
         self._saved_clients: Callable[[], list[Path]] = list
         # The state of each client after its last reply. It has the name of the request. Empty before the first one.
         self._states: dict[str, str] = {}
@@ -129,28 +134,48 @@ class NetworkEngine(Engine):
                 "server without a launcher."
             )
 
-    def connect(self, settings: Callable[[], SessionConfig]) -> None:
+    def connect(self, settings: Callable[[], SessionConfig], output_dir: Path, num_rounds: int) -> None:
         if not self._is_open:
             self.transport.start(self._datasets.client_ids, settings())
             self._is_open = True
+            self._status.num_rounds = num_rounds
+            self._monitor = RunMonitor(
+                output_dir, lambda: self._status.snapshot(self._datasets.announced, self._missing)
+            )
+            self._monitor.start()
             address = getattr(self.transport, "address", None)
             logger.warning(
                 f"Waiting for {self._num_to_start} of {len(self._datasets.client_ids)} clients at {address}."
             )
         deadline = time.monotonic() + self._join_timeout
-        while sum(map(self.transport.is_connected, self._datasets.client_ids)) < self._num_to_start:
+        while not self._can_start():
             remaining = deadline - time.monotonic()
-            event = self.transport.receive(remaining) if remaining > 0 else None
-            if event is None:
+            if remaining <= 0:
                 absent = [name for name in self._datasets.client_ids if not self.transport.is_connected(name)]
                 raise TimeoutError(
                     f"Clients {absent} have not joined within {self._join_timeout:g} s, and num_to_start is "
                     f"{self._num_to_start}. Start these clients, or lower `num_to_start`."
                 )
-            self._note(event)
+            event = self.transport.receive(min(remaining, _CHECK_SECONDS))
+            if event is not None:
+                self._note(event)
         # The events of clients that have joined in the meantime.
         while (event := self.transport.receive(0)) is not None:
             self._note(event)
+
+    def _can_start(self) -> bool:
+        self._expel_clients()
+        names = [name for name in self._datasets.client_ids if name not in self._status.expelled]
+        return sum(map(self.transport.is_connected, names)) >= min(self._num_to_start, len(names))
+
+    def _expel_clients(self) -> None:
+        """Expel the clients that the operator has named."""
+        for name in [] if self._monitor is None else self._monitor.expelled():
+            if name in self._datasets.client_ids and name not in self._status.expelled:
+                self._status.expelled.add(name)
+                self._missing[name] = "the operator has expelled the client"
+                self.transport.expel(name)
+                _log(f"The operator has expelled client {name!r}.", "expelled", name)
 
     def start(self, context: EngineContext) -> None:
         super().start(context)
@@ -162,10 +187,14 @@ class NetworkEngine(Engine):
             self._is_open = False
             self.transport.stop(reason)
             self._missing = dict.fromkeys(self._datasets.client_ids, "the run has ended")
+            if self._monitor is not None:
+                self._monitor.stop(f"failed: {reason}" if reason else "complete")
 
     def _note(self, event: Event) -> None:
         """Record that a client joined, left or was lost. Ignore a reply to a request that is no longer open."""
         name = event.client_id
+        if name in self._status.expelled:
+            return
         if event.kind == "joined":
             try:
                 announced, _ = unframe(event.blob, num_examples=int)
@@ -177,26 +206,28 @@ class NetworkEngine(Engine):
             self._missing.pop(name, None)
         elif event.kind in ("left", "lost"):
             self._absent_since[name] = time.monotonic()
-            logger.warning(f"Client {name!r} {'left' if event.kind == 'left' else 'is no longer heard'}.")
+            _log(f"Client {name!r} {'left' if event.kind == 'left' else 'is no longer heard'}.", event.kind, name)
         else:
-            logger.warning(f"Ignored a reply of client {name!r}: it came too late.")
+            _log(f"Ignored a reply of client {name!r}: it came too late.", "late_reply", name)
 
     def _announce(self, client_id: str, num_examples: int) -> None:
         """Keep the first number of examples that a client announces, because it limits what the client may claim."""
         announced = num_examples if 0 <= num_examples <= MAX_COUNT else None
         first = self._datasets.announced.setdefault(client_id, announced)
         size = "a stream" if announced is None else f"{announced} examples"
-        if first == announced:
-            logger.warning(f"Client {client_id!r} joined with {size}.")
-        else:
-            logger.warning(f"Client {client_id!r} joined with {size}, but it announced {first} before, which counts.")
+        reason = "." if first == announced else f", but it announced {first} before, which counts."
+        _log(f"Client {client_id!r} joined with {size}{reason}", "joined", client_id, num_examples=first)
 
     def absence_reason(self, client_id: str) -> str | None:
         return self._missing.get(client_id)
 
+    def describe_waiting(self) -> str | None:
+        return self._status.describe_waiting()
+
     def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
         started = time.monotonic()
         requests: dict[str, Message] = {}
+        self._status.begin(plan.round, plan.phase)
         while (event := self.transport.receive(0)) is not None:
             self._note(event)
         try:
@@ -205,10 +236,7 @@ class NetworkEngine(Engine):
                     self._send(client_id, requests, dispatch)
             num_replies = 0
             while requests and not plan.is_over(started, num_replies):
-                for client_id in self._overdue(requests, plan):
-                    del requests[client_id]
-                    self.transport.withdraw(client_id)
-                    self._missing[client_id] = f"the client was absent for {self._rejoin_timeout:g} s"
+                self._drop_absent(requests, plan)
                 if not requests:
                     break
                 reply = self._next_reply(requests, self._pause(started, plan))
@@ -216,9 +244,24 @@ class NetworkEngine(Engine):
                     num_replies += 1
                     yield reply
                     del reply  # Free the memory before the next reply arrives.
+                if self.on_wait is not None:
+                    self.on_wait()
         finally:
             for client_id in requests:
                 self.transport.withdraw(client_id)
+                self._status.withdrawn(client_id)
+
+    def _drop_absent(self, requests: dict[str, Message], plan: Plan) -> None:
+        """Close the requests of clients that were absent for too long, and of clients that were expelled."""
+        self._expel_clients()
+        for client_id in self._overdue(requests, plan):
+            self.transport.withdraw(client_id)
+            self._missing[client_id] = f"the client was absent for {self._rejoin_timeout:g} s"
+            text = f"Round {plan.round + 1} no longer waits for client {client_id!r}."
+            _log(text, "absent", client_id, round=plan.round + 1)
+        for client_id in [name for name in requests if name in self._missing]:
+            del requests[client_id]
+            self._status.withdrawn(client_id)
 
     def _next_reply(self, requests: dict[str, Message], timeout: float) -> tuple[str, Message] | None:
         """Return the reply to one of the open requests, which is then closed, or `None` for another event."""
@@ -228,7 +271,12 @@ class NetworkEngine(Engine):
         if event.kind != "reply" or event.client_id not in requests:
             self._note(event)
             return None
-        return event.client_id, self._read(requests.pop(event.client_id), event.blob)
+        request = requests.pop(event.client_id)
+        seconds = self._status.replied(event.client_id, len(event.blob))
+        text = f"Client {event.client_id!r} replied after {seconds:.1f} s."
+        facts = {"round": request.round + 1, "bytes": len(event.blob), "seconds": round(seconds, 3)}
+        logger.info(text, extra={"event": "reply", "client": event.client_id, **facts})
+        return event.client_id, self._read(request, event.blob)
 
     def _send(self, client_id: str, requests: dict[str, Message], dispatch: Callable[[str], Message]) -> None:
         request = requests[client_id] = dispatch(client_id)
@@ -238,6 +286,9 @@ class NetworkEngine(Engine):
             "keep": [state for path in self._saved_clients() if (state := _read_state(path, client_id)) is not None],
             "num_clients": len(self._datasets.client_ids),
         }
+        self._status.sent(client_id, request.num_bytes)
+        facts = {"client": client_id, "round": request.round + 1, "bytes": request.num_bytes}
+        logger.info(f"Sent a request to client {client_id!r}.", extra={"event": "request", **facts})
         self.transport.send(client_id, lambda: JoinedPieces(frame(header), request.to_pieces()))
 
     def _overdue(self, requests: Mapping[str, Message], plan: Plan) -> list[str]:
@@ -295,3 +346,8 @@ def _read_state(directory: Path, client_id: str) -> str | None:
         return None
     state = content.get("state") if isinstance(content, dict) else None
     return state if isinstance(state, str) else None
+
+
+def _log(text: str, event: str, client_id: str, **fields: Any) -> None:
+    """Log an event of a client that an operator should see."""
+    logger.warning(text, extra={"event": event, "client": client_id, **fields})

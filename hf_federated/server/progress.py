@@ -82,7 +82,7 @@ class RoundProgress:
                 on_dispatch(client_id)
 
         # If the consumer stops early, the engine must not wait for further replies.
-        with self._shown_bar(plan, num_clients), closing(engine.run(plan, dispatch)) as replies:
+        with self._shown_bar(plan, num_clients, engine), closing(engine.run(plan, dispatch)) as replies:
             for reply in replies:
                 num_replies += 1
                 started = waiting.pop(reply.client_id, None)
@@ -113,7 +113,7 @@ class RoundProgress:
             if self._bar is not None:
                 self._bar.show(next(positions), client_id)
 
-        with self._shown_bar(plan, len(engine.own_clients(plan.cohort))):
+        with self._shown_bar(plan, len(engine.own_clients(plan.cohort)), engine):
             return engine.collect(plan, dispatch)
 
     def on_client_step(self, step: int, num_steps: int) -> None:
@@ -135,12 +135,15 @@ class RoundProgress:
         )
 
     @contextmanager
-    def _shown_bar(self, plan: Plan, num_clients: int) -> Iterator[None]:
+    def _shown_bar(self, plan: Plan, num_clients: int, engine: Engine) -> Iterator[None]:
         """Show the bar of a plan inside the context, if the trainer itself shows a bar."""
         before, self._bar = self._bar, self._open_bar(plan, num_clients)
+        if (bar := self._bar) is not None:
+            engine.on_wait = lambda: bar.show_waiting(engine.describe_waiting())
         try:
             yield
         finally:
+            engine.on_wait = None
             if self._bar is not None:
                 self._bar.close()
             self._bar = before
@@ -207,6 +210,13 @@ class _Bar(ABC):
         if now - self._client_drawn >= self.interval:
             self._client_drawn = now
             self._draw([self._short_id], 0.0)
+
+    def show_waiting(self, text: str | None) -> None:
+        """Show which clients on other machines train, are late or absent."""
+        now = time.monotonic()
+        if text is not None and now - self._step_drawn >= self.interval:
+            self._step_drawn = now
+            self._draw([text], 0.0)
 
     def show_step(self, step: int, num_steps: int) -> None:
         """Show the step of the client that trains."""

@@ -74,7 +74,7 @@ class Federation:
             # from the parameters of the main process.
             setup.processes.broadcast_([*model.parameters(), *model.buffers()], source=0)
         self.engine = setup.engine
-        self.engine.connect(lambda: NetworkSettings.of(setup, args))
+        self.engine.connect(lambda: NetworkSettings.of(setup, args), Path(str(args.output_dir)), setup.num_rounds)
         saved = {} if checkpoint is None else read_server_state(checkpoint)
         if checkpoint is not None:
             check_resumed(saved["identity"], setup.identity(args), checkpoint)

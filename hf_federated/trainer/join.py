@@ -66,6 +66,8 @@ class JoinedClient:
         self._connector: Connector
         self._connection: Connection | None = None
         self._history: StateHistory | None = None
+        # Number of training examples in all rounds.
+        self.examples_seen = 0
         # The next request, and its content.
         self._request: tuple[dict[str, Any], memoryview] | None = None
 
@@ -160,6 +162,7 @@ class JoinedClient:
                 answer = worker.handle(message)
                 if isinstance(answer, ClientUpdate):
                     metrics[self.client_id] = answer.reported_metrics
+                    self.examples_seen += self._num_examples_seen(answer)
                 elif isinstance(answer, ClientFailure):
                     logger.warning(f"Round {message.round + 1}: this client failed: {worker.last_error}")
                 reply = answer.to_bytes()
@@ -178,6 +181,12 @@ class JoinedClient:
             if self._connection.end:
                 raise RunEndedError(f"The server ended the run: {self._connection.end}")
         return RoundSummary.from_clients(metrics, num_failed=0, round=round or 0)
+
+    def _num_examples_seen(self, update: ClientUpdate) -> int:
+        config, args = self.setup.config, self._args
+        if config.local_steps is None:
+            return int(update.num_examples * config.local_epochs)
+        return update.num_steps * args.train_batch_size * args.gradient_accumulation_steps
 
 
 class _Renamed(Mapping[str, Any]):

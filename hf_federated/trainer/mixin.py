@@ -301,7 +301,9 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             self._federation_setup.processes.wait("end of training")
             return output
         except BaseException as error:
-            self._federation_setup.engine.stop(f"{type(error).__name__} on the server")
+            is_interrupt = isinstance(error, KeyboardInterrupt)
+            reason = "it was interrupted" if is_interrupt else f"{type(error).__name__} on the server"
+            self._federation_setup.engine.stop(reason)
             raise
         finally:
             self._runs_rounds = False
@@ -465,7 +467,8 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
                 if self._joined is None:
                     logs.update(self._federation.round_logs())
             if "train_runtime" in logs:
-                logs["train_samples_per_second"] = round(self._federation.examples_seen / logs["train_runtime"], 3)
+                source = self._federation if self._joined is None else self._joined
+                logs["train_samples_per_second"] = round(source.examples_seen / logs["train_runtime"], 3)
             if self._user_args.include_num_input_tokens_seen != "no":
                 logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         super().log(logs, start_time)

@@ -30,6 +30,7 @@ from .checks import (
     check_not_averaged,
     check_participants,
     check_predictions,
+    check_server_dataset,
     federation_identity,
     resolve_federation,
     sample_clients,
@@ -144,8 +145,8 @@ class FederationSetup:
         is_raw = participants.task is not None
         deferred_errors: list[ValueError] = []
 
-        def check_cohort(check: Callable[[], T], otherwise: T) -> T:
-            """Check the size of the cohort. A process with one client may be a client of a larger federation."""
+        def check_server(check: Callable[[], T], otherwise: T) -> T:
+            """Check what only the server needs. A process with one client may be a client on another machine."""
             try:
                 return check()
             except ValueError as error:
@@ -155,7 +156,8 @@ class FederationSetup:
                 return otherwise
 
         alone = ClientSampler(list(clients), 1.0, resolved.federation_seed or 0)
-        sampler = check_cohort(lambda: sample_clients(clients, resolved), alone)
+        sampler = check_server(lambda: sample_clients(clients, resolved), alone)
+        check_server(lambda: check_server_dataset(aggregation, distillation, participants), None)
         check_clients(trainer, clients, eval_clients, resolved, is_raw, distillation)
         if resolved.freeze is not None:
             freeze_layers(trainer.model, resolved.freeze)
@@ -179,7 +181,7 @@ class FederationSetup:
             deferred_errors=deferred_errors,
             **fields,
         )
-        check_cohort(lambda: aggregation.check_exchange(setup.exchange.tensors, sampler.num_sampled), None)
+        check_server(lambda: aggregation.check_exchange(setup.exchange.tensors, sampler.num_sampled), None)
         # Processes with different `parallelism` would block at different collective operations.
         setup.check_consistency("construction of the trainer", args, None)
         return setup

@@ -81,6 +81,14 @@ class Transport(ABC):
     def is_connected(self, client_id: str) -> bool:
         """Whether a client has joined and has neither left nor been lost."""
 
+    def seconds_since_heard(self, client_id: str) -> float | None:
+        """Seconds since the last sign of a connected client, or `None` if the transport does not know."""
+        return None
+
+    def expel(self, client_id: str) -> None:
+        """Disconnect a client and refuse it from now on. By default, only its open request is closed."""
+        self.withdraw(client_id)
+
     @abstractmethod
     def stop(self, reason: str = "") -> None:
         """

@@ -154,6 +154,15 @@ class GrpcTransport(Transport):
     def is_connected(self, client_id: str) -> bool:
         return self._clients[client_id].is_connected
 
+    def seconds_since_heard(self, client_id: str) -> float | None:
+        return None if self._server is None else self._server.seconds_since_heard(client_id)
+
+    def expel(self, client_id: str) -> None:
+        self.withdraw(client_id)
+        if self._server is not None:
+            self._server.expel(client_id)
+        self._disconnect(client_id, "left")
+
     def stop(self, reason: str = "") -> None:
         if self._server is None:
             return

@@ -133,6 +133,7 @@ class SessionRegistry:
         self._run_id = secrets.token_hex(8)
         self._lock = threading.Lock()
         self._sessions: dict[str, TransportSession] = {}
+        self._expelled: set[str] = set()
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="session-watcher", daemon=True)
 
@@ -163,9 +164,11 @@ class SessionRegistry:
             `tuple[TransportSession, bool]`: The session, and whether it is new.
 
         Raises:
-            RequestRejectedError: If another link of the client is connected.
+            RequestRejectedError: If another link of the client is connected, or if the client was expelled.
         """
         with self._lock:
+            if client_id in self._expelled:
+                raise RequestRejectedError("PERMISSION_DENIED", _expelled(client_id))
             existing = self._sessions.get(client_id)
             if existing is not None and existing.end_reason is None:
                 if existing.process_token == process_token:
@@ -182,6 +185,14 @@ class SessionRegistry:
             session = TransportSession(client_id, session_id, process_token, make_endpoint())
             self._sessions[client_id] = session
             return session, True
+
+    def expel(self, client_id: str) -> None:
+        """End the session of a client, and refuse the client from now on."""
+        with self._lock:
+            self._expelled.add(client_id)
+            session = self._sessions.get(client_id)
+        if session is not None:
+            session.close(_expelled(client_id))
 
     def find(self, session_id: str) -> TransportSession:
         """
@@ -241,3 +252,7 @@ class SessionRegistry:
             # An error of the callback must not end this thread, which watches all clients.
             except Exception:
                 logger.exception(f"on_lost failed for client {session.client_id!r}.")
+
+
+def _expelled(client_id: str) -> str:
+    return f"The operator of the server has expelled client {client_id!r}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,3 +113,74 @@ def test_serve_and_join_give_the_bytes_of_train(run, recipe, certificates, examp
     assert results["num_train_rows"] == 45
     assert (server / "federated_ledger.json").read_bytes() == (expected / "federated_ledger.json").read_bytes()
     assert "2 clients" in (server / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_killed_server_resumes_and_clients_return(run, recipe, certificates, examples, tmp_path):
+    commands = commands_of(recipe, certificates, examples, "--log-format", "json")
+    killed = {
+        "party": "server",
+        "file": "run/server/checkpoint-1",
+        "number": signal.SIGKILL,
+        "again": [*commands["server"], "--resume"],
+    }
+    codes = run(tmp_path, commands, signal=killed)
+    assert codes == {"server": 0, "north": 0, "south": 0}, logs(tmp_path)
+    server = tmp_path / "run" / "server"
+    expected = load_file(train_in_one_process(recipe, examples, tmp_path) / "model.safetensors")
+    found = load_file(server / "model.safetensors")
+    assert all(value.equal(found[name]) for name, value in expected.items())
+    events = [json.loads(line) for line in (tmp_path / "server.log").read_text().splitlines() if line[:1] == "{"]
+    names = [event["event"] for event in events if "event" in event]
+    assert {"joined", "request", "reply", "round_begin", "round_end", "checkpoint", "run_end"} <= set(names)
+    reply = next(event for event in events if event.get("event") == "reply")
+    assert reply["client"] in CLIENTS and reply["bytes"] > 0 and reply["seconds"] >= 0
+    assert "PRIVATE KEY" not in logs(tmp_path)
+
+
+def test_interrupted_server_ends_the_clients(run, recipe, certificates, examples, tmp_path):
+    commands = commands_of(recipe, certificates, examples, "--set", "federation.num_rounds=100000")
+    interrupt = {"party": "server", "file": "run/server/checkpoint-2", "number": signal.SIGINT}
+    codes = run(tmp_path, commands, signal=interrupt)
+    assert codes == {"server": 130, "north": 1, "south": 1}, logs(tmp_path)
+    assert "The server ended the run: it was interrupted" in (tmp_path / "north.log").read_text()
+    assert (tmp_path / "server.log").read_text().splitlines()[-1].startswith("hf-federated: interrupted")
+
+
+def test_serve_and_join_need_certificates_clients_and_an_address(recipe, tmp_path, capsys):
+    errors = {
+        ("serve",): "pass either --certificates DIR, from `hf-federated certificates`, or --insecure",
+        ("serve", "--insecure", "--certificates", str(tmp_path)): "pass either --certificates DIR",
+        ("serve", "--insecure", "--set", "network=null"): "the clients are not known. Pass --client ID",
+        ("serve", "--insecure", "--address", "0.0.0.0:0"): "insecure",
+        ("serve", "--insecure", "--num-to-start", "3"): "it must be at least 1 and at most the number of clients, 2",
+        ("join", "--insecure", "--client", "north", "--set", "network=null"): "the address of the server is not known",
+        ("join", "--insecure", "--client", "north", "--examples", "none.csv"): "none.csv",
+        ("join", "--insecure", "--client", "north", "--set", "split={}"): "--insecure is not supported for split",
+        ("split-client", "--insecure", "--client", "north", "--examples", "none.csv"): "`split-client` is deprecated",
+    }
+    for (command, *options), message in errors.items():
+        assert main([command, str(recipe), *options]) == 2
+        assert message in capsys.readouterr().err, (command, options)
+
+
+def test_share_of_training_examples_cannot_be_public(recipe, examples, capsys):
+    public = ["--set", "public={share: 0.2}", "--set", "federation.distillation=dsfl"]
+    public += ["--set", "partition={name: iid, num_clients: 2}"]
+    assert main(["serve", str(recipe), "--insecure", *public]) == 2
+    assert "Set public.path to a file with the public examples" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_distillation_with_client_models_gives_the_bytes_of_train(
+    run, recipe, certificates, examples, model_dir, tmp_path
+):
+    models = f"[{{name_or_path: {model_dir}, kwargs: {{num_hidden_layers: 1}}}}, {{name_or_path: {model_dir}}}]"
+    settings = ["federation.distillation=fedid", f"client_models={models}"]
+    settings.append(f"public={{path: {examples['public']}, server_path: {examples['test']}}}")
+    changes = [part for setting in settings for part in ("--set", setting)]
+    codes = run(tmp_path, commands_of(recipe, certificates, examples, *changes))
+    assert codes == {"server": 0, "north": 0, "south": 0}, logs(tmp_path)
+    expected = load_file(train_in_one_process(recipe, examples, tmp_path, *settings) / "model.safetensors")
+    found = load_file(tmp_path / "run" / "server" / "model.safetensors")
+    assert all(value.equal(found[name]) for name, value in expected.items())

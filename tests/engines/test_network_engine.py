@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def network() -> Iterator[Callable[..., NetworkEngine]]:
 
 
 def begin(engine: NetworkEngine) -> None:
-    engine.connect(lambda: SETTINGS)
+    engine.connect(lambda: SETTINGS, Path("unused"), 1)
     engine.start(EngineContext(lambda: pytest.fail("the server trains no client"), {}, "data", process_group()))
 
 
@@ -138,7 +139,7 @@ def test_absent_clients_are_named_if_too_few_join(network):
     engine = network(join_timeout=0.5)
     Client(engine.transport.address, "south")
     with pytest.raises(TimeoutError, match=r"Clients \['north'\] have not joined within 0.5 s, and num_to_start is 2"):
-        engine.connect(lambda: SETTINGS)
+        engine.connect(lambda: SETTINGS, Path("unused"), 1)
 
 
 def test_client_that_has_not_joined_fails_at_once_and_takes_part_when_it_joins(network):
@@ -269,7 +270,7 @@ def test_damaged_reply_is_a_failure_of_its_client(network, reply):
 def test_invalid_announcement_does_not_count_as_joined_examples(network, caplog):
     engine = network("north")
     with GrpcConnection(engine.transport.address, None, "north", SETTINGS, b"\0\0\0\2{}", insecure=True):
-        engine.connect(lambda: SETTINGS)
+        engine.connect(lambda: SETTINGS, Path("unused"), 1)
     assert any("invalid announcement" in text for text in caplog.messages)
     assert engine.remote_clients.num_rows == {"north": None}
 

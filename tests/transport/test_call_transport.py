@@ -227,18 +227,18 @@ def test_closed_endpoint_ends_the_trainer(started):
         assert isinstance(client.error, LinkError)
 
 
-def test_error_of_the_check_ends_the_run():
+def test_error_of_the_check_ends_the_run(tmp_path):
     def check() -> None:
         raise RuntimeError("The job was aborted.")
 
     engine = NetworkEngine(["north"], transport=CallTransport({}, check=check), join_timeout=5)
     with pytest.raises(RuntimeError, match="aborted"):
-        engine.connect(lambda: SETTINGS)
+        engine.connect(lambda: SETTINGS, tmp_path, 1)
 
 
-def test_client_that_cannot_be_called_does_not_join(caplog):
+def test_client_that_cannot_be_called_does_not_join(caplog, tmp_path):
     engine = NetworkEngine(["north", "south"], transport=CallTransport({"south": Client().call}), join_timeout=0.5)
     with pytest.raises(TimeoutError, match=r"Clients \['north'\] have not joined"):
-        engine.connect(lambda: SETTINGS)
+        engine.connect(lambda: SETTINGS, tmp_path, 1)
     assert "Clients ['north'] do not take part in the run" in caplog.text
     engine.stop()

@@ -9,7 +9,7 @@ from .data import (
     check_without_examples,
     sample_clients,
 )
-from .participants import check_participants, check_predictions
+from .participants import check_participants, check_predictions, check_server_dataset
 from .resume import check_resumed, federation_identity
 
 
@@ -23,6 +23,7 @@ __all__ = [
     "check_predictions",
     "check_prepares_no_data",
     "check_resumed",
+    "check_server_dataset",
     "check_without_examples",
     "federation_identity",
     "resolve_federation",

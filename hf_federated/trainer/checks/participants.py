@@ -76,10 +76,6 @@ def _check_server_examples(
     name = None if distillation is None else distillation.name
     has_public = participants.public_dataset is not None
     has_unused = participants.server_dataset is not None and not aggregation.trains_on_server
-    if aggregation.trains_on_server and not participants.server_dataset:
-        raise ValueError(
-            f"aggregation={aggregation.name!r} needs `server_dataset`: labeled examples on which the server trains."
-        )
     if distillation is not None and not distillation.requirements.public_dataset and (has_public or has_unused):
         raise ValueError(
             f"distillation={name!r} uses neither public examples nor labelled examples of the server. Leave "
@@ -112,8 +108,25 @@ def _check_server_examples(
             f"Client {streams[0]!r} has a stream (IterableDataset), but distillation={name!r} compares all examples "
             "of a client with the public examples. Pass a Dataset, or use distillation='feddf', which compares none."
         )
-    if distillation is not None and distillation.requirements.server_dataset and not participants.server_dataset:
-        raise ValueError(f"{distillation!r} needs `server_dataset`: labelled examples of the server.")
+
+
+def check_server_dataset(
+    aggregation: Aggregation, distillation: Distillation | None, participants: Participants
+) -> None:
+    """
+    Check that the server has the labeled examples that the algorithms need. Clients do not need them.
+
+    Raises:
+        ValueError: If `server_dataset` is missing or empty.
+    """
+    if participants.server_dataset:
+        return
+    if aggregation.trains_on_server:
+        raise ValueError(
+            f"aggregation={aggregation.name!r} needs `server_dataset`: labeled examples on which the server trains."
+        )
+    if distillation is not None and distillation.requirements.server_dataset:
+        raise ValueError(f"{distillation!r} needs `server_dataset`: labeled examples of the server.")
 
 
 def _check_client_models(
