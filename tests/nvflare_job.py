@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from network_worker import KillInStep
+from nvflare.collab import CollabCallError, collab
 from rank_worker import NUM_ROUNDS, RoundRecorder, scenario
 from safetensors.torch import save_file
 from tiny import arguments
@@ -20,6 +21,7 @@ from tiny import arguments
 from hf_federated import FederatedConfig, FederatedDataset, FederatedTrainer
 from hf_federated.engines import NetworkEngine
 from hf_federated.engines.nvflare import NVFlareClient, NVFlareServer
+from hf_federated.transport.framing import frame
 
 
 def site_name(client_id: str) -> str:
@@ -114,6 +116,7 @@ class Client(NVFlareClient):
         federation: dict[str, Any] | None = None,
         killed: str = "",
         differs: str = "",
+        spies: str = "",
     ) -> None:
         super().__init__()
         self.scenarios = list(scenarios)
@@ -121,9 +124,21 @@ class Client(NVFlareClient):
         self.federation = federation or {}
         self.killed = killed
         self.differs = differs
+        self.spies = spies
 
     def build_trainer(self, client_id: str) -> FederatedTrainer:
+        if client_id == self.spies:
+            self.call_another_client()
         return self.build(self.scenarios[0], client_id)
+
+    def call_another_client(self) -> None:
+        """Call a client as the server does, and write what it answers."""
+        request = frame({"kind": "join", "session": "", "name": "", "text": "", "seconds": 1.0})
+        try:
+            answer = str(collab.other_clients[0](timeout=10).handle(request))
+        except CollabCallError as error:
+            answer = str(error)
+        (Path(self.folder) / "spy.log").write_text(answer)
 
     def build(self, name: str, client_id: str) -> FederatedTrainer:
         callbacks = [KillInStep(1)] if client_id == self.killed else []

@@ -144,9 +144,8 @@ class NetworkEngine(Engine):
             )
             self._monitor.start()
             address = getattr(self.transport, "address", None)
-            logger.warning(
-                f"Waiting for {self._num_to_start} of {len(self._datasets.client_ids)} clients at {address}."
-            )
+            place = "" if address is None else f" at {address}"
+            logger.warning(f"Waiting for {self._num_to_start} of {len(self._datasets.client_ids)} clients{place}.")
         deadline = time.monotonic() + self._join_timeout
         while not self._can_start():
             remaining = deadline - time.monotonic()

@@ -26,7 +26,9 @@ from .network import NetworkEngine
 logger = logging.get_logger(__name__)
 
 # Seconds that the end of a job waits for the trainer of a client.
-_STOP_SECONDS = 30.0
+_STOP_SECONDS = 300.0
+# Name of the server in the calls of NVFlare.
+SERVER_NAME = "server"
 
 
 def is_nvflare_installed() -> bool:
@@ -132,18 +134,24 @@ class NVFlareServer(ABC):
         from nvflare.collab.api.exceptions import RunAborted
 
         context = collab.context
+        num_to_start = self.num_to_start or len(self.clients)
 
         def check() -> None:
             if context.is_aborted():
                 raise RunAborted("NVFlare ends the job.")
+            # The process of a client is not restarted in a running job.
+            if len(self.clients) - len(transport.failures) < num_to_start:
+                reasons = "; ".join(f"{name!r}: {reason}" for name, reason in sorted(transport.failures.items()))
+                raise RuntimeError(f"The run needs {num_to_start} clients, but these clients cannot join: {reasons}")
 
         calls = {proxy.name: functools.partial(_call, proxy) for proxy in collab.clients}
+        transport = CallTransport(calls, call_timeout=self.call_timeout, check=check)
         return NetworkEngine(
             self.clients,
-            num_to_start=self.num_to_start,
+            num_to_start=num_to_start,
             join_timeout=self.join_timeout,
             rejoin_timeout=self.rejoin_timeout,
-            transport=CallTransport(calls, call_timeout=self.call_timeout, check=check),
+            transport=transport,
         )
 
     def main(self) -> None:
@@ -218,7 +226,15 @@ class NVFlareClient(ABC):
 
         Args:
             request (`bytes`): The call.
+
+        Raises:
+            PermissionError: If another client calls.
         """
+        from nvflare.collab import collab
+
+        # NVFlare also delivers calls between the clients of a job.
+        if collab.caller != SERVER_NAME:
+            raise PermissionError(f"Only the server calls this method, not {collab.caller!r}.")
         return self._endpoint.handle(request)
 
     def stop(self) -> None:
@@ -233,7 +249,8 @@ class NVFlareClient(ABC):
                 self.run(trainer, self._endpoint.connect, client_id)
             except BaseException as error:
                 logger.exception(f"Client {client_id!r} ended.")
-                self._endpoint.fail(f"{type(error).__name__}: {error}")
+                # The text of an error may contain paths and examples. It stays on the client.
+                self._endpoint.fail(f"{type(error).__name__}. The log of the client has the details.")
 
 
 def output_folder(output_dir: str) -> str:

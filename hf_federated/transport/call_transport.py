@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from transformers.utils import logging
 
@@ -57,6 +57,10 @@ class _CallFailedError(Exception):
     """A client does not take part. The message is for the log."""
 
 
+class _TrainerFailedError(_CallFailedError):
+    """The trainer of a client has ended, or the server has refused it."""
+
+
 @dataclass
 class _Client:
     """
@@ -67,19 +71,27 @@ class _Client:
         session (`str`): Id of the client's process. Empty if the client is not connected.
         build (`Callable`, *optional*): Builds the open request.
         name (`str`): Name of the open request. A repeated request has the same name.
+        has_joined (`bool`): Whether the client has ever joined.
+        is_expelled (`bool`): Whether the client must not take part.
+        heard (`float`): When the client last answered a call.
     """
 
     call: Call
     session: str = ""
     build: Callable[[], bytes | Pieces] | None = None
     name: str = ""
+    has_joined: bool = False
+    is_expelled: bool = False
+    heard: float = 0.0
 
 
 def _check_answer(answer: dict[str, Any], kind: str) -> None:
+    if answer["kind"] == "failed":
+        raise _TrainerFailedError(f"its trainer ended: {answer['text']}")
     if answer["kind"] == "lost":
         raise _CallFailedError("it was restarted")
     if answer["kind"] != kind:
-        raise _CallFailedError(answer["text"] or f"it answered {answer['kind']!r} and not {kind!r}")
+        raise _CallFailedError(f"it answered {answer['kind']!r} and not {kind!r}")
 
 
 class CallTransport(Transport):
@@ -95,6 +107,9 @@ class CallTransport(Transport):
             Seconds without a response after which a client is lost. It does not limit the duration of local training.
         check (`Callable[[], None]`, *optional*):
             Called regularly by `receive`. An error that it raises ends the run.
+
+    Attributes:
+        failures (`dict[str, str]`): Why the trainers of clients ended before the clients joined, by client id.
 
     Raises:
         ValueError: If `call_timeout` is not positive.
@@ -118,6 +133,7 @@ class CallTransport(Transport):
         self._calls = dict(calls)
         self._call_timeout = call_timeout
         self._check = check
+        self.failures: dict[str, str] = {}
         self._session_config: SessionConfig
         self._clients: dict[str, _Client] = {}
         self._events: queue.Queue[Event] = queue.Queue()
@@ -132,7 +148,7 @@ class CallTransport(Transport):
         absent = [client_id for client_id in client_ids if client_id not in self._calls]
         if absent:
             logger.warning(f"Clients {absent} do not take part in the run: they cannot be called.")
-        self._session_config, self._end = session_config, None
+        self._session_config, self._end, self.failures = session_config, None, {}
         self._events, self._gate = queue.Queue(), ReadGate(min_bytes=LARGE_REPLY_BYTES)
         self._clients = {
             client_id: _Client(call) for client_id, call in self._calls.items() if client_id in client_ids
@@ -176,13 +192,32 @@ class CallTransport(Transport):
     def is_connected(self, client_id: str) -> bool:
         return client_id in self._clients and bool(self._clients[client_id].session)
 
+    def seconds_since_heard(self, client_id: str) -> float | None:
+        return time.monotonic() - self._clients[client_id].heard if self.is_connected(client_id) else None
+
+    def expel(self, client_id: str) -> None:
+        self.withdraw(client_id)
+        client = self._clients.get(client_id)
+        if client is None:
+            return
+        with self._changed:
+            client.is_expelled = True
+            self._changed.notify_all()
+        if client.session:
+            arguments = [client, client.session, "the server expelled the client"]
+            threading.Thread(target=self._dismiss, args=arguments, daemon=True).start()
+            self._lose(client_id, client, "left")
+
     def stop(self, reason: str = "") -> None:
         with self._changed:
             self._end = reason
             self._changed.notify_all()
         self._gate.close()
         connected = [client for client in self._clients.values() if client.session]
-        threads = [threading.Thread(target=self._dismiss, args=[client, reason], daemon=True) for client in connected]
+        threads = [
+            threading.Thread(target=self._dismiss, args=[client, client.session, reason], daemon=True)
+            for client in connected
+        ]
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + _FAREWELL_SECONDS
@@ -194,7 +229,7 @@ class CallTransport(Transport):
     def _serve(self, client_id: str) -> None:
         """Serve one client until the run ends."""
         client, pause, logged = self._clients[client_id], _FIRST_PAUSE, ""
-        while self._end is None:
+        while not self._is_over(client):
             try:
                 if client.session:
                     self._deliver(client_id, client)
@@ -207,13 +242,18 @@ class CallTransport(Transport):
             except Exception as error:
                 # The system that carries the calls defines the errors.
                 text = str(error) or type(error).__name__
-                if self._end is None and text != logged:
+                if text != logged and not self._is_over(client):
                     logger.warning(f"Client {client_id!r} cannot be reached: {text}")
                 logged = text
-                self._lose(client_id, client)
+                if isinstance(error, _TrainerFailedError) and not client.has_joined:
+                    self.failures.setdefault(client_id, text)
+                self._lose(client_id, client, "lost")
                 with self._changed:
-                    self._changed.wait_for(lambda: self._end is not None, pause)
+                    self._changed.wait_for(lambda: self._is_over(client), pause)
                 pause = min(2 * pause, _LAST_PAUSE)
+
+    def _is_over(self, client: _Client) -> bool:
+        return self._end is not None or client.is_expelled
 
     def _call(
         self, client: _Client, kind: str, content: bytes | Pieces = b"", **fields: str
@@ -222,14 +262,16 @@ class CallTransport(Transport):
         header = {"kind": kind, "session": client.session, "name": "", "text": "", **fields}
         pieces = [content] if isinstance(content, bytes) else content
         request = b"".join([frame({**header, "seconds": self._call_timeout / 3}), *pieces])
-        return unframe(client.call(request, self._call_timeout), **ANSWER_FIELDS)
+        answer = unframe(client.call(request, self._call_timeout), **ANSWER_FIELDS)
+        client.heard = time.monotonic()
+        return answer
 
     def _join(self, client_id: str, client: _Client) -> None:
         """Compare the settings of a client that is ready, and accept or refuse it."""
         answer, announcement = self._call(client, "join")
         if answer["kind"] == "wait":
             with self._changed:
-                self._changed.wait_for(lambda: self._end is not None, _FIRST_PAUSE)
+                self._changed.wait_for(lambda: self._is_over(client), _FIRST_PAUSE)
             return
         _check_answer(answer, "joined")
         session = answer["session"]
@@ -240,24 +282,28 @@ class CallTransport(Transport):
         if differences:
             text = f"The settings differ. {format_differences(differences)}"
             self._call(client, "refuse", session=session, text=text)
-            raise _CallFailedError(f"it was refused. {text}")
+            raise _TrainerFailedError(f"it was refused. {text}")
         answer, _ = self._call(client, "accept", session=session)
         _check_answer(answer, "done")
         with self._changed:
-            client.session = session
+            if self._is_over(client):
+                return
+            client.session, client.has_joined = session, True
+        self.failures.pop(client_id, None)
         self._events.put(Event("joined", client_id, bytes(announcement)))
 
     def _deliver(self, client_id: str, client: _Client) -> None:
         """Wait for the next request to a client, send it, and wait for the reply."""
         with self._changed:
-            self._changed.wait_for(lambda: client.build is not None or self._end is not None)
+            self._changed.wait_for(lambda: client.build is not None or self._is_over(client))
             build, name = client.build, client.name
-        if build is None or self._end is not None:
+        if build is None or self._is_over(client):
             return
         answer, reply = self._call(client, "request", build(), name=name)
-        while answer["kind"] == "wait" and client.name == name and self._end is None:
+        while answer["kind"] == "wait" and client.name == name and not self._is_over(client):
             answer, reply = self._call(client, "poll", name=name)
-        if client.name != name or self._end is not None:
+        is_withdrawn = client.name != name
+        if answer["kind"] == "wait" or (answer["kind"] == "large" and is_withdrawn) or self._is_over(client):
             return
         if answer["kind"] == "large":
             self._gate.enter(client_id, LARGE_REPLY_BYTES)
@@ -281,14 +327,14 @@ class CallTransport(Transport):
             self._gate.leave(client_id)
             logger.warning(f"Ignored a reply of client {client_id!r}: it came too late.")
 
-    def _lose(self, client_id: str, client: _Client) -> None:
+    def _lose(self, client_id: str, client: _Client, kind: Literal["left", "lost"]) -> None:
         with self._changed:
             was_connected, client.session = bool(client.session), ""
         if was_connected:
-            self._events.put(Event("lost", client_id))
+            self._events.put(Event(kind, client_id))
 
-    def _dismiss(self, client: _Client, reason: str) -> None:
+    def _dismiss(self, client: _Client, session: str, reason: str) -> None:
         try:
-            self._call(client, "end", text=reason)
+            self._call(client, "end", session=session, text=reason)
         except Exception as error:
             logger.warning(f"The end of the run did not reach a client: {error}")

@@ -104,8 +104,10 @@ def test_run_continues_without_a_killed_client(tmp_path):
 
 
 def test_client_with_other_settings_is_refused_by_name(tmp_path):
-    server = {"join_timeout": 8}
-    run_job(tmp_path, "simulator", ["fedprox"], server=server, client={"differs": "client-1"})
+    """Clients cannot call each other either: only the server may ask a client to train."""
+    run_job(tmp_path, "simulator", ["fedprox"], client={"differs": "client-1", "spies": "client-2"})
     error = (tmp_path / "fedprox" / "client-1.log").read_text()
     assert "ClientRefusedError" in error and "learning_rate: 0.001 at the server, 0.5 at the client" in error
-    assert "Clients ['client-1'] have not joined" in (tmp_path / "fedprox" / "rank-0.log").read_text()
+    failure = (tmp_path / "fedprox" / "rank-0.log").read_text()
+    assert "The run needs 5 clients, but these clients cannot join: 'client-1': it was refused." in failure
+    assert "Only the server calls this method, not 'client-2'." in (tmp_path / "spy.log").read_text()

@@ -107,6 +107,7 @@ def test_client_with_other_settings_is_refused_by_name(started):
     assert "learning_rate: 0.1 at the server, 0.5 at the client" in str(north.error)
     assert "aggregation" not in str(north.error)
     assert transport.receive(0.3) is None and not transport.is_connected("north")
+    assert "learning_rate: 0.1 at the server" in transport.failures["north"]
 
 
 def test_training_may_last_longer_than_the_call_timeout(started):
@@ -162,21 +163,49 @@ def test_restarted_client_receives_the_open_request_again(started):
     assert north.received == [b"fit", b"fit"] and transport.is_connected("north")
 
 
-def test_late_reply_is_ignored_and_the_client_continues(started):
+def test_client_that_restarts_between_two_requests_joins_again(started):
+    north = Client()
+    transport = started(north=north)
+    events(transport, 1)
+    north.restart()
+    transport.send("north", lambda: b"fit")
+    assert [kind for kind, _, _ in events(transport, 3)] == ["lost", "joined", "reply"]
+
+
+def test_client_whose_trainer_leaves_is_lost(started):
+    """A trainer that leaves without an error may join again, so its endpoint answers no failure."""
+    endpoint, connections = CallEndpoint(), []
+    north = Client()
+    north.endpoint = endpoint
+    trainer = threading.Thread(target=lambda: connections.append(endpoint.connect(SETTINGS, b"")), daemon=True)
+    trainer.start()
+    transport = started(north=north)
+    events(transport, 1)
+    trainer.join(10)
+    connections[0].close()
+    transport.send("north", lambda: b"fit")
+    assert [kind for kind, _, _ in events(transport, 1)] == ["lost"]
+
+
+@pytest.mark.parametrize("arrives_first", ["the reply", "the next request"])
+def test_late_reply_is_ignored_and_the_client_continues(started, arrives_first):
     may_reply = threading.Event()
 
     def reply(content: bytes) -> bytes:
         may_reply.wait()
+        time.sleep(0.1)
         return content.upper()
 
     north = Client(reply)
-    transport = started(north=north)
+    transport = started(0.6, north=north)
     events(transport, 1)
     transport.send("north", lambda: b"round 1")
     while not north.received:
         time.sleep(0.01)
     transport.withdraw("north")
     transport.send("north", lambda: b"round 2")
+    if arrives_first == "the next request":
+        time.sleep(0.5)
     may_reply.set()
     assert events(transport, 1) == [("reply", "north", b"ROUND 2")]
     assert transport.receive(0.2) is None
@@ -201,7 +230,8 @@ def test_trainer_that_fails_is_not_connected_and_its_reason_is_logged(caplog, st
     north.endpoint.fail("ValueError: no examples")
     transport = started(north=north)
     assert transport.receive(0.3) is None and not transport.is_connected("north")
-    assert caplog.text.count("Client 'north' cannot be reached: ValueError: no examples") == 1
+    assert caplog.text.count("Client 'north' cannot be reached: its trainer ended: ValueError: no examples") == 1
+    assert transport.failures == {"north": "its trainer ended: ValueError: no examples"}
 
 
 def test_trainer_that_joins_twice_takes_part_in_both_runs(started):
@@ -215,6 +245,22 @@ def test_trainer_that_joins_twice_takes_part_in_both_runs(started):
         assert north.end == ""
         north.thread = threading.Thread(target=north._run, args=[north.endpoint], daemon=True)
         north.thread.start()
+
+
+def test_expelled_client_ends_and_does_not_return(started):
+    north, south = Client(), Client()
+    transport = started(north=north, south=south)
+    events(transport, 2)
+    assert 0 <= transport.seconds_since_heard("north") < 5
+    transport.expel("north")
+    north.thread.join(10)
+    assert north.end == "the server expelled the client"
+    north.restart()
+    transport.send("north", lambda: b"fit")
+    transport.send("south", lambda: b"fit")
+    assert events(transport, 2)[-1] == ("reply", "south", b"FIT")
+    assert transport.receive(0.5) is None and not transport.is_connected("north")
+    assert transport.seconds_since_heard("north") is None
 
 
 def test_closed_endpoint_ends_the_trainer(started):
