@@ -27,7 +27,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_federated import FederatedConfig, FederatedTrainer, NetworkEngine
-from hf_federated.messages import ClientUpdate, Fit, read_message
+from hf_federated.messages import Announcement, ClientUpdate, Fit, read_message
 from hf_federated.security.certificates import create_certificates
 from hf_federated.trainer.network_settings import NetworkSettings
 from hf_federated.transport import GrpcConnection, GrpcTransport, TlsCredentials
@@ -204,7 +204,7 @@ class Payload(nn.Module):
 
 def returning_client(address: str, settings: dict[str, str], name: str) -> None:
     """Answer with the received parameters, as a client that has trained."""
-    announcement = frame({"num_examples": 1})
+    announcement = Announcement(1, 1, 0, 1).to_bytes()
     with GrpcConnection(address, None, name, NetworkSettings(settings), announcement, insecure=True) as connection:
         reply: bytes | None = None
         while (blob := connection.receive(reply)) is not None:

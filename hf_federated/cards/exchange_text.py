@@ -42,7 +42,23 @@ def exchange_text(record: RunRecord) -> str:
         f"In each round, a sampled client {exchange} With each update, the client also sent {_update_fields(record)}."
         " The byte counts above include the tensors that the algorithm sends in addition to the parameters. No message"
         " has a field for dataset examples. Parameters can still reveal information about the examples that they were"
-        f" trained on.{_disclosures(record)}{_pseudo_samples(record)}"
+        f" trained on.{_before_first_update(record)}{_disclosures(record)}{_pseudo_samples(record)}"
+    )
+
+
+def _before_first_update(record: RunRecord) -> str:
+    """Return what the server of a run over a network learns of a client when it joins."""
+    announced, settings = record.exchanged.get("announced"), record.exchanged.get("compared_settings")
+    if not announced:
+        return ""
+    compared = "the settings that the server compares"
+    if settings:
+        compared = f"{plural(len(settings), 'setting')}, which the server compared with its own"
+    names = f": {', '.join(f'`{name}`' for name in settings)}" if settings else ""
+    return (
+        "\n\nThe clients were on other machines. Before its first update, the server learned of a client its name,"
+        f" {', '.join(announced)} and {compared}{names}. The announced numbers limit what the updates of the client"
+        " could claim."
     )
 
 
@@ -128,5 +144,5 @@ def _prediction_exchange(record: RunRecord, public_data: DataFacts) -> str:
         f" In {plural(federation['num_rounds_run'], 'round')}, all clients together sent"
         f" {format_bytes(exchanged['bytes_up'])} and received {format_bytes(exchanged['bytes_down'])}. No message has"
         " a field for dataset examples. Predictions can still reveal information about the examples that a"
-        f" model was trained on.{_disclosures(record)}"
+        f" model was trained on.{_before_first_update(record)}{_disclosures(record)}"
     )

@@ -20,7 +20,7 @@ from ..adapters import Exchange
 from ..audits import PseudoSampleAudit
 from ..config import FederatedConfig
 from ..data import FederatedDataset
-from ..messages import Disclosure
+from ..messages import ANNOUNCED_VALUES, Disclosure
 from ..messages.ledger import Ledger
 from .card_record import CardArguments, CardRecord, CardRun, common_fields
 from .facts import DataFacts
@@ -46,6 +46,7 @@ class FederatedRun(CardRun, Protocol):
     postprocessors: Sequence[Any]
     callback_handler: Any
     exchange: Exchange
+    engine: Any
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,11 @@ class RunRecord(CardRecord):
                 Arguments of `Trainer.create_model_card`. See [`CardArguments`].
         """
         log_history, final_logs = trainer.state.log_history, final_weight_logs(trainer)
-        # for a federated evaluation set, `eval_dataset` holds the pooled examples of all clients
-        eval_data = trainer.eval_dataset if trainer.eval_clients is None else trainer.eval_clients
+        # For a federated evaluation set, `eval_dataset` holds the pooled examples of all clients. Clients on other
+        # machines have their own evaluation examples.
+        eval_clients = trainer.eval_clients
+        uses_clients = eval_clients is not None and (trainer.eval_dataset is None or not eval_clients.is_remote)
+        eval_data = eval_clients if uses_clients else trainer.eval_dataset
         return cls(
             **common_fields(trainer, eval_data, "round", CardArguments(*args, **kwargs)),
             federation=_federation(trainer),
@@ -155,6 +159,8 @@ def _exchanged(trainer: FederatedRun) -> dict[str, Any]:
         "parameters_returned": returned,
         "update_content": trainer.aggregation.update_content,
         "disclosures": [dataclasses.asdict(item) for item in disclosures],
+        "announced": _announced(trainer),
+        "compared_settings": list(trainer.engine.compared_settings),
         "public_passes": 1 if distillation is None else distillation.passes_per_round,
         "num_tensors": len(exchange.names),
         "num_values": exchange.num_values,
@@ -162,6 +168,14 @@ def _exchanged(trainer: FederatedRun) -> dict[str, Any]:
         "bytes_down": trainer.ledger.bytes_down,
         "bytes_up": trainer.ledger.bytes_up,
     }
+
+
+def _announced(trainer: FederatedRun) -> list[str]:
+    """Return what a client on another machine announces when it joins."""
+    if trainer.engine.remote_clients is None:
+        return []
+    counts_classes = trainer.distillation is not None and trainer.distillation.reports_class_counts
+    return [value for field, value in ANNOUNCED_VALUES.items() if field != "class_counts" or counts_classes]
 
 
 def _vocabulary(model: Any, exchange: Exchange) -> tuple[Disclosure, ...]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from datasets import Dataset, Features
 
 from .client_datasets import ClientData, ClientDatasets
+
+
+if TYPE_CHECKING:
+    # The messages import torch, which takes seconds.
+    from ..messages import Announcement
 
 
 class RemoteDatasets(ClientDatasets):
@@ -17,21 +22,25 @@ class RemoteDatasets(ClientDatasets):
 
     Args:
         client_ids (`Iterable[str]`): Ids of the clients.
-
-    Attributes:
-        announced (`dict[str, int | None]`): Number of examples of each client that has joined. `None` for a stream.
+        announced (`Mapping[str, Announcement]`): What each client announced that has joined.
+        field (`str`, *optional*, defaults to `"num_examples"`): The field of the announcement with the size of the
+            datasets.
     """
 
-    def __init__(self, client_ids: Iterable[str]) -> None:
+    def __init__(
+        self, client_ids: Iterable[str], announced: Mapping[str, Announcement], field: str = "num_examples"
+    ) -> None:
         super().__init__(list(client_ids))
-        self.announced: dict[str, int | None] = {}
+        self._announced = announced
+        self._field = field
 
     @property
     def features(self) -> Features | None:
         return None
 
     def num_rows(self) -> list[int | None]:
-        return [self.announced.get(client_id) for client_id in self.client_ids]
+        announced = [self._announced.get(client_id) for client_id in self.client_ids]
+        return [None if each is None else getattr(each, self._field) for each in announced]
 
     def open(self, client_id: str) -> ClientData:
         self._refuse(f"The examples of client {client_id!r} are")
@@ -46,9 +55,7 @@ class RemoteDatasets(ClientDatasets):
         self._refuse("The examples of the clients are")
 
     def select(self, client_ids: Sequence[str]) -> ClientDatasets:
-        selected = RemoteDatasets(client_ids)
-        selected.announced = {name: self.announced[name] for name in client_ids if name in self.announced}
-        return selected
+        return RemoteDatasets(client_ids, self._announced, self._field)
 
     def pooled(self) -> Dataset:
         self._refuse("The examples of the clients are")

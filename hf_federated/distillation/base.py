@@ -234,6 +234,22 @@ class Distillation(Settings):
                 including its parameters.
         """
 
+    @property
+    def reports_class_counts(self) -> bool:
+        """Whether clients report their numbers of examples of each class."""
+        return False
+
+    def class_counts(self, dataset: Any, num_classes: int, tokenizer: Any) -> list[int]:
+        """
+        Count a client's training examples of each class. A client on another machine announces the numbers.
+
+        Args:
+            dataset (`datasets.Dataset`): The client's encoded training examples.
+            num_classes (`int`): Number of classes of the model.
+            tokenizer (`PreTrainedTokenizerBase`): The client's tokenizer.
+        """
+        raise NotImplementedError(f"{self!r} does not use the numbers of examples of each class.")
+
     def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
         """
         Check the metrics of a client's local training.

@@ -19,7 +19,7 @@ from ..clients.context import ClientContext
 from ..messages import ClientUpdate, Disclosure
 from ..utils.random import derived_seed
 from .base import Distillation
-from .class_counts import NUM_EXAMPLES_PER_CLASS, ReportClassCounts
+from .class_counts import NUM_EXAMPLES_PER_CLASS, ReportClassCounts, count_classes
 from .client import DistillationClient, LocalDistillation
 from .cohort import Cohort
 from .pseudo_sampler import PseudoSampler, Samples
@@ -225,6 +225,13 @@ class FedDRS(Distillation):
     @property
     def disclosures(self) -> tuple[Disclosure, ...]:
         return (NUM_EXAMPLES_PER_CLASS,)
+
+    @property
+    def reports_class_counts(self) -> bool:
+        return True
+
+    def class_counts(self, dataset: Any, num_classes: int, tokenizer: Any) -> list[int]:
+        return count_classes(dataset, num_classes, self.label_sequences(tokenizer))
 
     def check_model(self, model: Any) -> None:
         check_takes_embeddings(model, self.sample_length)

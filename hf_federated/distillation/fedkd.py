@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from ..clients.context import ClientContext
 from ..messages import CLASS_COUNT, Disclosure
 from .base import Distillation, Predictions
-from .class_counts import NUM_EXAMPLES_PER_CLASS, ReportClassCounts
+from .class_counts import NUM_EXAMPLES_PER_CLASS, ReportClassCounts, count_classes
 from .client import DistillationClient, LocalDistillation
 from .client_reports import reports
 from .client_weights import class_count_weights, num_examples_by_client, weighted_mean
@@ -28,7 +28,7 @@ class FedKDClient(DistillationClient):
     """The client side of [`FedKD`]."""
 
     def local_training(self, context: ClientContext, round: int) -> LocalDistillation:
-        if not self.algorithm.counts_classes:
+        if not self.algorithm.reports_class_counts:
             return LocalDistillation()
         return ReportClassCounts(context.student.num_classes)
 
@@ -96,22 +96,24 @@ class FedKD(Distillation):
 
     @property
     def disclosures(self) -> tuple[Disclosure, ...]:
-        return (NUM_EXAMPLES_PER_CLASS,) if self.counts_classes else ()
+        return (NUM_EXAMPLES_PER_CLASS,) if self.reports_class_counts else ()
 
     @property
-    def counts_classes(self) -> bool:
-        """Whether clients report their number of examples of each class."""
+    def reports_class_counts(self) -> bool:
         return self.weighting == "class_counts"
 
+    def class_counts(self, dataset: Any, num_classes: int, tokenizer: Any) -> list[int]:
+        return count_classes(dataset, num_classes)
+
     def check_unit(self, unit: str, num_classes: int) -> None:
-        if self.counts_classes:
+        if self.reports_class_counts:
             raise ValueError(
                 f"weighting='class_counts' of FedKD needs one class per example, but this task has one for every "
                 f"{unit} of an example. Set weighting='size'."
             )
 
     def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
-        if not self.counts_classes:
+        if not self.reports_class_counts:
             return
         counts = {name: value for name, value in metrics.items() if name.startswith(CLASS_COUNT)}
         are_counts = (0 <= count < math.inf for count in counts.values())

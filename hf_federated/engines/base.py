@@ -21,7 +21,7 @@ from ..aggregation import Accumulator
 from ..clients import ClientWorker
 from ..data import FederatedDataset
 from ..distributed.process_group import ProcessGroup
-from ..messages import ClientFailure, Message
+from ..messages import Announcement, ClientFailure, Evaluate, Message
 from ..messages.ledger import Ledger
 from ..messages.validation import ExpectedReply
 from ..transport.session_config import SessionConfig
@@ -136,6 +136,25 @@ class Engine(ABC):
         """The clients, if they are on other machines. Their training examples are not on the server."""
         return None
 
+    @property
+    def remote_eval_clients(self) -> FederatedDataset | None:
+        """The clients with the sizes of their evaluation examples, if the clients are on other machines."""
+        return None
+
+    @property
+    def compared_settings(self) -> tuple[str, ...]:
+        """Names of the settings that a client on another machine sends when it joins."""
+        return ()
+
+    def announcement(self, client_id: str) -> Announcement | None:
+        """
+        Return what a client on another machine announced when it joined.
+
+        Args:
+            client_id (`str`): Id of the client.
+        """
+        return None
+
     def connect(  # noqa: B027 - most engines run here
         self, settings: Callable[[], SessionConfig], output_dir: Path, num_rounds: int
     ) -> None:
@@ -203,7 +222,8 @@ class Engine(ABC):
             self.ledger.record(plan.round, client_id, bytes_down=message.num_bytes)
             if on_dispatch is not None:
                 on_dispatch(client_id)
-            waiting[client_id] = ExpectedReply.to(message)
+            announced = self.announcement(client_id) if isinstance(message, Evaluate) else None
+            waiting[client_id] = ExpectedReply.to(message, None if announced is None else announced.num_eval_examples)
             return message
 
         num_failures = 0

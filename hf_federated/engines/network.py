@@ -14,10 +14,10 @@ from transformers.utils import logging
 from ..clients.store import client_file_name
 from ..data import FederatedDataset
 from ..data.remote_datasets import RemoteDatasets
-from ..messages import ClientFailure, Message, read_message
-from ..messages.fields import MAX_COUNT
+from ..messages import Announcement, ClientFailure, Message, read_message
+from ..messages.validation import MAX_SHOWN_LENGTH
 from ..transport import Event, GrpcTransport, Transport
-from ..transport.framing import frame, unframe
+from ..transport.framing import frame
 from ..transport.protocol import DEFAULT_MAX_MESSAGE_BYTES, JoinedPieces
 from ..transport.session_config import SessionConfig
 from ..utils.arguments import require
@@ -107,7 +107,9 @@ class NetworkEngine(Engine):
             heartbeat_timeout=heartbeat_timeout,
             max_message_bytes=max_message_bytes,
         )
-        self._datasets = RemoteDatasets(clients)
+        self._announced: dict[str, Announcement] = {}
+        self._datasets = RemoteDatasets(clients, self._announced)
+        self._compared_settings: tuple[str, ...] = ()
         self._num_to_start = num_to_start
         self._join_timeout = join_timeout
         self._rejoin_timeout = rejoin_timeout
@@ -124,8 +126,20 @@ class NetworkEngine(Engine):
 
     @property
     def remote_clients(self) -> FederatedDataset:
-        """The clients, with the numbers of examples that they have announced."""
+        """The clients, with the numbers of training examples that they have announced."""
         return FederatedDataset(self._datasets)
+
+    @property
+    def remote_eval_clients(self) -> FederatedDataset:
+        """The clients, with the numbers of evaluation examples that they have announced."""
+        return FederatedDataset(RemoteDatasets(self._datasets.client_ids, self._announced, "num_eval_examples"))
+
+    @property
+    def compared_settings(self) -> tuple[str, ...]:
+        return self._compared_settings
+
+    def announcement(self, client_id: str) -> Announcement | None:
+        return self._announced.get(client_id)
 
     def check_launch(self, num_processes: int) -> None:
         if num_processes > 1:
@@ -136,11 +150,13 @@ class NetworkEngine(Engine):
 
     def connect(self, settings: Callable[[], SessionConfig], output_dir: Path, num_rounds: int) -> None:
         if not self._is_open:
-            self.transport.start(self._datasets.client_ids, settings())
+            shared = settings()
+            self._compared_settings = tuple(shared.to_dict())
+            self.transport.start(self._datasets.client_ids, shared)
             self._is_open = True
             self._status.num_rounds = num_rounds
             self._monitor = RunMonitor(
-                output_dir, lambda: self._status.snapshot(self._datasets.announced, self._missing)
+                output_dir, lambda: self._status.snapshot(dict(self.remote_clients.num_rows), self._missing)
             )
             self._monitor.start()
             address = getattr(self.transport, "address", None)
@@ -196,11 +212,11 @@ class NetworkEngine(Engine):
             return
         if event.kind == "joined":
             try:
-                announced, _ = unframe(event.blob, num_examples=int)
+                announced = Announcement.from_bytes(event.blob)
             except ValueError as error:
                 logger.warning(f"Client {name!r} sent an invalid announcement: {error}")
                 return
-            self._announce(name, announced["num_examples"])
+            self._announce(name, announced)
             self._absent_since.pop(name, None)
             self._missing.pop(name, None)
         elif event.kind in ("left", "lost"):
@@ -209,13 +225,19 @@ class NetworkEngine(Engine):
         else:
             _log(f"Ignored a reply of client {name!r}: it came too late.", "late_reply", name)
 
-    def _announce(self, client_id: str, num_examples: int) -> None:
-        """Keep the first number of examples that a client announces, because it limits what the client may claim."""
-        announced = num_examples if 0 <= num_examples <= MAX_COUNT else None
-        first = self._datasets.announced.setdefault(client_id, announced)
-        size = "a stream" if announced is None else f"{announced} examples"
-        reason = "." if first == announced else f", but it announced {first} before, which counts."
-        _log(f"Client {client_id!r} joined with {size}{reason}", "joined", client_id, num_examples=first)
+    def _announce(self, client_id: str, announced: Announcement) -> None:
+        """Keep the first announcement of a client, because it limits what the client may claim."""
+        first = self._announced.setdefault(client_id, announced)
+        number = announced.num_examples
+        described = "a stream" if number is None else f"{number} examples"
+        if first != announced:
+            changes = [
+                f"{name}={value!r} (before: {getattr(first, name)!r})"
+                for name, value in vars(announced).items()
+                if value != getattr(first, name)
+            ]
+            described = f"{', '.join(changes)[:MAX_SHOWN_LENGTH]}, but its first announcement counts"
+        _log(f"Client {client_id!r} joined with {described}.", "joined", client_id, num_examples=first.num_examples)
 
     def absence_reason(self, client_id: str) -> str | None:
         return self._missing.get(client_id)

@@ -1,5 +1,6 @@
 """Messages between server and clients, their serialization, and the checks of received updates."""
 
+from .announcement import ANNOUNCED_VALUES, Announcement
 from .base import Message, Serializable
 from .disclosure import Disclosure
 from .distillation import Distill, Feedback, Predict, Predictions, PublicRowsMessage, public_order
@@ -8,8 +9,10 @@ from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Evaluate, Fit, M
 
 
 __all__ = [
+    "ANNOUNCED_VALUES",
     "CLASS_COUNT",
     "KINDS",
+    "Announcement",
     "ClientFailure",
     "ClientUpdate",
     "Disclosure",

@@ -10,7 +10,7 @@ import torch
 
 from .base import Message
 from .fields import check_fields
-from .training import ClientFailure, ClientUpdate
+from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Metrics
 
 
 # Longest part of a received text in an error message.
@@ -35,17 +35,19 @@ class ExpectedReply:
         round (`int`): Round number, from 0.
         nonce (`str`): Nonce of the request.
         kind (`str`): Kind of the reply of a client that succeeds. Empty if any message may answer the request.
+        max_examples (`int`, *optional*): Largest number of examples that a reply of the kind [`Metrics`] may claim.
     """
 
     client_id: str
     round: int
     nonce: str
     kind: str
+    max_examples: int | None = None
 
     @classmethod
-    def to(cls, request: Message) -> ExpectedReply:
+    def to(cls, request: Message, max_examples: int | None = None) -> ExpectedReply:
         """Describe the reply to a request."""
-        return cls(request.client_id, request.round, request.nonce, request.answered_by)
+        return cls(request.client_id, request.round, request.nonce, request.answered_by, max_examples)
 
     def check(self, reply: Any) -> None:
         """
@@ -69,6 +71,9 @@ class ExpectedReply:
             raise ValueError(f"it belongs to round {reply.round + 1}")
         if reply.nonce != self.nonce:
             raise ValueError("it does not contain the nonce of the request, so it may answer an earlier request")
+        limit = self.max_examples
+        if limit is not None and isinstance(reply, Metrics) and reply.num_examples > limit:
+            raise ValueError(f"it claims {reply.num_examples} evaluation examples, but the client announced {limit}")
 
 
 def first_non_finite(state: Mapping[str, torch.Tensor]) -> str | None:
@@ -121,11 +126,14 @@ class UpdateLimits:
         num_examples (`int`, *optional*): Number of training examples that the client has announced.
         num_steps (`int`, *optional*): Number of optimizer steps that the client can take in a round.
         num_tokens (`int`, *optional*): Number of input tokens that the client can see in a round.
+        class_counts (`tuple[int, ...]`, *optional*): Number of training examples of each class that the client has
+            announced.
     """
 
     num_examples: int | None = None
     num_steps: int | None = None
     num_tokens: int | None = None
+    class_counts: tuple[int, ...] | None = None
 
 
 def check_claims(update: ClientUpdate, limits: UpdateLimits) -> None:
@@ -145,12 +153,25 @@ def check_claims(update: ClientUpdate, limits: UpdateLimits) -> None:
             f"{where}: {update.num_examples} examples, {update.num_tokens} tokens and {update.num_steps} steps; "
             "expected at least one example and one step. An update without data cannot be weighted."
         )
-    for name, limit in vars(limits).items():
-        claimed = getattr(update, name)
+    for name in ("num_examples", "num_steps", "num_tokens"):
+        claimed, limit = getattr(update, name), getattr(limits, name)
         if limit is not None and claimed > limit:
             noun = name.removeprefix("num_")
             raise InvalidUpdateError(
                 f"{where}: the update claims {claimed} {noun}, but the client has at most {limit}."
+            )
+    if limits.class_counts is not None:
+        _check_class_counts(update, limits.class_counts, where)
+
+
+def _check_class_counts(update: ClientUpdate, limits: Sequence[int], where: str) -> None:
+    by_name = {f"{CLASS_COUNT}{label}": limit for label, limit in enumerate(limits)}
+    for name, claimed in update.metrics.items():
+        if name.startswith(CLASS_COUNT) and not claimed <= by_name.get(name, 0):  # Also NaN.
+            label = name.removeprefix(CLASS_COUNT)[:MAX_SHOWN_LENGTH]
+            raise InvalidUpdateError(
+                f"{where}: the update claims {claimed:g} examples of class {label}, but the client announced "
+                f"{by_name.get(name, 0)}."
             )
 
 

@@ -29,20 +29,18 @@ from ..clients import (
     batches_per_round,
     client_seed,
 )
-from ..clients.limits import max_input_length, update_limits
 from ..clients.model_factory import ClientModelBuilder
-from ..clients.sampling import limit_examples
 from ..clients.store import client_file_name
 from ..distillation import DistillationServer, Teachers
 from ..engines import EngineContext, WatchPeers
 from ..messages import ClientUpdate, Fit
 from ..messages.ledger import Ledger
-from ..messages.validation import UpdateLimits
 from ..server import RoundLoop, RoundProgress, RoundSummary, ServerState, call_event, spread_over_clients
 from ..server.bound_update import BoundUpdate
 from .announcement import announce
 from .checkpoint import clients_directory, read_server_state, write_server_state
 from .checks import check_labelled, check_resumed
+from .claim_limits import ClaimLimits
 from .client_checkpoint import TEACHERS_DIR, load_teachers, save_clients, save_teachers
 from .network_settings import NetworkSettings
 from .round_learning_rate import relative_learning_rate
@@ -74,13 +72,17 @@ class Federation:
             # from the parameters of the main process.
             setup.processes.broadcast_([*model.parameters(), *model.buffers()], source=0)
         self.engine = setup.engine
-        self.engine.connect(lambda: NetworkSettings.of(setup, args), Path(str(args.output_dir)), setup.num_rounds)
         saved = {} if checkpoint is None else read_server_state(checkpoint)
-        if checkpoint is not None:
-            check_resumed(saved["identity"], setup.identity(args), checkpoint)
         self.exchange = Exchange(model, setup.config.exchange)
         # The exchanged parameters before the first round, if clients need them later.
         self.initial = (saved.get("initial") or self.exchange.read()) if self._needs_initial else None
+        self.engine.connect(
+            lambda: NetworkSettings.of(setup, args, initial=self.initial),
+            Path(str(args.output_dir)),
+            setup.num_rounds,
+        )
+        if checkpoint is not None:
+            check_resumed(saved["identity"], setup.identity(args), checkpoint)
         self.student = self._build_student()
         self._num_examples = setup.clients.num_rows
         self._row_limit = RowLimit(self._num_examples, setup.config.balance, setup.config.max_rows_per_round)
@@ -258,32 +260,8 @@ class Federation:
             sends_state=setup.aggregation.exchanges_parameters or distillation_sends_parameters,
             row_limit=self._row_limit,
             progress=self._progress,
-            limits=self._limits,
+            limits=ClaimLimits(setup, self._args, self._num_examples),
             bound=self._bound,
-        )
-
-    def _limits(self, client_id: str, max_rows: int | None) -> UpdateLimits:
-        """Limits of what an update of a client may claim, from its number of examples and the training arguments."""
-        setup, config = self._setup, self._setup.config
-        if setup.clients.is_remote and self._num_examples[client_id] is None:
-            # The client has joined after the start of the run.
-            self._num_examples.update(setup.clients.num_rows)
-        num_examples = self._num_examples[client_id]
-        if setup.train_datasets is not setup.clients and num_examples is not None:
-            # A preparation may pack examples or cut them in parts.
-            num_examples = len(setup.train_datasets[client_id])
-        if num_examples is not None:
-            num_examples = limit_examples(num_examples, max_rows)
-        spec = setup.participants.clients.get(client_id)
-        args = self._args if spec is None or spec.args is None else spec.args
-        # A trainer of TRL counts the tokens of all sequences that it generates for an example.
-        has_own_count = train_tokens(self._trainer) is not None and setup.aggregation.weighting != "tokens"
-        return update_limits(
-            num_examples,
-            config.local_epochs,
-            config.local_steps,
-            args.train_batch_size * args.gradient_accumulation_steps * setup.processes.world_size,
-            None if has_own_count else max_input_length(self._trainer),
         )
 
     def _server_training(self, server: ServerState) -> Callable[[], ClientUpdate]:
@@ -408,8 +386,15 @@ class Federation:
         """
         args = self._args
         self.loop.server.weights = self.loop.server.read(self.exchange)
-        self.client_metrics = self.loop.evaluate(list(self._setup.eval_clients or ()))
+        self.client_metrics = self.loop.evaluate(self._evaluated_clients())
         return spread_over_clients(self.client_metrics, args.metric_for_best_model, args.greater_is_better)
+
+    def _evaluated_clients(self) -> list[str]:
+        """The clients that have evaluation examples, or all clients if none of them has any."""
+        clients = self._setup.eval_clients
+        if clients is None or not clients.is_remote:
+            return list(clients or ())
+        return [name for name, number in clients.num_rows.items() if number != 0] or list(clients)
 
     # ---- Checkpoints
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from transformers import TrainerControl, TrainingArguments
@@ -16,10 +17,10 @@ from ..clients.state_history import StateHistory
 from ..data import FederatedDataset
 from ..data.client_ids import similar_ids_hint
 from ..engines import ClientEngine
-from ..messages import ClientFailure, ClientUpdate, read_message
+from ..messages import Announcement, ClientFailure, ClientUpdate, read_message
 from ..server import RoundSummary
 from ..transport import Connection, Connector, ServerUnreachableError, SessionLostError
-from ..transport.framing import frame, unframe
+from ..transport.framing import unframe
 from ..utils.client_names import escape_client_id
 from ..utils.errors import UserError
 from .network_settings import NetworkSettings
@@ -63,7 +64,8 @@ class JoinedClient:
         self.setup = dataclasses.replace(_of_one_client(setup, client_id), engine=self._engine)
         self._args = args
         self._state_dir = state_dir or os.path.join(args.output_dir, STATES_DIR, escape_client_id(client_id))
-        self._connector: Connector
+        # Connects with the settings and the announcement of the client, which do not change when it connects again.
+        self._connect: Callable[[], Connection]
         self._connection: Connection | None = None
         self._history: StateHistory | None = None
         # Number of training examples in all rounds.
@@ -82,15 +84,11 @@ class JoinedClient:
             ClientRefusedError: If the server refuses the client.
             ServerUnreachableError: If the server does not respond.
         """
-        self._connector = connector
+        settings = NetworkSettings.of(self.setup, self._args, self.client_id)
+        announcement = announcement_of(self.setup, self._args, self.client_id).to_bytes()
+        self._connect = functools.partial(connector, settings, announcement)
         self._connection = self._connect()
         logger.warning(f"Client {self.client_id!r} joined the federation.")
-
-    def _connect(self) -> Connection:
-        num_examples = self.setup.clients.num_rows[self.client_id]
-        # -1 announces a stream, which has no number of examples.
-        announcement = frame({"num_examples": -1 if num_examples is None else num_examples})
-        return self._connector(NetworkSettings.of(self.setup, self._args), announcement)
 
     def _receive(self, reply: bytes | None = None) -> None:
         """Send a reply, if there is one, and wait for the next request. Connect again if the session is lost."""
@@ -189,6 +187,35 @@ class JoinedClient:
         return update.num_steps * args.train_batch_size * args.gradient_accumulation_steps
 
 
+def announcement_of(setup: FederationSetup, args: TrainingArguments, client_id: str) -> Announcement:
+    """
+    Describe the examples of a client.
+
+    Args:
+        setup ([`FederationSetup`]): The arguments of the client's trainer.
+        args (`TrainingArguments`): The user's training arguments.
+        client_id (`str`): Id of the client.
+    """
+    participants, distillation = setup.participants, setup.distillation
+    num_examples, num_evaluated = setup.clients.num_rows[client_id], 0
+    if setup.eval_clients is not None and setup.eval_datasets is not None and setup.eval_clients.num_rows[client_id]:
+        num_evaluated = len(setup.eval_datasets[client_id])
+    spec = participants.clients.get(client_id)
+    args = args if spec is None or spec.args is None else spec.args
+    class_counts = None
+    if distillation is not None and distillation.reports_class_counts:
+        config: Any = setup.trainer.model.config
+        tokenizer = participants.tokenizer_of(client_id, setup.trainer.processing_class)
+        class_counts = distillation.class_counts(setup.train_datasets[client_id], config.num_labels, tokenizer)
+    return Announcement(
+        num_examples=num_examples,
+        num_encoded_examples=None if num_examples is None else len(setup.train_datasets[client_id]),
+        num_eval_examples=num_evaluated,
+        examples_per_step=args.train_batch_size * args.gradient_accumulation_steps * setup.processes.world_size,
+        class_counts=class_counts,
+    )
+
+
 class _Renamed(Mapping[str, Any]):
     """
     A mapping with one entry under another key.
@@ -223,11 +250,17 @@ def _of_one_client(setup: FederationSetup, client_id: str) -> FederationSetup:
             f"the client. {similar_ids_hint(client_id, ids)}"
         )
     key = client_id if client_id in ids else ids[0]
-    evaluated = setup.eval_clients
-    return dataclasses.replace(
+    setup = dataclasses.replace(
         setup,
         clients=FederatedDataset.from_dict({client_id: setup.clients[key]}),
-        eval_clients=None if evaluated is None or key not in evaluated else evaluated.select_clients([key]),
         train_datasets=_Renamed(setup.train_datasets, key, client_id),
-        eval_datasets=None if setup.eval_datasets is None else _Renamed(setup.eval_datasets, key, client_id),
+    )
+    evaluated, eval_datasets = setup.eval_clients, setup.eval_datasets
+    eval_key = next((name for name in (client_id, key) if evaluated is not None and name in evaluated), None)
+    if evaluated is None or eval_datasets is None or eval_key is None:
+        return dataclasses.replace(setup, eval_clients=None, eval_datasets=None)
+    return dataclasses.replace(
+        setup,
+        eval_clients=FederatedDataset.from_dict({client_id: evaluated[eval_key]}),
+        eval_datasets=_Renamed(eval_datasets, eval_key, client_id),
     )

@@ -89,7 +89,7 @@ def describe_setup(
     lines["model"] = f"{type(model).__name__} of {len(values)} tensors ({layout})"
     for name, dataset in datasets.items():
         ids, num_examples = list(dataset), dataset.num_rows
-        lines[f"ids of the {name}"] = f"{_shortened(', '.join(ids))} ({len(ids)}, {_digest(ids)})"
+        lines[f"ids of the {name}"] = f"{shortened(', '.join(ids))} ({len(ids)}, {_digest(ids)})"
         total = sum(number or 0 for number in num_examples.values())
         digest = _digest(str(num_examples[client_id]) for client_id in ids)
         lines[f"number of examples of the {name}"] = f"{total} ({digest})"
@@ -168,13 +168,14 @@ def _value_text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_value_text, value))}]"
     if isinstance(value, str):
-        return _shortened(repr(value))
+        return shortened(repr(value))
     # The text of other objects may contain a memory address.
     return repr(value) if value is None or isinstance(value, (bool, int, float)) else type(value).__name__
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({_digest([text])})"
+def shortened(text: str, max_characters: int = MAX_CHARACTERS) -> str:
+    """Return a text, or its beginning and its digest if it is long."""
+    return text if len(text) <= max_characters else f"{text[:max_characters]}... ({_digest([text])})"
 
 
 def _digest(texts: Iterable[str]) -> str:

@@ -124,9 +124,9 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         if eval_clients is not None:
             arguments["eval_dataset"] = eval_clients.pooled_examples()
         is_remote = engine is not None and engine.remote_clients is not None
-        if is_remote and eval_clients is None:
-            # The clients evaluate on examples that only they have.
-            eval_clients = clients
+        if engine is not None and eval_clients is None:
+            # Clients on other machines evaluate on examples that only they have.
+            eval_clients = engine.remote_eval_clients
         if participants.task is not None:
             encode_for_server(arguments, participants.task)
         # A constructor that prepares its dataset gets the dataset of one client. The preparation is then repeated for

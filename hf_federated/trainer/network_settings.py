@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..utils.weighted_mean import State
-from .launch_consistency import describe_setup
+from .launch_consistency import describe_setup, shortened
 from .setup import FederationSetup
 
 
@@ -52,7 +53,11 @@ _SHARED_ARGUMENTS = frozenset(
         "weight_decay",
     }
 )
+# Settings that are compared only if both parties have them. A party with encoded examples needs neither of them.
+_OPTIONAL = frozenset({"task", "tokenizer"})
 _MAX_LENGTH = 500
+# A longer list of labels ends with a digest.
+_MAX_LABELS_LENGTH = 400
 
 
 class NetworkSettings:
@@ -67,13 +72,22 @@ class NetworkSettings:
         self.settings = dict(settings)
 
     @classmethod
-    def of(cls, setup: FederationSetup, args: TrainingArguments) -> NetworkSettings:
+    def of(
+        cls,
+        setup: FederationSetup,
+        args: TrainingArguments,
+        client_id: str | None = None,
+        initial: State | None = None,
+    ) -> NetworkSettings:
         """
         Describe the settings of a trainer.
 
         Args:
             setup ([`FederationSetup`]): The arguments of the trainer.
             args (`TrainingArguments`): The user's training arguments.
+            client_id (`str`, *optional*): Id of the client. `None` for the server.
+            initial (`dict[str, torch.Tensor]`, *optional*): The exchanged parameters before the first round. Defaults
+                to the current parameters.
         """
         described = describe_setup(
             args, setup.config, setup.aggregation, setup.distillation, setup.trainer.model, {}, setup.postprocessors
@@ -87,18 +101,7 @@ class NetworkSettings:
                 settings[field if is_argument else name] = text
             elif prefix in ("aggregation", "distillation", "postprocessors"):
                 settings[name] = text
-        for name, digest in setup.participants.row_hashes.items():
-            if name == "public_dataset":
-                settings["content of `public_dataset`"] = digest
-        model = setup.trainer.model
-        settings["labels"] = str(getattr(model.config, "id2label", None)) if hasattr(model, "config") else "None"
-        if setup.aggregation.exchanges_parameters:
-            settings["model"] = described["model"]
-            # A client receives the exchanged parameters from the server. It must already have all others.
-            exchanged = set(setup.exchange.tensors)
-            values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-            frozen = {name: value for name, value in values.items() if name not in exchanged}
-            settings["values of the frozen parameters"] = f"SHA-256 {digest_of(frozen)}"
+        settings |= _data_settings(setup, client_id) | _model_settings(setup, described["model"], initial)
         return cls({name: text[:_MAX_LENGTH] for name, text in settings.items()})
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,7 +127,61 @@ class NetworkSettings:
             f"{theirs.get(name, 'not set')[:_MAX_LENGTH]} at the client"
             for name in names
             if self.settings.get(name) != theirs.get(name)
+            and not (name in _OPTIONAL and (name not in self.settings or name not in theirs))
         ]
+
+
+def _data_settings(setup: FederationSetup, client_id: str | None) -> dict[str, str]:
+    """Describe the public examples, the task and the tokenizer."""
+    settings = {}
+    participants, distillation = setup.participants, setup.distillation
+    for name, digest in participants.row_hashes.items():
+        if name == "public_dataset":
+            settings["content of `public_dataset`"] = digest
+    if participants.task is not None:
+        task = participants.task
+        labels = task.model_kwargs.get("id2label", task.model_kwargs)
+        settings["task"] = shortened(f"{type(task).__name__} with {labels}", _MAX_LABELS_LENGTH)
+    tokenizer = setup.trainer.processing_class
+    if client_id is not None:
+        tokenizer = participants.tokenizer_of(client_id, tokenizer)
+    # Parameters, and predictions of tokens, refer to the ids of tokens. Clients that predict labels or tags may have
+    # other tokenizers.
+    predicts_tokens = distillation is not None and participants.prediction_unit == "token"
+    if isinstance(tokenizer, PreTrainedTokenizerBase) and (_sends_parameters(setup) or predicts_tokens):
+        tokens = sorted(tokenizer.get_vocab().items())
+        settings["tokenizer"] = f"{len(tokens)} tokens (SHA-256 {_digest(json.dumps(tokens).encode())})"
+    return settings
+
+
+def _model_settings(setup: FederationSetup, layout: str, initial: State | None) -> dict[str, str]:
+    """Describe the labels, the layout and the initial values of the model, as far as the method needs them."""
+    model: Any = setup.trainer.model
+    labels = getattr(model.config, "id2label", None) if hasattr(model, "config") else None
+    settings = {"labels": shortened(str(labels and dict(sorted(labels.items()))), _MAX_LABELS_LENGTH)}
+    if not _sends_parameters(setup):
+        return settings
+    settings["model"] = layout
+    # A client receives the exchanged parameters from the server. It must already have all others.
+    exchanged = set(setup.exchange.tensors)
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    kept = {name: value for name, value in values.items() if name not in exchanged}
+    settings["values of the parameters that are not exchanged"] = f"SHA-256 {digest_of(kept)}"
+    if setup.distillation is not None and setup.distillation.requirements.initial_model:
+        # Clients compute features with the model as it was before the first round.
+        initial = setup.exchange.read() if initial is None else initial
+        settings["initial values of the exchanged parameters"] = f"SHA-256 {digest_of(initial)}"
+    return settings
+
+
+def _sends_parameters(setup: FederationSetup) -> bool:
+    """Whether the server sends parameters to the clients, or the clients to the server."""
+    distillation = setup.distillation
+    return setup.aggregation.exchanges_parameters or (distillation is not None and distillation.sends_parameters)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def digest_of(state: State) -> str:

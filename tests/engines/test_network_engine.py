@@ -16,7 +16,7 @@ from transformers import Trainer
 from hf_federated import FederatedConfig, FederatedTrainer, federate
 from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import EngineContext, NetworkEngine, Plan
-from hf_federated.messages import ClientFailure, Evaluate, Message, Metrics, read_message
+from hf_federated.messages import Announcement, ClientFailure, Evaluate, Message, Metrics, read_message
 from hf_federated.security.certificates import create_certificates
 from hf_federated.trainer.network_settings import NetworkSettings
 from hf_federated.transport import ClientRefusedError, GrpcConnection, GrpcTransport
@@ -24,6 +24,10 @@ from hf_federated.transport.framing import frame, unframe
 
 
 SETTINGS = NetworkSettings({"learning_rate": "0.1", "aggregation": "FedAvg"})
+
+
+def announced(num_examples: int | None = 3, num_eval_examples: int = 3) -> Announcement:
+    return Announcement(num_examples, num_examples, num_eval_examples, examples_per_step=8)
 
 
 def answer(message: Message) -> Message:
@@ -34,11 +38,16 @@ class Client:
     """A client in a thread. It answers each request with a function, until the server ends the run."""
 
     def __init__(
-        self, address: str, name: str, reply: Callable[[Message], Any] = answer, settings=SETTINGS, num_examples=3
+        self,
+        address: str,
+        name: str,
+        reply: Callable[[Message], Any] = answer,
+        settings=SETTINGS,
+        announcement: Announcement | None = None,
     ) -> None:
-        announcement = frame({"num_examples": num_examples})
+        content = (announcement or announced()).to_bytes()
         self.connection = GrpcConnection(
-            address, None, name, settings, announcement, insecure=True, connect_timeout=5, reconnect_timeout=5
+            address, None, name, settings, content, insecure=True, connect_timeout=5, reconnect_timeout=5
         )
         self.received: list[Message] = []
         self._reply = reply
@@ -90,7 +99,8 @@ def run(engine: NetworkEngine, round: int = 0, **options) -> dict[str, Message]:
 def test_clients_answer_and_announce_their_sizes(network):
     engine = network()
     north, south = (
-        Client(engine.transport.address, name, num_examples=size) for name, size in (("north", 7), ("south", -1))
+        Client(engine.transport.address, name, announcement=announced(size))
+        for name, size in (("north", 7), ("south", None))
     )
     begin(engine)
     assert engine.remote_clients.num_rows == {"north": 7, "south": None}
@@ -282,12 +292,12 @@ def test_first_announcement_of_a_client_counts(network, caplog):
     def leave(message: Message) -> None:
         first.connection.close()
 
-    first = Client(engine.transport.address, "north", leave, num_examples=5)
+    first = Client(engine.transport.address, "north", leave, announcement=announced(5))
     begin(engine)
-    threading.Timer(0.5, lambda: Client(engine.transport.address, "north", num_examples=500)).start()
+    threading.Timer(0.5, lambda: Client(engine.transport.address, "north", announcement=announced(500))).start()
     assert isinstance(run(engine)["north"], Metrics)
     assert engine.remote_clients.num_rows == {"north": 5}
-    assert any("joined with 500 examples, but it announced 5 before" in text for text in caplog.messages)
+    assert any("num_examples=500 (before: 5)" in text for text in caplog.messages)
 
 
 def test_parties_authenticate_each_other_with_certificates(tmp_path):
@@ -295,7 +305,7 @@ def test_parties_authenticate_each_other_with_certificates(tmp_path):
     engine = NetworkEngine(["north"], str(tmp_path), address="localhost:0", join_timeout=20)
     engine.transport.start(engine.remote_clients, SETTINGS)
     engine._is_open = True
-    connect = {"session_config": SETTINGS, "announcement": frame({"num_examples": 1}), "connect_timeout": 5}
+    connect = {"session_config": SETTINGS, "announcement": announced(1).to_bytes(), "connect_timeout": 5}
     try:
         with pytest.raises(ClientRefusedError, match="does not know|not among"):
             GrpcConnection(engine.transport.address, str(tmp_path), "south", **connect)

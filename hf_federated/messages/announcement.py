@@ -1,0 +1,77 @@
+"""`Announcement`: what the server learns of a client on another machine when it joins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from .base import Serializable
+from .fields import MAX_METRICS, Count, MaxEntries
+
+
+@dataclass(frozen=True)
+class Announcement(Serializable):
+    """
+    What a client announces when it joins. The numbers limit what its later messages may claim.
+
+    Args:
+        num_examples (`int`, *optional*): Number of training examples. `None` for a stream.
+        num_encoded_examples (`int`, *optional*): Number of training examples after encoding. It differs from
+            `num_examples` if the encoding packs examples, or cuts them in parts. `None` for a stream.
+        num_eval_examples (`int`): Number of encoded evaluation examples.
+        examples_per_step (`int`): Largest number of examples in an optimizer step.
+        class_counts (`list[int]`, *optional*): Number of training examples of each class, if clients send these
+            numbers with their updates. [`FedKD`] and [`FedDRS`] need them.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.messages import Announcement
+
+    >>> announcement = Announcement(
+    ...     num_examples=90, num_encoded_examples=90, num_eval_examples=10, examples_per_step=8, class_counts=[40, 50]
+    ... )
+    >>> Announcement.from_bytes(announcement.to_bytes()) == announcement
+    True
+    ```
+    """
+
+    kind: ClassVar[str] = "announcement"
+
+    num_examples: Count | None
+    num_encoded_examples: Count | None
+    num_eval_examples: Count
+    examples_per_step: Count
+    class_counts: Annotated[list[Count], MaxEntries(MAX_METRICS)] | None = None
+
+    @classmethod
+    def from_bytes(cls, blob: bytes) -> Announcement:
+        """
+        Read an announcement.
+
+        Args:
+            blob (`bytes`): What a client sent. It is untrusted input.
+
+        Raises:
+            ValueError: If the blob is no announcement, or if its numbers contradict each other.
+        """
+        announcement = super().from_bytes(blob)
+        num_encoded, counts = announcement.num_encoded_examples, announcement.class_counts
+        if (announcement.num_examples is None) != (num_encoded is None):
+            raise ValueError(
+                f"`num_examples` is {announcement.num_examples} and `num_encoded_examples` is {num_encoded}; both or "
+                "none must be a number."
+            )
+        if counts is not None and sum(counts) > (num_encoded or 0):
+            raise ValueError(f"`class_counts` has {sum(counts)} examples, but the client announces {num_encoded}.")
+        return announcement
+
+
+# The values of an announcement as noun phrases, for the model card.
+ANNOUNCED_VALUES: dict[str, str] = {
+    "num_examples": "its number of training examples",
+    "num_encoded_examples": "its number of training examples after encoding",
+    "num_eval_examples": "its number of evaluation examples",
+    "examples_per_step": "its number of examples in an optimizer step",
+    "class_counts": "its number of training examples of each class",
+}

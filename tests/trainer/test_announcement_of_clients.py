@@ -1,0 +1,95 @@
+"""What a client announces when it joins: the sizes that its messages refer to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from language import language_model, sentences, tokenizer
+from tiny import arguments, rows, tiny_model
+
+from hf_federated import ClientSpec, FederatedConfig, FederatedDataset, FederatedTrainer, NetworkEngine
+from hf_federated.messages import Announcement
+from hf_federated.tasks import LanguageModeling
+from hf_federated.trainer.claim_limits import ClaimLimits
+from hf_federated.trainer.join import JoinedClient, announcement_of
+
+
+def announced(directory, client_id: str = "north", federation: Any = (), **kwargs: Any) -> Announcement:
+    trainer = FederatedTrainer(
+        **{"model": tiny_model(), "args": arguments(directory), "train_dataset": {"north": rows(6)}, **kwargs},
+        federation=FederatedConfig(**{"num_rounds": 1, **dict(federation)}),
+    )
+    joined = JoinedClient(trainer._federation_setup, trainer.args, client_id, None)
+    return announcement_of(joined.setup, trainer.args, client_id)
+
+
+def test_client_announces_its_examples_and_its_batch(tmp_path):
+    batches = arguments(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=2)
+    evaluation = FederatedDataset.from_dict({"north": rows(5)})
+    assert announced(tmp_path, args=batches, eval_dataset=evaluation) == Announcement(6, 6, 5, examples_per_step=6)
+
+
+def test_evaluation_examples_are_found_by_the_name_of_the_client(tmp_path):
+    """The training examples of a plain dataset have no name."""
+    evaluation = FederatedDataset.from_dict({"north": rows(5), "south": rows(4)})
+    found = announced(tmp_path, "south", train_dataset=rows(6), eval_dataset=evaluation)
+    assert (found.num_examples, found.num_eval_examples) == (6, 4)
+
+
+def test_stream_is_announced_without_a_number(tmp_path):
+    stream = {"north": rows(6).to_iterable_dataset()}
+    found = announced(tmp_path, federation={"local_steps": 2}, train_dataset=stream)
+    assert (found.num_examples, found.num_encoded_examples) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("method", "announces"), [("fedkd", True), ("feddrs", True), ("feddf", False), (None, False)], ids=str
+)
+def test_class_counts_are_announced_if_the_method_needs_them(tmp_path, method, announces):
+    public = {"public_dataset": rows(4, seed=1)} if method in ("fedkd", "feddf") else {}
+    options = {"distillation_kwargs": {"sample_length": 4}} if method == "feddrs" else {}
+    found = announced(tmp_path, federation={"distillation": method, **options}, **public)
+    labels = rows(6)["labels"]
+    assert found.class_counts == ([labels.count(0), labels.count(1)] if announces else None)
+
+
+def test_client_with_own_arguments_announces_its_own_batch(tmp_path):
+    spec = ClientSpec(args=arguments(tmp_path, per_device_train_batch_size=7))
+    federation = {"distillation": "dsfl"}
+    found = announced(tmp_path, federation=federation, public_dataset=rows(4, seed=1), clients={"north": spec})
+    assert found.examples_per_step == 7
+
+
+def test_packed_examples_limit_the_claims_of_a_client(tmp_path):
+    """An update counts the packed examples, which the server cannot pack."""
+    raw = Dataset.from_dict({"text": sentences("north", 9)})
+    common = {"model": language_model(), "task": LanguageModeling(block_size=4), "processing_class": tokenizer()}
+    found = announced(tmp_path, train_dataset={"north": raw}, **common)
+    num_tokens = sum(len(text.split()) for text in raw["text"])
+    assert found.num_examples == 9 and 9 != found.num_encoded_examples <= num_tokens // 3
+    engine = NetworkEngine(["north"], address="127.0.0.1:0", insecure=True)
+    server = FederatedTrainer(
+        args=arguments(tmp_path), engine=engine, federation=FederatedConfig(num_rounds=1), **common
+    )
+    engine._announce("north", found)
+    limits = ClaimLimits(server._federation_setup, server.args, {"north": None})("north", None)
+    assert limits.num_examples == found.num_encoded_examples
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ((-1, 8, 0, 4), "num_examples"),
+        ((8, None, 0, 4), "both or none"),
+        ((None, None, True, 4), "num_eval_examples"),
+        ((8, 8, 0, 4, [5, 4]), "9 examples, but the client announces 8"),
+        ((None, None, 0, 4, [1]), "1 examples, but the client announces None"),
+        ((8, 8, 0, 4, [-1, 1]), "class_counts"),
+        ((8, 8, 0, 4, [1] * 20_000), "class_counts"),
+    ],
+)
+def test_contradictory_announcement_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Announcement.from_bytes(Announcement(*fields).to_bytes())

@@ -1,0 +1,230 @@
+"""Settings that the server and the clients must share: each difference is named with both values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from distillation_setup import client_model
+from language import language_model, masking_tokenizer, sentences, tokenizer
+from peft import LoraConfig, get_peft_model
+from tiny import arguments, rows, tiny_model
+from tokenizers import Tokenizer
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from hf_federated import ClientSpec, FederatedConfig, FederatedTrainer
+from hf_federated.tasks import LanguageModeling, TextClassification
+from hf_federated.trainer.network_settings import NetworkSettings
+
+
+ROUNDS = {"num_rounds": 1}
+RAW = Dataset.from_dict({"text": ["snow1 snow2", "sand1"], "label": [0, 1]})
+
+
+def settings(directory, model: nn.Module | None = None, federation: Any = (), args: Any = (), **kwargs: Any):
+    """Return the settings of a client."""
+    trainer = FederatedTrainer(
+        model=model or tiny_model(),
+        args=arguments(directory, **dict(args)),
+        federation=FederatedConfig(**{**ROUNDS, **dict(federation)}),
+        **{"train_dataset": {"north": rows(4)}, **kwargs},
+    )
+    return NetworkSettings.of(trainer._federation_setup, trainer.args, "north")
+
+
+def with_labels(*names: str) -> nn.Module:
+    label2id = {name: label for label, name in enumerate(names)}
+    return tiny_model(num_labels=len(names), id2label=dict(enumerate(names)), label2id=label2id)
+
+
+def tiny_lora(shift: float = 0.0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = get_peft_model(tiny_model(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+    model.base_model.model.bert.pooler.dense.weight.data += shift
+    return model
+
+
+def classification(*label_names: str) -> dict[str, Any]:
+    return {
+        "task": TextClassification(label_names=label_names),
+        "train_dataset": {"north": RAW},
+        "processing_class": masking_tokenizer(),
+    }
+
+
+def token_distillation(processing_class: Any) -> dict[str, Any]:
+    return {
+        "model": language_model(),
+        "federation": {"distillation": "dsfl"},
+        "task": LanguageModeling(),
+        "train_dataset": {"north": Dataset.from_dict({"text": sentences("north", 4)})},
+        "public_dataset": Dataset.from_dict({"text": sentences("south", 4)}),
+        "processing_class": processing_class,
+    }
+
+
+def reordered_tokenizer() -> Any:
+    """The tokenizer of `language`, with the ids of two words exchanged."""
+    original = tokenizer()
+    content = json.loads(original.backend_tokenizer.to_str())
+    vocab = content["model"]["vocab"]
+    vocab["snow1"], vocab["snow2"] = vocab["snow2"], vocab["snow1"]
+    reordered = Tokenizer.from_str(json.dumps(content))
+    special = original.special_tokens_map
+    return PreTrainedTokenizerFast(tokenizer_object=reordered, **special)
+
+
+DSFL = {"federation": {"distillation": "dsfl"}, "public_dataset": rows(4, seed=5)}
+FEDAUX = {"federation": {"distillation": "fedaux"}, "public_dataset": rows(4, seed=5)}
+FEDED = {"federation": {"distillation": "feded"}, "public_dataset": rows(4, seed=5)}
+
+# Name of the setting, arguments of the server, arguments of the client, and parts of both values.
+Arguments = Callable[[], dict[str, Any]]
+DIFFERENCES: dict[str, tuple[str, Arguments, Arguments, str, str]] = {
+    "learning rate": ("learning_rate", lambda: {"args": {"learning_rate": 0.1}}, lambda: {}, "0.1", "0.01"),
+    "local epochs": (
+        "FederatedConfig.local_epochs",
+        lambda: {"federation": {"local_epochs": 2}},
+        lambda: {},
+        "2",
+        "1",
+    ),
+    "public examples": (
+        "content of `public_dataset`",
+        lambda: DSFL,
+        lambda: {**DSFL, "public_dataset": rows(4, seed=6)},
+        "",
+        "",
+    ),
+    "order of the labels": (
+        "labels",
+        lambda: {"model": with_labels("low", "high")},
+        lambda: {"model": with_labels("high", "low")},
+        "{0: 'low', 1: 'high'}",
+        "{0: 'high', 1: 'low'}",
+    ),
+    "last of many labels": (
+        "labels",
+        lambda: {"model": with_labels(*(f"label {number}" for number in range(99)), "low")},
+        lambda: {"model": with_labels(*(f"label {number}" for number in range(99)), "high")},
+        "0: 'label 0'",
+        "0: 'label 0'",
+    ),
+    "labels of the task": (
+        "task",
+        lambda: classification("low", "high"),
+        lambda: classification("high", "low"),
+        "TextClassification with {0: 'low', 1: 'high'}",
+        "TextClassification with {0: 'high', 1: 'low'}",
+    ),
+    "vocabulary": (
+        "tokenizer",
+        lambda: {"processing_class": tokenizer()},
+        lambda: {"processing_class": masking_tokenizer()},
+        "27 tokens",
+        "28 tokens",
+    ),
+    "ids of tokens": (
+        "tokenizer",
+        lambda: {"processing_class": tokenizer()},
+        lambda: {"processing_class": reordered_tokenizer()},
+        "27 tokens",
+        "27 tokens",
+    ),
+    "tokenizer of predicted tokens": (
+        "tokenizer",
+        lambda: token_distillation(tokenizer()),
+        lambda: token_distillation(reordered_tokenizer()),
+        "27 tokens",
+        "27 tokens",
+    ),
+    "layout of the model": (
+        "model",
+        lambda: {},
+        lambda: {"model": tiny_model(hidden_size=32)},
+        "BertForSequenceClassification of",
+        "BertForSequenceClassification of",
+    ),
+    "layout of a student whose parameters are only received": (
+        "model",
+        lambda: FEDED,
+        lambda: {**FEDED, "model": tiny_model(num_hidden_layers=3)},
+        "BertForSequenceClassification of",
+        "BertForSequenceClassification of",
+    ),
+    "parameters that stay local": (
+        "values of the parameters that are not exchanged",
+        lambda: {"model": tiny_lora()},
+        lambda: {"model": tiny_lora(0.1)},
+        "SHA-256",
+        "SHA-256",
+    ),
+    "initial parameters that give features": (
+        "initial values of the exchanged parameters",
+        lambda: FEDAUX,
+        lambda: {**FEDAUX, "model": tiny_model(seed=1)},
+        "SHA-256",
+        "SHA-256",
+    ),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_difference_is_named_with_both_values(tmp_path, difference):
+    name, server, client, server_value, client_value = DIFFERENCES[difference]
+    ours, theirs = settings(tmp_path, **server()), settings(tmp_path, **client())
+    assert ours.differences(ours.to_dict()) == []
+    lines = ours.differences(theirs.to_dict())
+    found = next((line for line in lines if line.startswith(f"{name}: ")), None)
+    assert found is not None, lines
+    at_server, _, at_client = found.removeprefix(f"{name}: ").partition(" at the server, ")
+    assert server_value in at_server and client_value in at_client
+    assert at_server != at_client.removesuffix(" at the client") and len(found) < 1200
+    assert lines == [found]
+
+
+HARMLESS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
+    "batch size and precision": ({}, lambda: {"args": {"per_device_train_batch_size": 2, "bf16": True}}),
+    "initial parameters that the server replaces": ({}, lambda: {"model": tiny_model(seed=1)}),
+    "a party without a tokenizer": ({}, lambda: {"processing_class": masking_tokenizer()}),
+    "model in a distillation": (DSFL, lambda: {**DSFL, "model": tiny_model(seed=1, num_hidden_layers=3)}),
+    "number of processes": ({}, lambda: {"federation": {"parallelism": "clients"}}),
+}
+
+
+@pytest.mark.parametrize("difference", HARMLESS)
+def test_difference_that_the_method_allows_is_accepted(tmp_path, difference):
+    server, client = HARMLESS[difference]
+    assert settings(tmp_path, **server).differences(settings(tmp_path, **client()).to_dict()) == []
+
+
+def test_own_tokenizer_of_a_distillation_client_is_accepted(tmp_path):
+    common = {
+        "federation": {"distillation": "mhat"},
+        **classification("low", "high"),
+        "public_dataset": RAW.remove_columns("label"),
+    }
+    spec = ClientSpec(model=client_model("b"), processing_class=reordered_tokenizer())
+    ours = settings(tmp_path, **common)
+    assert ours.differences(settings(tmp_path, clients={"north": spec}, **common).to_dict()) == []
+
+
+def test_initial_parameters_of_a_resumed_server_are_those_before_the_first_round(tmp_path):
+    """The model of a resumed server has the parameters of the checkpoint. A client starts with the initial ones."""
+    ours = settings(tmp_path, **FEDAUX)
+    trainer = FederatedTrainer(
+        model=tiny_model(seed=1),
+        args=arguments(tmp_path),
+        federation=FederatedConfig(**ROUNDS, distillation="fedaux"),
+        train_dataset={"north": rows(4)},
+        public_dataset=FEDAUX["public_dataset"],
+    )
+    initial = {name: value.detach() for name, value in tiny_model().named_parameters()}
+    resumed = NetworkSettings.of(trainer._federation_setup, trainer.args, initial=initial)
+    assert resumed.differences(ours.to_dict()) == []
