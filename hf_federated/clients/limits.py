@@ -40,7 +40,7 @@ def update_limits(
     >>> from hf_federated.clients.limits import update_limits
 
     >>> update_limits(100, local_epochs=2, local_steps=None, examples_per_step=8, max_length=512)
-    UpdateLimits(num_examples=100, num_steps=200, num_tokens=204800)
+    UpdateLimits(num_examples=100, num_steps=200, num_tokens=204800, class_counts=None)
     ```
     """
     num_seen: int | None
