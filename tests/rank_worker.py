@@ -228,6 +228,17 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         federation |= {"distillation": name} | ({"num_rounds": 1} if name == "fedkd" else {})
         trainer_args |= {"public_dataset": rows(10, seed=20), "client_model_init": client_model}
         trainer_args["server_dataset"] = rows(6, seed=21)
+    elif name in ("two data clients", "two data distillation clients"):
+        federation = {"parallelism": "data", "client_optimizer_state": "carry"}
+        clients = {name: clients[name] for name in list(clients)[:2]}
+        args["eval_strategy"] = "no"
+        if name == "two data clients":
+            federation |= {"evaluate_clients": True, "aggregation_kwargs": {"weighting": "tokens"}}
+            args["eval_strategy"] = "steps"
+            trainer_args["eval_dataset"] = FederatedDataset.from_dict({name: eval_clients[name] for name in clients})
+        else:
+            federation["distillation"] = "dsfl"
+            trainer_args |= {"public_dataset": rows(10, seed=20), "client_model_init": client_model}
     elif name in ("data many", "data balanced", "drop last"):
         federation = {"parallelism": "data"}
         if name == "data balanced":

@@ -30,13 +30,16 @@ class StateHistory:
     answers the same request with the same reply, and returns to an earlier state if the server does.
 
     Args:
-        directory (`str` or `os.PathLike`): Folder of the states. Only one process may use it.
+        directory (`str` or `os.PathLike`): Folder of the states. Only one client may use it.
         models ([`ClientModels`]): The models and the state of the client.
+        writes (`bool`, *optional*, defaults to `True`): Whether this process writes the states. If several processes
+            train the client, one of them writes, and all of them read the folder.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], models: ClientModels) -> None:
+    def __init__(self, directory: str | os.PathLike[str], models: ClientModels, writes: bool = True) -> None:
         self.directory = Path(directory)
         self._models = models
+        self._writes = writes
         # Name of the state that `models` has. Empty before the first request.
         self.current = ""
 
@@ -86,6 +89,11 @@ class StateHistory:
             name (`str`): Name of the request.
             reply (`bytes`): The reply.
         """
+        if self._writes:
+            self._write(name, reply)
+        self.current = name
+
+    def _write(self, name: str, reply: bytes) -> None:
         partial, folder = self.directory / _PARTIAL, self._folder(name)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -94,7 +102,6 @@ class StateHistory:
         (partial / REPLY_FILE).write_bytes(reply)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
-        self.current = name
 
     def prune(self, kept: Collection[str]) -> None:
         """
@@ -103,6 +110,8 @@ class StateHistory:
         Args:
             kept (`Collection[str]`): Names of the states to keep, in addition to the current one.
         """
+        if not self._writes:
+            return
         folders = {self._folder(name) for name in kept if name}
         current = self._folder(self.current) if self.current else None
         for folder in self.directory.iterdir() if self.directory.is_dir() else ():

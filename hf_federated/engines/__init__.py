@@ -4,7 +4,7 @@ from .base import Engine, EngineContext, Plan
 from .client import ClientEngine
 from .local import LocalEngine
 from .network import NetworkEngine
-from .ranks import RankEngine, WatchPeers
+from .ranks import RankEngine, WatchPeers, raise_common_failure
 
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "Plan",
     "RankEngine",
     "WatchPeers",
+    "raise_common_failure",
 ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -57,6 +57,27 @@ def assign(costs: Mapping[str, float], num_ranks: int, fixed: Mapping[str, int])
         ranks[client_id] = loads.index(min(loads))
         loads[ranks[client_id]] += costs[client_id]
     return {client_id: ranks[client_id] for client_id in costs}
+
+
+def raise_common_failure(processes: ProcessGroup, failure: ClientFailure, error: Exception | None) -> NoReturn:
+    """
+    Raise the failure of a client that several ranks train together.
+
+    If a client fails in the middle of a common step, the ranks are out of step and cannot continue.
+
+    Args:
+        processes ([`~hf_federated.distributed.process_group.ProcessGroup`]): The processes of the launch.
+        failure ([`ClientFailure`]): The reply of the client in this process.
+        error (`Exception`, *optional*): The error behind the failure.
+
+    Raises:
+        PeerFailedError: If another process failed first.
+        RuntimeError: Otherwise.
+    """
+    if lost := processes.to_peer_failed_error(error):
+        raise lost from error
+    reason = failure.error if error is None else f"{type(error).__name__}: {error}"
+    raise RuntimeError(f"Client {failure.client_id!r}, round {failure.round + 1}: {reason}") from error
 
 
 class WatchPeers(TrainerCallback):
@@ -137,13 +158,8 @@ class RankEngine(LocalEngine):
 
     def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
         for client_id, reply in super()._execute(plan, dispatch):
-            # If a client fails in the middle of a common step, the ranks are out of step and cannot continue.
             if isinstance(reply, ClientFailure) and not self._spreads_clients and self.processes.world_size > 1:
-                if lost := self.processes.to_peer_failed_error(self.last_error):
-                    raise lost from self.last_error
-                error = self.last_error
-                reason = reply.error if error is None else f"{type(error).__name__}: {error}"
-                raise RuntimeError(f"Client {client_id!r}, round {plan.round + 1}: {reason}") from error
+                raise_common_failure(self.processes, reply, self.last_error)
             yield client_id, reply
             del reply
 

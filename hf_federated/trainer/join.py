@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from transformers import TrainerControl, TrainingArguments
@@ -16,13 +16,13 @@ from transformers.utils import logging
 from ..clients.state_history import StateHistory
 from ..data import FederatedDataset
 from ..data.client_ids import similar_ids_hint
-from ..engines import ClientEngine
-from ..messages import Announcement, ClientFailure, ClientUpdate, read_message
+from ..engines import ClientEngine, raise_common_failure
+from ..messages import Announcement, ClientFailure, ClientUpdate, Message, read_message
 from ..server import RoundSummary
-from ..transport import Connection, Connector, ServerUnreachableError, SessionLostError
-from ..transport.framing import unframe
+from ..transport import Connector
 from ..utils.client_names import escape_client_id
 from ..utils.errors import UserError
+from .client_requests import ClientRequests, Request
 from .network_settings import NetworkSettings
 from .setup import FederationSetup
 
@@ -40,7 +40,10 @@ class RunEndedError(UserError):
 
 class JoinedClient:
     """
-    A client of a federation over a network.
+    A client of a federation over a network. With several processes, each of them has an instance.
+
+    The processes of a client handle each request together. The main process communicates with the server, and writes
+    the states of the client.
 
     Args:
         setup ([`FederationSetup`]): The arguments of the trainer.
@@ -49,68 +52,46 @@ class JoinedClient:
         state_dir (`str`, *optional*): Folder of the states. Defaults to a folder in the output directory.
 
     Raises:
-        ValueError: If the launch has several processes, or if the trainer has the examples of several clients and
-            `client_id` is none of them.
+        ValueError: If several processes would not train the client together, or if the trainer has the examples of
+            several clients and `client_id` is none of them.
     """
 
     def __init__(self, setup: FederationSetup, args: TrainingArguments, client_id: str, state_dir: str | None) -> None:
-        if setup.is_spread:
+        self._processes = setup.processes
+        if setup.spreads_clients:
             raise ValueError(
-                f"A client is one process, but the launch has {setup.processes.world_size} processes. Start the "
-                "client without a launcher."
+                f"parallelism='clients', but the {setup.processes.world_size} processes of this launch train one "
+                "client. Set parallelism='data', or start the client without a launcher."
             )
         self.client_id = client_id
         self._engine = ClientEngine()
         self.setup = dataclasses.replace(_of_one_client(setup, client_id), engine=self._engine)
         self._args = args
         self._state_dir = state_dir or os.path.join(args.output_dir, STATES_DIR, escape_client_id(client_id))
-        # Connects with the settings and the announcement of the client, which do not change when it connects again.
-        self._connect: Callable[[], Connection]
-        self._connection: Connection | None = None
+        self._requests: ClientRequests | None = None
         self._history: StateHistory | None = None
+        self._next: Request | None = None
         # Number of training examples in all rounds.
         self.examples_seen = 0
-        # The next request, and its content.
-        self._request: tuple[dict[str, Any], memoryview] | None = None
 
     def connect(self, connector: Connector) -> None:
         """
         Connect to the server.
 
         Args:
-            connector ([`~hf_federated.transport.Connector`]): Connects the client.
+            connector ([`~hf_federated.transport.Connector`]): Connects the client. Only the main process calls it.
 
         Raises:
             ClientRefusedError: If the server refuses the client.
             ServerUnreachableError: If the server does not respond.
         """
+        # A connection after a lost one has the same settings, although the parameters of the model have changed. All
+        # processes prepare the examples, because a preparation may wait for all of them.
         settings = NetworkSettings.of(self.setup, self._args, self.client_id)
         announcement = announcement_of(self.setup, self._args, self.client_id).to_bytes()
-        self._connect = functools.partial(connector, settings, announcement)
-        self._connection = self._connect()
+        connect = functools.partial(connector, settings, announcement)
+        self._requests = ClientRequests(self.client_id, self._processes, connect)
         logger.warning(f"Client {self.client_id!r} joined the federation.")
-
-    def _receive(self, reply: bytes | None = None) -> None:
-        """Send a reply, if there is one, and wait for the next request. Connect again if the session is lost."""
-        assert self._connection is not None
-        while True:
-            try:
-                blob = self._connection.receive(reply)
-                break
-            except (SessionLostError, ServerUnreachableError) as error:
-                logger.warning(
-                    f"The connection to the server ended: {error} Client {self.client_id!r} connects again."
-                )
-                self._connection.close()
-                self._connection = self._connect()
-                # If the server still waits for the reply, it asks again.
-                reply = None
-        self._request = None
-        if blob is not None:
-            header, content = unframe(blob, state=str, keep=list, num_clients=int)
-            if not all(isinstance(name, str) for name in header["keep"]):
-                raise ValueError("The header of a request must name states with texts.")
-            self._request = header, content
 
     def loop_arguments(self, args: TrainingArguments) -> TrainingArguments:
         """Return the training arguments of the client's loop, which neither evaluates nor saves checkpoints."""
@@ -121,8 +102,8 @@ class JoinedClient:
 
     def close(self) -> None:
         """Disconnect from the server."""
-        if self._connection is not None:
-            self._connection.close()
+        if self._requests is not None:
+            self._requests.close()
 
     def run_round(self, control: TrainerControl) -> RoundSummary:
         """
@@ -137,54 +118,64 @@ class JoinedClient:
         Raises:
             RunEndedError: If the server ended the run because of an error.
             LinkError: If the connection to the server ended.
+            PeerFailedError: If another process of the client failed.
         """
-        assert self._connection is not None
-        worker = self._engine.worker
+        requests = self._requests
+        assert requests is not None
         if self._history is None:
-            self._history = StateHistory(self._state_dir, worker.models)
+            self._history = StateHistory(self._state_dir, self._engine.worker.models, self._processes.is_main)
         metrics: dict[str, dict[str, float]] = {}
         round: int | None = None
-        if self._request is None:
-            self._receive()
-        while self._request is not None:
-            header, content = self._request
-            message = read_message(bytes(content))
+        if self._next is None:
+            self._next = requests.receive()
+        while self._next is not None:
+            message = read_message(bytes(self._next.content))
             if round is not None and message.round != round:
                 # The request belongs to the next step of the loop.
                 break
             round = message.round
-            reply = self._history.reply_to(message.nonce)
-            if reply is None:
-                worker.is_federation = header["num_clients"] > 1
-                self._history.restore(header["state"])
-                answer = worker.handle(message)
-                if isinstance(answer, ClientUpdate):
-                    metrics[self.client_id] = answer.reported_metrics
-                    self.examples_seen += self._num_examples_seen(answer)
-                elif isinstance(answer, ClientFailure):
-                    logger.warning(f"Round {message.round + 1}: this client failed: {worker.last_error}")
-                reply = answer.to_bytes()
-                self._history.record(message.nonce, reply)
-                del answer
-            else:
-                self._history.restore(message.nonce)
-            self._history.prune([header["state"], *header["keep"]])
+            reply = self._answer(self._next, message, self._history, metrics)
+            self._history.prune([self._next.state, *self._next.keep])
             # Free the memory before the next request arrives.
-            self._request = None
-            del message, content
-            self._receive(reply)
+            self._next = None
+            del message
+            self._next = requests.receive(reply)
             del reply
-        if self._request is None:
+        if self._next is None:
             control.should_training_stop = True
-            if self._connection.end:
-                raise RunEndedError(f"The server ended the run: {self._connection.end}")
+            if requests.end:
+                raise RunEndedError(f"The server ended the run: {requests.end}")
         return RoundSummary.from_clients(metrics, num_failed=0, round=round or 0)
+
+    def _answer(
+        self, request: Request, message: Message, history: StateHistory, metrics: dict[str, dict[str, float]]
+    ) -> bytes:
+        """Carry out a request, unless the client has done so before. Return the reply, and note the metrics."""
+        worker, processes = self._engine.worker, self._processes
+        # Only the main process knows its replies for certain: other machines may see its files later.
+        reply = history.reply_to(message.nonce) if processes.is_main else None
+        if processes.run_on_main("earlier reply", lambda: reply is not None):
+            history.restore(message.nonce)
+            return reply or b""
+        worker.is_federation = request.num_clients > 1
+        history.restore(request.state)
+        answer = worker.handle(message)
+        if isinstance(answer, ClientUpdate):
+            metrics[self.client_id] = answer.reported_metrics
+            self.examples_seen += self._num_examples_seen(answer)
+        elif isinstance(answer, ClientFailure):
+            if processes.world_size > 1:
+                raise_common_failure(processes, answer, worker.last_error)
+            logger.warning(f"Round {message.round + 1}: this client failed: {worker.last_error}")
+        reply = answer.to_bytes() if processes.is_main else b""
+        history.record(message.nonce, reply)
+        return reply
 
     def _num_examples_seen(self, update: ClientUpdate) -> int:
         config, args = self.setup.config, self._args
         if config.local_steps is None:
             return int(update.num_examples * config.local_epochs)
-        return update.num_steps * args.train_batch_size * args.gradient_accumulation_steps
+        return update.num_steps * examples_per_step(args, self._processes)
 
 
 def announcement_of(setup: FederationSetup, args: TrainingArguments, client_id: str) -> Announcement:
