@@ -360,12 +360,15 @@ def test_trainer_that_prepares_its_examples_is_refused_on_the_server(tmp_path):
         federate(Preparing)(**server_arguments(tmp_path), federation=FederatedConfig(num_rounds=1))
 
 
-def test_client_of_a_launch_with_several_processes_is_refused(tmp_path, monkeypatch):
+def test_client_of_several_processes_that_would_not_train_together_is_refused(tmp_path, monkeypatch):
     trainer = FederatedTrainer(
-        model=tiny_model(), args=arguments(tmp_path), train_dataset=rows(4), federation=FederatedConfig(num_rounds=1)
+        model=tiny_model(),
+        args=arguments(tmp_path),
+        train_dataset=rows(4),
+        federation=FederatedConfig(num_rounds=1, parallelism="clients"),
     )
     monkeypatch.setattr(trainer._federation_setup.processes, "world_size", 2)
-    with pytest.raises(ValueError, match="the launch has 2 processes"):
+    with pytest.raises(ValueError, match="parallelism='clients', but the 2 processes of this launch train one client"):
         trainer.join("127.0.0.1:1", client_id="north", insecure=True)
 
 
