@@ -44,6 +44,10 @@ class JoinMixin(RoleMixin):
         The client keeps its state after each reply in `state_dir`. If it is killed, join again with the same folder:
         the client continues with the message that it had not answered.
 
+        A client may be a launch of several processes, which call this method together. With `parallelism="data"`, they
+        train as in any training with accelerate. The main process communicates with the server and writes the states,
+        which all processes must be able to read. If a process fails, all of them end with an error.
+
         Args:
             address (`str`): Address of the server, as `host:port`.
             client_id (`str`): Id of the client, as in its certificate.
@@ -61,8 +65,9 @@ class JoinMixin(RoleMixin):
             LinkError: If the connection ended. Join again to continue.
             RunEndedError: If the server ended the run because of an error.
             OutputDirInUseError: If another process trains in the output directory.
-            ValueError: If the launch has several processes, or if the trainer has the examples of several clients and
-                `client_id` is none of them.
+            PeerFailedError: If another process of the launch failed.
+            ValueError: If the launch has several processes and `parallelism` is not `"data"`, or if the trainer has
+                the examples of several clients and `client_id` is none of them.
         """
 
         def connect(settings: SessionConfig, announcement: bytes) -> Connection:

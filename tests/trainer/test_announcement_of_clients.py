@@ -11,6 +11,7 @@ from tiny import arguments, rows, tiny_model
 
 from hf_federated import ClientSpec, FederatedConfig, FederatedDataset, FederatedTrainer, NetworkEngine
 from hf_federated.messages import Announcement
+from hf_federated.messages.validation import UpdateLimits
 from hf_federated.tasks import LanguageModeling
 from hf_federated.trainer.claim_limits import ClaimLimits
 from hf_federated.trainer.join import JoinedClient, announcement_of
@@ -76,6 +77,23 @@ def test_packed_examples_limit_the_claims_of_a_client(tmp_path):
     engine._announce("north", found)
     limits = ClaimLimits(server._federation_setup, server.args, {"north": None})("north", None)
     assert limits.num_examples == found.num_encoded_examples
+
+
+@pytest.mark.parametrize("num_examples", [1000, None], ids=["dataset", "stream"])
+def test_batch_of_a_client_limits_its_claims(tmp_path, num_examples):
+    """The batch of the server does not matter, because the batch sizes of the parties may differ."""
+    engine = NetworkEngine(["north"], address="127.0.0.1:0", insecure=True)
+    server = FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(tmp_path, per_device_train_batch_size=2),
+        engine=engine,
+        federation=FederatedConfig(num_rounds=1, local_steps=3),
+    )
+    engine._announce("north", Announcement(num_examples, num_examples, 0, examples_per_step=64))
+    limits = ClaimLimits(server._federation_setup, server.args, {"north": None})("north", None)
+    # An example may have two sequences of 16 tokens. A stream may read the batches of two steps for one of them.
+    num_seen = 3 * 64 * (1 if num_examples else 2)
+    assert limits == UpdateLimits(num_examples or num_seen, 3, num_seen * 2 * 16)
 
 
 @pytest.mark.parametrize(
