@@ -3,6 +3,9 @@
 The worker works as `network_worker.py`. Each request has the additional field `num_ranks`, the number of processes of
 each client, and `kill` may have a `rank`. The other processes of a killed client must end with an error before the
 client is started again. The answer contains their exit codes and the seconds until they ended.
+
+With `idle` in `kill`, the process is killed while the client waits for its first request. The last client starts after
+that, so that the server sends no request before.
 """
 
 from __future__ import annotations
@@ -10,9 +13,12 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import socket
 import sys
+import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,11 +45,23 @@ def fork(party: int, rank: int, request: dict[str, Any]) -> int:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request["ports"][party])}
         kill = request.get("kill") or {}
         is_killed = kill.get("party") == party and kill.get("rank", 0) == rank
+        if is_killed and kill.get("idle"):
+            threading.Thread(target=kill_after_joining, args=(request, party), daemon=True).start()
+            is_killed = False
         code = run_party(party, {**request, "kill": kill if is_killed else None})
         atexit._run_exitfuncs()
     finally:
         sys.stdout.flush()
         os._exit(code)
+
+
+def kill_after_joining(request: dict[str, Any], party: int) -> None:
+    """Kill this process when its party has joined."""
+    log = Path(request["directory"], f"rank-{party}.log")
+    while not log.exists() or "joined the federation" not in log.read_text():
+        time.sleep(0.1)
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
@@ -52,9 +70,11 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     parties = range(request["num_parties"])
     request |= {"address": f"127.0.0.1:{free_port()}", "ports": [free_port() for _ in parties]}
     num_ranks = [request["num_ranks"] if party else 1 for party in parties]
-    children = {(party, rank): fork(party, rank, request) for party in parties for rank in range(num_ranks[party])}
-    answer: dict[str, Any] = {}
-    if kill := request.get("kill"):
+    processes = [(party, rank) for party in parties for rank in range(num_ranks[party])]
+    kill, answer = request.get("kill"), {}
+    late = parties[-1] if kill and kill.get("idle") else None
+    children = {(party, rank): fork(party, rank, request) for party, rank in processes if party != late}
+    if kill:
         party, first = kill["party"], kill.get("rank", 0)
         killed_codes = {first: wait(children[party, first], deadline)}
         ended = time.monotonic()
@@ -63,7 +83,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         answer["killed_codes"] = [killed_codes[rank] for rank in range(num_ranks[party])]
         answer["seconds_after_kill"] = time.monotonic() - ended
         request |= {"kill": None, "resume": party == 0, "ports": [free_port() for _ in parties]}
-        children |= {(party, rank): fork(party, rank, request) for rank in range(num_ranks[party])}
+        started_now = [each for each in processes if each[0] in (party, late)]
+        children |= {each: fork(*each, request) for each in started_now}
     answer["codes"] = [wait(child, deadline) for child in children.values()]
     return {**answer, "seconds": time.monotonic() - started}
 
