@@ -60,7 +60,7 @@ def kill_after_joining(request: dict[str, Any], party: int) -> None:
     log = Path(request["directory"], f"rank-{party}.log")
     while not log.exists() or "joined the federation" not in log.read_text():
         time.sleep(0.1)
-    time.sleep(1)
+    time.sleep(4)  # The client then waits for its first request.
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -91,7 +91,8 @@ class JoinedClient:
         announcement = announcement_of(self.setup, self._args, self.client_id).to_bytes()
         connect = functools.partial(connector, settings, announcement)
         self._requests = ClientRequests(self.client_id, self._processes, connect)
-        logger.warning(f"Client {self.client_id!r} joined the federation.")
+        if self._processes.is_main:
+            logger.warning(f"Client {self.client_id!r} joined the federation.")
 
     def loop_arguments(self, args: TrainingArguments) -> TrainingArguments:
         """Return the training arguments of the client's loop, which neither evaluates nor saves checkpoints."""
