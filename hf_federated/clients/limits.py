@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import TrainingArguments
+
 from ..messages.validation import UpdateLimits
 
 
@@ -56,6 +58,17 @@ def update_limits(
     num_steps = num_seen if local_steps is None else local_steps
     num_tokens = None if num_seen is None or max_length is None else num_seen * _MAX_SEQUENCES * max_length
     return UpdateLimits(num_examples, num_steps, num_tokens)
+
+
+def examples_per_step(args: TrainingArguments, num_processes: int) -> int:
+    """
+    Return the largest number of examples in an optimizer step.
+
+    Args:
+        args (`TrainingArguments`): The training arguments of the client.
+        num_processes (`int`): Number of processes that train the client together.
+    """
+    return args.train_batch_size * args.gradient_accumulation_steps * num_processes
 
 
 def max_input_length(trainer: Any) -> int | None:

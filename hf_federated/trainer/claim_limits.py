@@ -7,7 +7,7 @@ import dataclasses
 from transformers import TrainingArguments
 
 from .._compat import train_tokens
-from ..clients.limits import max_input_length, update_limits
+from ..clients.limits import examples_per_step, max_input_length, update_limits
 from ..clients.sampling import limit_examples
 from ..messages import Announcement
 from ..messages.validation import InvalidUpdateError, UpdateLimits
@@ -49,8 +49,7 @@ class ClaimLimits:
             num_examples = len(setup.train_datasets[client_id])
         spec = setup.participants.clients.get(client_id)
         args = self._args if spec is None or spec.args is None else spec.args
-        examples_per_step = args.train_batch_size * args.gradient_accumulation_steps * setup.processes.world_size
-        return self._limits(num_examples, max_rows, examples_per_step)
+        return self._limits(num_examples, max_rows, examples_per_step(args, setup.processes.world_size))
 
     def _of_announcement(self, client_id: str, announced: Announcement, max_rows: int | None) -> UpdateLimits:
         distillation = self._setup.distillation
@@ -66,7 +65,7 @@ class ClaimLimits:
             return limits
         return dataclasses.replace(limits, class_counts=tuple(announced.class_counts or ()))
 
-    def _limits(self, num_examples: int | None, max_rows: int | None, examples_per_step: int) -> UpdateLimits:
+    def _limits(self, num_examples: int | None, max_rows: int | None, step_size: int) -> UpdateLimits:
         config, trainer = self._setup.config, self._setup.trainer
         # A trainer of TRL counts the tokens of all sequences that it generates for an example.
         has_own_count = train_tokens(trainer) is not None and self._setup.aggregation.weighting != "tokens"
@@ -74,6 +73,6 @@ class ClaimLimits:
             None if num_examples is None else limit_examples(num_examples, max_rows),
             config.local_epochs,
             config.local_steps,
-            examples_per_step,
+            step_size,
             None if has_own_count else max_input_length(trainer),
         )

@@ -13,6 +13,7 @@ from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils import logging
 
+from ..clients.limits import examples_per_step
 from ..clients.state_history import StateHistory
 from ..data import FederatedDataset
 from ..data.client_ids import similar_ids_hint
@@ -176,7 +177,7 @@ class JoinedClient:
         config, args = self.setup.config, self._args
         if config.local_steps is None:
             return int(update.num_examples * config.local_epochs)
-        return update.num_steps * examples_per_step(args, self._processes)
+        return update.num_steps * examples_per_step(args, self._processes.world_size)
 
 
 def announcement_of(setup: FederationSetup, args: TrainingArguments, client_id: str) -> Announcement:
@@ -203,7 +204,7 @@ def announcement_of(setup: FederationSetup, args: TrainingArguments, client_id: 
         num_examples=num_examples,
         num_encoded_examples=None if num_examples is None else len(setup.train_datasets[client_id]),
         num_eval_examples=num_evaluated,
-        examples_per_step=args.train_batch_size * args.gradient_accumulation_steps * setup.processes.world_size,
+        examples_per_step=examples_per_step(args, setup.processes.world_size),
         class_counts=class_counts,
     )
 
