@@ -61,7 +61,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = (
     existing.add_argument(
         "--resume",
         action="store_true",
-        help="continue the run in the output folder from its last checkpoint; a split model resumes if its clients do",
+        help="continue the run in the output folder from its last checkpoint, or start it if there is none; a split"
+        " model resumes if its clients do",
     )
     existing.add_argument(
         "--overwrite",

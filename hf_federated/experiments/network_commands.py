@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+from pathlib import Path
 from typing import Any
 
 from hf_federated.experiments.errors import CommandError, command_errors
@@ -18,6 +19,7 @@ from hf_federated.experiments.network_run import (
 from hf_federated.experiments.recipe import Recipe, parse_recipe
 from hf_federated.experiments.recipe_yaml import read_values
 from hf_federated.experiments.run_folder import RunFolder
+from hf_federated.trainer.checkpoint import list_checkpoints
 from hf_federated.transport import TlsCredentials
 
 
@@ -35,9 +37,10 @@ def serve(arguments: argparse.Namespace) -> None:
     recipe, values = _load(arguments)
     if arguments.deadline is not None:
         recipe.federation["round_deadline"] = arguments.deadline
-    folder = RunFolder(
-        party_folder(recipe, "server", arguments.output_dir), values, arguments.resume, arguments.overwrite
-    )
+    path = party_folder(recipe, "server", arguments.output_dir)
+    # A supervisor starts the server with --resume each time, also before the first checkpoint.
+    resume = arguments.resume and bool(list_checkpoints(Path(path)))
+    folder = RunFolder(path, values, resume, arguments.overwrite or (arguments.resume and not resume))
     with command_errors("serve"):
         engine = build_engine(
             recipe,

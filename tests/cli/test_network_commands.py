@@ -184,3 +184,20 @@ def test_distillation_with_client_models_gives_the_bytes_of_train(
     expected = load_file(train_in_one_process(recipe, examples, tmp_path, *settings) / "model.safetensors")
     found = load_file(tmp_path / "run" / "server" / "model.safetensors")
     assert all(value.equal(found[name]) for name, value in expected.items())
+
+
+def test_shipped_recipe_runs(run, certificates, model_dir, tmp_path):
+    recipe = Path(__file__).parents[2] / "recipes" / "network" / "network.yaml"
+    labels = [["fresh", "rotten"][number % 2] for number in range(12)]
+    reviews = {}
+    for party in (*CLIENTS, "test"):
+        reviews[party] = str(tmp_path / f"{party}.parquet")
+        Dataset.from_dict({"text": ["a bright film"] * 12, "label": labels}).to_parquet(reviews[party])
+    tiny = [f"model.name_or_path={model_dir}", f"network.address=localhost:{free_port()}", "training.use_cpu=true"]
+    tiny += ["federation.num_rounds=1", "federation.freeze=embeddings+1", f"data.test_path={reviews['test']}"]
+    changes = [part for setting in [*tiny, "training.report_to=none"] for part in ("--set", setting)]
+    # A server that is always started with --resume also starts a new run.
+    commands = commands_of(recipe, certificates, reviews, *changes, "--output-dir", "run")
+    commands["server"].append("--resume")
+    assert run(tmp_path, commands) == {"server": 0, "north": 0, "south": 0}, logs(tmp_path)
+    assert json.loads((tmp_path / "run" / "server" / "results.json").read_text())["num_train_rows"] == 24
