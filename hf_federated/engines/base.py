@@ -156,7 +156,7 @@ class Engine(ABC):
         return None
 
     def connect(  # noqa: B027 - most engines run here
-        self, settings: Callable[[], SessionConfig], output_dir: Path, num_rounds: int
+        self, settings: Callable[[], SessionConfig], output_dir: Path, num_rounds: int, *, is_complete: bool = False
     ) -> None:
         """
         Wait for clients on other machines, before a run starts.
@@ -165,6 +165,8 @@ class Engine(ABC):
             settings (`Callable[[], SessionConfig]`): Returns the settings that clients must share with the server.
             output_dir (`pathlib.Path`): Output directory, for the status of the run.
             num_rounds (`int`): Number of rounds of the run.
+            is_complete (`bool`, *optional*, defaults to `False`): Whether the run resumes after its last round and
+                needs no clients.
 
         Raises:
             TimeoutError: If too few clients join. The message names the absent clients.

@@ -30,6 +30,8 @@ logger = logging.get_logger(__name__)
 
 # Longest interval between two checks of the deadline.
 _CHECK_SECONDS = 1.0
+# Seconds that a server waits for clients if it resumes after the last round.
+_COMPLETE_SECONDS = 10.0
 
 
 class NetworkEngine(Engine):
@@ -148,11 +150,17 @@ class NetworkEngine(Engine):
                 "server without a launcher."
             )
 
-    def connect(self, settings: Callable[[], SessionConfig], output_dir: Path, num_rounds: int) -> None:
+    def connect(
+        self, settings: Callable[[], SessionConfig], output_dir: Path, num_rounds: int, *, is_complete: bool = False
+    ) -> None:
+        clients = self._datasets.client_ids
+        # Clients of a complete run may not know that it has ended, or may have left.
+        num_awaited = len(clients) if is_complete else self._num_to_start
+        seconds = min(self._join_timeout, _COMPLETE_SECONDS) if is_complete else self._join_timeout
         if not self._is_open:
             shared = settings()
             self._compared_settings = tuple(shared.to_dict())
-            self.transport.start(self._datasets.client_ids, shared)
+            self.transport.start(clients, shared)
             self._is_open = True
             self._status.num_rounds = num_rounds
             self._monitor = RunMonitor(
@@ -161,12 +169,14 @@ class NetworkEngine(Engine):
             self._monitor.start()
             address = getattr(self.transport, "address", None)
             place = "" if address is None else f" at {address}"
-            logger.warning(f"Waiting for {self._num_to_start} of {len(self._datasets.client_ids)} clients{place}.")
-        deadline = time.monotonic() + self._join_timeout
-        while not self._can_start():
+            logger.warning(f"Waiting for {num_awaited} of {len(clients)} clients{place}.")
+        deadline = time.monotonic() + seconds
+        while not self._can_start(num_awaited):
             remaining = deadline - time.monotonic()
+            if remaining <= 0 and is_complete:
+                break
             if remaining <= 0:
-                absent = [name for name in self._datasets.client_ids if not self.transport.is_connected(name)]
+                absent = [name for name in clients if not self.transport.is_connected(name)]
                 raise TimeoutError(
                     f"Clients {absent} have not joined within {self._join_timeout:g} s, and num_to_start is "
                     f"{self._num_to_start}. Start these clients, or lower `num_to_start`."
@@ -178,10 +188,10 @@ class NetworkEngine(Engine):
         while (event := self.transport.receive(0)) is not None:
             self._note(event)
 
-    def _can_start(self) -> bool:
+    def _can_start(self, num_awaited: int) -> bool:
         self._expel_clients()
         names = [name for name in self._datasets.client_ids if name not in self._status.expelled]
-        return sum(map(self.transport.is_connected, names)) >= min(self._num_to_start, len(names))
+        return sum(map(self.transport.is_connected, names)) >= min(num_awaited, len(names))
 
     def _expel_clients(self) -> None:
         """Expel the clients that the operator has named."""

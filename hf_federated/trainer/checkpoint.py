@@ -24,6 +24,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..messages.serialization import pack, unpack
@@ -88,6 +89,11 @@ def check_weights(checkpoint: str | os.PathLike[str]) -> None:
                 f"{os.fspath(path)!r} is damaged or incomplete ({error}). Copy the checkpoint again, or resume from "
                 "another checkpoint."
             ) from error
+
+
+def num_finished_rounds(checkpoint: str | os.PathLike[str]) -> int:
+    """Number of rounds of the run before it wrote a checkpoint."""
+    return TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
 
 
 def clients_directory(checkpoint: str | os.PathLike[str]) -> Path:

@@ -38,7 +38,7 @@ from ..messages.ledger import Ledger
 from ..server import RoundLoop, RoundProgress, RoundSummary, ServerState, call_event, spread_over_clients
 from ..server.bound_update import BoundUpdate
 from .announcement import announce
-from .checkpoint import clients_directory, read_server_state, write_server_state
+from .checkpoint import clients_directory, num_finished_rounds, read_server_state, write_server_state
 from .checks import check_labelled, check_resumed
 from .claim_limits import ClaimLimits
 from .client_checkpoint import TEACHERS_DIR, load_teachers, save_clients, save_teachers
@@ -80,6 +80,7 @@ class Federation:
             lambda: NetworkSettings.of(setup, args, initial=self.initial),
             Path(str(args.output_dir)),
             setup.num_rounds,
+            is_complete=checkpoint is not None and num_finished_rounds(checkpoint) >= setup.num_rounds,
         )
         if checkpoint is not None:
             check_resumed(saved["identity"], setup.identity(args), checkpoint)

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from .base import Connection, Event, Transport
 from .client import GrpcLink
 from .credentials import TlsCredentials, check_credentials
+from .errors import ServerUnreachableError, SessionLostError
 from .protocol import DEFAULT_MAX_MESSAGE_BYTES, JoinedPieces, Pieces
 from .read_gate import ReadGate
 from .server import GrpcServer
@@ -264,16 +265,25 @@ class GrpcConnection(Connection):
         reconnect_timeout: float = 45.0,
     ) -> None:
         credentials = None if certificates is None else TlsCredentials.of_client(certificates, client_id)
-        self._link = GrpcLink(
-            address,
-            credentials,
-            client_id,
-            session_config,
-            insecure=insecure,
-            connect_timeout=connect_timeout,
-            reconnect_timeout=reconnect_timeout,
-        )
-        self._link.exchange(announcement)
+        deadline = time.monotonic() + connect_timeout
+        while True:
+            self._link = GrpcLink(
+                address,
+                credentials,
+                client_id,
+                session_config,
+                insecure=insecure,
+                connect_timeout=max(deadline - time.monotonic(), 0.01),
+                reconnect_timeout=reconnect_timeout,
+            )
+            try:
+                self._link.exchange(announcement)
+                return
+            except (SessionLostError, ServerUnreachableError):
+                # The server stopped, or the network failed, after the client had connected.
+                self._link.close()
+                if time.monotonic() > deadline:
+                    raise
 
     def receive(self, reply: bytes | None = None) -> bytes | None:
         message = b"" if reply is None else reply

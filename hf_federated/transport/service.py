@@ -121,7 +121,6 @@ class Service:
         self._max_exchanges = max_exchanges
         self._on_connected = on_connected
         self._on_left = on_left
-        self._connect_lock = threading.Lock()
         self._processing_locks = {client_id: threading.Lock() for client_id in sessions.clients}
         self._slots_lock = threading.Lock()
         # Number of messages of each client that are being read or processed. The number is 2 if a call is interrupted
@@ -160,7 +159,7 @@ class Service:
             # Log the reason on the server too, because the other clients wait for this client.
             logger.warning(reason)
             raise RequestRejectedError("FAILED_PRECONDITION", reason)
-        with self._connect_lock:
+        with self.sessions.reporting[client_id]:
             make_endpoint = functools.partial(self._make_endpoint, client_id)
             session, is_new = self.sessions.open_session(client_id, process, make_endpoint)
             if is_new and self._on_connected is not None:
@@ -200,8 +199,9 @@ class Service:
             RequestRejectedError: If the session ended or belongs to another client.
         """
         session = self._session_of_request(request, owner)
-        if session.close(f"Client {session.client_id!r} left.") and self._on_left is not None:
-            self._on_left(session.client_id)
+        with self.sessions.reporting[session.client_id]:
+            if session.close(f"Client {session.client_id!r} left.") and self._on_left is not None:
+                self._on_left(session.client_id)
         return b"{}"
 
     def session_of_message(

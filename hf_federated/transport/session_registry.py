@@ -127,6 +127,9 @@ class SessionRegistry:
         self, clients: Sequence[str], heartbeat_timeout: float, on_lost: Callable[[str], None] | None = None
     ) -> None:
         self.clients = frozenset(clients)
+        # One lock for each client. It is held while a session opens or ends and while the callbacks report it, so that
+        # the reports arrive in the order of the events.
+        self.reporting = {client_id: threading.Lock() for client_id in clients}
         self.heartbeat_timeout = heartbeat_timeout
         self._on_lost = on_lost
         # Prefix of the session ids. It identifies sessions of a previous run of the server.
@@ -243,15 +246,16 @@ class SessionRegistry:
         reason = (
             f"The server ended the session of client {session.client_id!r}, which was inactive for {inactive:.1f} s."
         )
-        if not session.close(reason):
-            return
-        logger.warning(reason)
-        if self._on_lost is not None:
-            try:
-                self._on_lost(session.client_id)
-            # An error of the callback must not end this thread, which watches all clients.
-            except Exception:
-                logger.exception(f"on_lost failed for client {session.client_id!r}.")
+        with self.reporting[session.client_id]:
+            if not session.close(reason):
+                return
+            logger.warning(reason)
+            if self._on_lost is not None:
+                try:
+                    self._on_lost(session.client_id)
+                # An error of the callback must not end this thread, which watches all clients.
+                except Exception:
+                    logger.exception(f"on_lost failed for client {session.client_id!r}.")
 
 
 def _expelled(client_id: str) -> str:

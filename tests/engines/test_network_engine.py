@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from hf_federated.engines import EngineContext, NetworkEngine, Plan
 from hf_federated.messages import Announcement, ClientFailure, Evaluate, Message, Metrics, read_message
 from hf_federated.security.certificates import create_certificates
 from hf_federated.trainer.network_settings import NetworkSettings
-from hf_federated.transport import ClientRefusedError, GrpcConnection, GrpcTransport
+from hf_federated.transport import ClientRefusedError, GrpcConnection, GrpcServer, GrpcTransport
 from hf_federated.transport.framing import frame, unframe
 
 
@@ -74,7 +75,11 @@ def network() -> Iterator[Callable[..., NetworkEngine]]:
         def start(*clients: str, **options) -> NetworkEngine:
             engine = NetworkEngine(
                 clients or ("north", "south"),
-                transport=GrpcTransport("127.0.0.1:0", insecure=True, heartbeat_timeout=options.pop("heartbeat", 2.0)),
+                transport=GrpcTransport(
+                    options.pop("address", "127.0.0.1:0"),
+                    insecure=True,
+                    heartbeat_timeout=options.pop("heartbeat", 2.0),
+                ),
                 **{"join_timeout": 10, "rejoin_timeout": 1, **options},
             )
             engine.transport.start(engine.remote_clients, SETTINGS)
@@ -150,6 +155,36 @@ def test_absent_clients_are_named_if_too_few_join(network):
     Client(engine.transport.address, "south")
     with pytest.raises(TimeoutError, match=r"Clients \['north'\] have not joined within 0.5 s, and num_to_start is 2"):
         engine.connect(lambda: SETTINGS, Path("unused"), 1)
+
+
+def test_complete_run_does_not_require_its_clients(network):
+    engine = network(join_timeout=0.5)
+    south = Client(engine.transport.address, "south")
+    engine.connect(lambda: SETTINGS, Path("unused"), 1, is_complete=True)
+    engine.stop()
+    south.thread.join(10)
+    assert south.connection.end == ""
+
+
+def test_client_announces_itself_again_if_the_server_restarts_in_between(network):
+    arrived, release = threading.Event(), threading.Event()
+
+    def answer_late(client_id: str, message: bytes) -> bytes:
+        arrived.set()
+        release.wait(10)
+        return b""
+
+    first = GrpcServer(answer_late, None, ["north"], SETTINGS, insecure=True)
+    first.start()
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(Client, first.address, "north")
+        assert arrived.wait(10)
+        threading.Timer(0.2, release.set).start()
+        first.close(grace=0)
+        engine = network("north", address=first.address)
+        begin(engine)
+        assert isinstance(run(engine)["north"], Metrics)
+        joining.result(10)
 
 
 def test_client_that_has_not_joined_fails_at_once_and_takes_part_when_it_joins(network):

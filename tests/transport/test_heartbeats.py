@@ -47,6 +47,32 @@ def test_inactive_client_is_lost_and_other_clients_stay_connected(tls):
     assert lost == ["north"]
 
 
+def test_client_connects_again_after_its_loss_was_reported(tls):
+    """Otherwise a late report would concern the new session."""
+    order: list[str] = []
+    release = threading.Event()
+
+    def lost(client_id: str) -> None:
+        order.append("loss begins")
+        release.wait(10)
+        order.append("loss ends")
+
+    settings = {"heartbeat_timeout": 0.8, "on_lost": lost, "on_connected": lambda client_id: order.append("connected")}
+    with serve(tls, echo, **settings) as server, Relay(server) as relay, join(tls, relay) as north:
+        relay.accepting.clear()
+        relay.cut()
+        wait_until(lambda: "loss begins" in order)
+        with ThreadPoolExecutor(1) as pool:
+            again = pool.submit(join, tls, server)
+            time.sleep(0.3)
+            release.set()
+            with again.result(10) as link:
+                assert link.exchange(b"1") == b"1"
+        relay.accepting.set()
+        north.close()
+    assert order == ["connected", "loss begins", "loss ends", "connected"]
+
+
 def test_heartbeats_keep_idle_client_connected(tls):
     with serve(tls, echo, heartbeat_timeout=0.6) as server, join(tls, server) as link:
         time.sleep(1.3)
