@@ -2,14 +2,15 @@
 
 The worker imports the libraries once and forks for every party, like `rank_worker.py`, whose scenarios it uses. It
 reads one request per line from its standard input:
-`{"directory", "scenario", "resume", "kill", "absent", "differ"}`. Process 0 is the server, process i is the i-th
-client. It answers with one line that contains the exit code of every process, and the seconds until the last process
-ended.
+`{"directory", "scenario", "num_parties", "resume", "kill", "absent", "late", "twin", "faults", "differ"}`. Process 0
+is the server, process i is the i-th client. It answers with one line that contains the exit code of every process, and
+the seconds until the last process ended.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import signal
@@ -17,9 +18,12 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from network_faults import run_proxy
 from rank_worker import NUM_ROUNDS, RUN_DIR, RoundRecorder, scenario, wait, write_notes
 from tiny import arguments
 from transformers import TrainerCallback
@@ -27,9 +31,14 @@ from transformers import TrainerCallback
 from hf_federated import FederatedCallback, FederatedConfig, FederatedDataset, FederatedTrainer
 from hf_federated.clients.state_history import StateHistory
 from hf_federated.engines import NetworkEngine
+from hf_federated.trainer.join import STATES_DIR
 
 
 TIMEOUT = 150
+# File in the directory of the run.
+TWIN_ENDED = "twin-ended"
+# Seconds that a client that was killed may run on when all other parties have ended.
+OVERTIME = 2.0
 HEARTBEAT_TIMEOUT = 4.0
 REJOIN_TIMEOUT = 30.0
 
@@ -73,6 +82,19 @@ class KillInStep(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class AwaitCondition(FederatedCallback):
+    """Delays a round of the server until a condition holds."""
+
+    def __init__(self, round: int, condition: Callable[[], bool]) -> None:
+        self.round, self.condition = round, condition
+
+    def on_round_begin(self, args, state, control, server=None, **kwargs):
+        deadline = time.monotonic() + 60
+        while server.round == self.round and not self.condition():
+            assert time.monotonic() < deadline, "the condition does not hold"
+            time.sleep(0.01)
+
+
 def train(number: int, request: dict[str, Any]) -> None:
     """Run one party in the current directory, and write the model and the notes of the server."""
     name, address, kill = request["scenario"], request["address"], request.get("kill") or {}
@@ -80,12 +102,16 @@ def train(number: int, request: dict[str, Any]) -> None:
     federation.pop("parallelism", None)
     federation |= request.get("federation", {})
     clients = trainer_args.pop("train_dataset")
+    clients = clients.select_clients(list(clients)[: request["num_parties"] - 1])
     eval_clients = trainer_args.get("eval_dataset")
     if number and number == request.get("differ"):
         args["learning_rate"] = 0.5
-    training_arguments = arguments(RUN_DIR if number == 0 else f"client-{number}", save_strategy="steps", **args)
+    folder = RUN_DIR if number == 0 else f"client-{number}"
+    if request.get("is_twin"):
+        folder += "-twin"
+    training_arguments = arguments(folder, save_strategy="steps", **args)
     recorder = RoundRecorder()
-    is_killed = kill.get("party") == number
+    is_killed = kill.get("party") == number and "round" in kill
     callbacks: list[TrainerCallback] = [recorder] if number == 0 else []
     if is_killed and number == 0:
         callbacks.append(KillInRound(kill["round"]))
@@ -98,11 +124,16 @@ def train(number: int, request: dict[str, Any]) -> None:
             list(clients),
             address=address,
             insecure=True,
-            num_to_start=len(clients) - len(request.get("absent", [])),
+            num_to_start=len(clients) - len(request.get("absent", [])) - ("late" in request),
             join_timeout=60,
             rejoin_timeout=request.get("rejoin_timeout", REJOIN_TIMEOUT),
             heartbeat_timeout=HEARTBEAT_TIMEOUT,
         )
+        if late := request.get("late"):
+            client_id = list(clients)[late["party"] - 1]
+            callbacks.append(AwaitCondition(late["round"], lambda: engine.transport.is_connected(client_id)))
+        if "twin" in request:
+            callbacks.append(AwaitCondition(1, Path(TWIN_ENDED).exists))
         trainer = FederatedTrainer(engine=engine, **common)
         trainer.train(resume_from_checkpoint=request.get("resume", False))
         write_notes(0, trainer, recorder)
@@ -120,7 +151,13 @@ def train(number: int, request: dict[str, Any]) -> None:
         client_callbacks=[KillInStep(kill["round"])] if kills_in_step else [],
         **common,
     )
-    trainer.join(address, client_id=client_id, insecure=True, connect_timeout=60, reconnect_timeout=20)
+    trainer.join(
+        request.get("proxy", address),
+        client_id=client_id,
+        insecure=True,
+        connect_timeout=request.get("connect_timeout", 60),
+        reconnect_timeout=request.get("reconnect_timeout", 20),
+    )
 
 
 def run_party(number: int, request: dict[str, Any]) -> int:
@@ -136,12 +173,13 @@ def run_party(number: int, request: dict[str, Any]) -> int:
     return 0
 
 
-def fork(number: int, request: dict[str, Any]) -> int:
+def fork(run: Callable[[], int]) -> int:
+    """Start a process that calls a function, and return its id."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            code = run_party(number, request)
+            code = run()
             atexit._run_exitfuncs()
         finally:
             sys.stdout.flush()
@@ -149,27 +187,83 @@ def fork(number: int, request: dict[str, Any]) -> int:
     return child
 
 
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def has_checkpoint(request: dict[str, Any], step: str = "*") -> bool:
+    return any(Path(request["directory"], RUN_DIR).glob(f"checkpoint-{step}"))
+
+
+def wait_for_all(children: dict[int, int], killed: int | None, deadline: float) -> dict[int, int]:
+    """Wait for the exit codes of all parties. A killed client that returns after the end of the run is stopped."""
+    codes = {number: wait(child, deadline) for number, child in children.items() if number != killed}
+    if killed in children:
+        overtime = time.monotonic() + OVERTIME if killed else deadline
+        codes[killed] = wait(children[killed], min(overtime, deadline))
+    return codes
+
+
+def start_again(killed: int, child: int, request: dict[str, Any], deadline: float) -> tuple[int, int | None]:
+    """Wait until a party is killed, and start it again. Return its exit code and the id of its second process."""
+    kill = request["kill"]
+    if "after" in kill:
+        code = wait(child, time.monotonic() + kill["after"])
+    else:
+        code = wait(child, deadline)
+    if code != -signal.SIGKILL or kill.get("stays_away"):
+        return code, None
+    resume = killed == 0 and has_checkpoint(request)
+    return code, fork(lambda: run_party(killed, {**request, "kill": None, "resume": resume}))
+
+
+def run_second_process(number: int, request: dict[str, Any], deadline: float) -> int:
+    """Start a second process of a client when the first has replied, and wait until it ends. The server waits too."""
+    while not Path(request["directory"], f"client-{number}", STATES_DIR).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    code = wait(fork(lambda: run_party(number, {**request, "is_twin": True, "connect_timeout": 1})), deadline)
+    Path(request["directory"], TWIN_ENDED).touch()
+    return code
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """Run all parties of a federation."""
+    started = time.monotonic()
+    deadline = started + TIMEOUT
+    late, faults = request.get("late", {}), request.get("faults")
+    away = {*request.get("absent", []), late.get("party")}
+    parties = [number for number in range(request["num_parties"]) if number not in away]
+    if faults:
+        request["proxy"] = free_address()
+        proxy = fork(lambda: run_proxy(faults, request["proxy"], request["address"], request["directory"]))
+    children = {number: fork(functools.partial(run_party, number, request)) for number in parties}
+    if late:
+        while not has_checkpoint(request, late["round"]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        children[late["party"]] = fork(lambda: run_party(late["party"], request))
+    answer: dict[str, Any] = {}
+    if "twin" in request:
+        answer["twin"] = run_second_process(request["twin"], request, deadline)
+    killed = (request.get("kill") or {}).get("party")
+    codes: dict[int, int] = {}
+    if killed in children:
+        codes[killed], second = start_again(killed, children.pop(killed), request, deadline)
+        answer["is_killed"] = codes[killed] == -signal.SIGKILL
+        if second is not None:
+            children[killed] = second
+    codes |= wait_for_all(children, killed, deadline)
+    if faults:
+        os.kill(proxy, signal.SIGKILL)
+        os.waitpid(proxy, 0)
+    return {"codes": [codes[number] for number in sorted(codes)], "seconds": time.monotonic() - started, **answer}
+
+
 def serve() -> None:
     torch.set_num_threads(1)
     for line in sys.stdin:
-        request = json.loads(line)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            request["address"] = f"127.0.0.1:{free.getsockname()[1]}"
-        started = time.monotonic()
-        deadline = started + TIMEOUT
-        parties = [number for number in range(request["num_parties"]) if number not in request.get("absent", [])]
-        children = {number: fork(number, request) for number in parties}
-        killed = (request.get("kill") or {}).get("party")
-        codes: dict[int, int] = {}
-        if killed in children:
-            codes[killed] = wait(children[killed], deadline)
-            if not request["kill"].get("stays_away"):
-                children[killed] = fork(killed, {**request, "kill": None, "resume": killed == 0})
-                codes = {}
-        codes |= {number: wait(child, deadline) for number, child in children.items() if number not in codes}
-        answer = {"codes": [codes[number] for number in parties], "seconds": time.monotonic() - started}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(run({**json.loads(line), "address": free_address()})), flush=True)
 
 
 if __name__ == "__main__":

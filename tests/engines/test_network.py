@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from conformance import SCENARIOS
 from launches import logs, notes, same_bits, weights
+from network_faults import REPORT_FILE
 from rank_troubles import SIZES
 from workers import without_timings, worker
 
@@ -54,6 +56,14 @@ def test_network_gives_the_bytes_of_one_process(network, reference, tmp_path, sc
     answer = network(tmp_path, scenario)
     assert answer["codes"] == [0] * NUM_PARTIES, logs(tmp_path)
     assert_same_run(reference(scenario), tmp_path)
+
+
+def test_cut_connections_do_not_change_a_byte(network, reference, tmp_path):
+    """Further faults of the network are in the slow tests of `test_network_faults.py`."""
+    answer = network(tmp_path, FAST[0], faults={"kind": "cut", "every": 150_000, "seconds": 0.1, "times": 3})
+    assert answer["codes"] == [0] * NUM_PARTIES, logs(tmp_path)
+    assert json.loads((tmp_path / REPORT_FILE).read_text())["faults"] == 3
+    assert_same_run(reference(FAST[0]), tmp_path)
 
 
 def test_clients_evaluate_on_their_own_examples(network, reference, tmp_path):
