@@ -49,12 +49,14 @@ class _Client:
     The server's state of a client.
 
     Args:
+        changed (`threading.Condition`): Wakes the call of the client that waits for a request.
         is_connected (`bool`): Whether the client has joined.
         has_announced (`bool`): Whether the client has announced itself in this session.
         build (`Callable`, *optional*): Builds the open request.
         is_delivered (`bool`): Whether the open request was sent in this session.
     """
 
+    changed: threading.Condition
     is_connected: bool = False
     has_announced: bool = False
     build: Callable[[], bytes | Pieces] | None = None
@@ -102,7 +104,7 @@ class GrpcTransport(Transport):
         self._server: GrpcServer | None = None
         self._clients: dict[str, _Client] = {}
         self._events: queue.Queue[Event] = queue.Queue()
-        # Wakes the calls that wait for a request.
+        # Protects the states of the clients. Wakes the end of the run, which waits for the clients to leave.
         self._changed = threading.Condition()
         self._end: str | None = None
         self._gate = ReadGate()
@@ -110,7 +112,10 @@ class GrpcTransport(Transport):
         self._replied: str | None = None
 
     def start(self, client_ids: Sequence[str], session_config: SessionConfig) -> None:
-        self._clients = {client_id: _Client() for client_id in client_ids}
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        # Each client has a condition with the same lock, because waking all calls for each request is slow.
+        self._clients = {client_id: _Client(threading.Condition(lock)) for client_id in client_ids}
         self._events, self._end, self._gate = queue.Queue(), None, ReadGate()
         self._server = GrpcServer(
             self._answer,
@@ -133,7 +138,7 @@ class GrpcTransport(Transport):
         with self._changed:
             client = self._clients[client_id]
             client.build, client.is_delivered = build, False
-            self._changed.notify_all()
+            client.changed.notify_all()
 
     def withdraw(self, client_id: str) -> None:
         with self._changed:
@@ -169,7 +174,8 @@ class GrpcTransport(Transport):
             return
         with self._changed:
             self._end = reason
-            self._changed.notify_all()
+            for client in self._clients.values():
+                client.changed.notify_all()
             deadline = time.monotonic() + _FAREWELL_SECONDS
             while any(client.is_connected for client in self._clients.values()):
                 if not self._changed.wait(max(deadline - time.monotonic(), 0)):
@@ -210,7 +216,7 @@ class GrpcTransport(Transport):
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     return _WAIT
-                self._changed.wait(remaining)
+                client.changed.wait(remaining)
             if self._end is not None:
                 return _END + self._end.encode()
             if not client.is_connected or client.build is None:
@@ -227,6 +233,7 @@ class GrpcTransport(Transport):
         with self._changed:
             client = self._clients[client_id]
             was_connected, client.is_connected = client.is_connected, False
+            client.changed.notify_all()
             self._changed.notify_all()
         if was_connected:
             self._events.put(Event(kind, client_id))
