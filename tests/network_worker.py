@@ -124,7 +124,7 @@ def train(number: int, request: dict[str, Any]) -> None:
             list(clients),
             address=address,
             insecure=True,
-            num_to_start=len(clients) - len(request.get("absent", [])) - ("late" in request),
+            num_to_start=max(len(clients) - len(request.get("absent", [])) - ("late" in request), 1),
             join_timeout=60,
             rejoin_timeout=request.get("rejoin_timeout", REJOIN_TIMEOUT),
             heartbeat_timeout=HEARTBEAT_TIMEOUT,

@@ -367,6 +367,10 @@ class NetworkEngine(Engine):
                     "written by an engine whose clients run on one machine. Resume with the engine of the checkpoint."
                 )
             self._states[client_id] = state
+            if not self.transport.is_connected(client_id) and client_id not in self._status.expelled:
+                # The client took part before the checkpoint, so the round waits for it as for a client that was lost.
+                self._missing.pop(client_id, None)
+                self._absent_since[client_id] = time.monotonic()
 
 
 def _read_state(directory: Path, client_id: str) -> str | None:

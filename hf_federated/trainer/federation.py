@@ -83,7 +83,8 @@ class Federation:
             is_complete=checkpoint is not None and num_finished_rounds(checkpoint) >= setup.num_rounds,
         )
         if checkpoint is not None:
-            check_resumed(saved["identity"], setup.identity(args), checkpoint)
+            are_remote = self.engine.remote_clients is not None
+            check_resumed(saved["identity"], setup.identity(args), checkpoint, are_remote)
         self.student = self._build_student()
         self._num_examples = setup.clients.num_rows
         self._row_limit = RowLimit(self._num_examples, setup.config.balance, setup.config.max_rows_per_round)

@@ -100,6 +100,25 @@ def test_client_that_joins_in_the_third_round_takes_part_in_it(run, tmp_path):
     assert all("the client has not joined" in names["client 2"] for names in rejected[:2])
 
 
+def test_killed_server_resumes_with_a_client_that_joined_late(run, tmp_path):
+    """The checkpoint does not know the number of examples of the client."""
+    options = {"late": {"party": 3, "round": 2}, "federation": {"min_clients": 2}}
+    for name, kill in (("undisturbed", None), ("killed", {"party": 0, "round": 2})):
+        answer = run(tmp_path / name, "aggregation fedprox", kill=kill, **options)
+        assert answer["codes"] == [0] * NUM_PARTIES, logs(tmp_path / name)
+    assert answer["is_killed"]
+    assert same_bits(weights(tmp_path / "undisturbed"), weights(tmp_path / "killed"))
+
+
+def test_complete_run_resumes_without_its_clients(run, tmp_path):
+    assert run(tmp_path, "aggregation fedavg")["codes"] == [0] * NUM_PARTIES, logs(tmp_path)
+    expected = weights(tmp_path)
+    (tmp_path / "rank-0.safetensors").unlink()
+    answer = run(tmp_path, "aggregation fedavg", absent=[1, 2, 3], resume=True)
+    assert answer["codes"] == [0], logs(tmp_path)
+    assert same_bits(weights(tmp_path), expected)
+
+
 def test_run_goes_on_without_a_client_that_leaves_for_ever(run, tmp_path):
     kill = {"party": 3, "round": 1, "stays_away": True}
     answer = run(tmp_path, "aggregation fedprox", kill=kill, federation={"min_clients": 2}, rejoin_timeout=1)

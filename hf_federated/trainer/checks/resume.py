@@ -54,7 +54,9 @@ def federation_identity(
     return {**identity, "clients": dict(sorted(clients.num_rows.items()))}
 
 
-def check_resumed(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoint: str) -> None:
+def check_resumed(
+    saved: Mapping[str, Any], current: Mapping[str, Any], checkpoint: str, are_remote: bool = False
+) -> None:
     """
     Refuse to resume from the checkpoint of another federation.
 
@@ -62,6 +64,8 @@ def check_resumed(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoi
         saved (`Mapping[str, Any]`): The [`federation_identity`] of the checkpoint.
         current (`Mapping[str, Any]`): The [`federation_identity`] of the trainer.
         checkpoint (`str`): Path of the checkpoint.
+        are_remote (`bool`, *optional*, defaults to `False`): Whether the clients are on other machines. The number of
+            examples of such a client is not known before it joins.
 
     Raises:
         CheckpointError: If the two differ. The message names the settings that differ and both values.
@@ -84,7 +88,9 @@ def check_resumed(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoi
         f"examples of client {client_id!r}: {run_clients[client_id]} in this run, {saved_clients[client_id]} in the "
         "checkpoint"
         for client_id in run_clients
-        if client_id in saved_clients and run_clients[client_id] != saved_clients[client_id]
+        if client_id in saved_clients
+        and run_clients[client_id] != saved_clients[client_id]
+        and not (are_remote and None in (run_clients[client_id], saved_clients[client_id]))
     ][:3]
     if changes:
         raise CheckpointError(
