@@ -1,10 +1,11 @@
-"""Measure the transport of `NetworkEngine`: exchanges, transfers and the memory of the server.
+"""Measure the transport of `NetworkEngine`: exchanges, transfers, the memory of the server, many clients and latency.
 
-    python benchmarks/network.py exchange transfer memory --output network.json
+    python benchmarks/network.py exchange transfer memory scale latency --output network.json
 
 Clients run in a second process on the loopback interface, with mutual TLS. `exchange` and `transfer` alternate the
 transport and bare gRPC calls with the same TLS and the same bytes, so that other programs disturb both equally.
 `memory` runs one round of FedAvg with clients that return the received parameters. Each server is a separate process.
+For `scale` and `latency`, see `network_scale.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import multiprocessing
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,20 +23,19 @@ from typing import Any
 
 import grpc
 import torch
-from torch import nn
+from network_scale import measure_latency, measure_scale
+from returning_clients import MEGABYTE, Payload, returning_clients
 from transformers import TrainingArguments
 
 from hf_federated import FederatedConfig, FederatedTrainer, NetworkEngine
-from hf_federated.messages import Announcement, ClientUpdate, Fit, read_message
 from hf_federated.security.certificates import create_certificates
 from hf_federated.trainer.network_settings import NetworkSettings
 from hf_federated.transport import GrpcConnection, GrpcTransport, TlsCredentials
-from hf_federated.transport.framing import frame, unframe
+from hf_federated.transport.framing import frame
 from hf_federated.transport.protocol import JoinedPieces, split_into_chunks
 
 
 SETTINGS = NetworkSettings({"benchmark": "network"})
-MEGABYTE = 10**6
 
 
 def echo_client(address: str, certificates: str, name: str) -> None:
@@ -191,40 +190,6 @@ def peak_memory() -> int:
     return int(line.split()[1]) * 1024
 
 
-class Payload(nn.Module):
-    """A model that consists of one payload, in tensors of 1 MB."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(250, 1000) for _ in range(num_bytes // MEGABYTE))
-
-    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": sum(weight.sum() for weight in self.weights)}
-
-
-def returning_client(address: str, settings: dict[str, str], name: str) -> None:
-    """Answer with the received parameters, as a client that has trained."""
-    announcement = Announcement(1, 1, 0, 1).to_bytes()
-    with GrpcConnection(address, None, name, NetworkSettings(settings), announcement, insecure=True) as connection:
-        reply: bytes | None = None
-        while (blob := connection.receive(reply)) is not None:
-            _, content = unframe(blob, state=str, keep=list, num_clients=int)
-            message = read_message(bytes(content))
-            assert isinstance(message, Fit)
-            update = ClientUpdate(message.round, name, message.state, 1, 0, 1, {"loss": 1.0}, nonce=message.nonce)
-            reply = update.to_bytes()
-            del blob, content, message, update
-
-
-def returning_clients(address: str, settings: dict[str, str], names: list[str]) -> None:
-    """Run several clients in the threads of one process."""
-    threads = [threading.Thread(target=returning_client, args=(address, settings, name)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def run_server(num_bytes: int, num_clients: int, answers: Any) -> None:
     """Run one round with clients in another process, and report the memory of this process."""
     torch.set_num_threads(1)
@@ -268,18 +233,24 @@ def measure_memory(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measurements", nargs="+", choices=["exchange", "transfer", "memory"])
+    parser.add_argument("measurements", nargs="+", choices=["exchange", "transfer", "memory", "scale", "latency"])
     parser.add_argument("--clients", type=int, default=3, help="number of clients of `exchange` and `transfer`")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--transfer-mb", type=int, default=100)
     parser.add_argument("--payload-mb", type=int, default=350, help="size of the model of `memory`")
     parser.add_argument("--memory-clients", type=int, nargs="+", default=[2, 6, 12])
+    parser.add_argument("--scale-clients", type=int, nargs="+", default=[8, 32, 64, 128, 200])
+    parser.add_argument("--real-clients", type=int, nargs="+", default=[8, 32, 64], help="processes of `scale`")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of `scale` and `latency`, at least 3")
+    parser.add_argument("--delay", type=float, default=0.05, help="seconds in each direction in `latency`")
     parser.add_argument("--output", help="JSON file to write the results to")
     options = parser.parse_args()
     measurements: dict[str, Callable[[], Any]] = {
         "exchange": lambda: alternate(1000, options.clients, options.repetitions, calls=100),
         "transfer": lambda: alternate(options.transfer_mb * MEGABYTE, options.clients, options.repetitions, calls=1),
         "memory": lambda: measure_memory(options),
+        "scale": lambda: measure_scale(options.scale_clients, options.real_clients, options.rounds),
+        "latency": lambda: measure_latency(options.clients, options.delay, options.rounds),
     }
     results: dict[str, Any] = {"load": os.getloadavg()}
     for name in options.measurements:
