@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from network_faults import run_proxy
-from rank_worker import NUM_ROUNDS, RUN_DIR, RoundRecorder, scenario, wait, write_notes
+from rank_worker import NUM_ROUNDS, RUN_DIR, RoundRecorder, scenario, sft_trainer, wait, write_notes
 from tiny import arguments
 from transformers import TrainerCallback
 
@@ -98,6 +98,9 @@ class AwaitCondition(FederatedCallback):
 def train(number: int, request: dict[str, Any]) -> None:
     """Run one party in the current directory, and write the model and the notes of the server."""
     name, address, kill = request["scenario"], request["address"], request.get("kill") or {}
+    if name == "sft":
+        train_sft(number, address)
+        return
     model, federation, args, trainer_args = scenario(name)
     federation.pop("parallelism", None)
     federation |= request.get("federation", {})
@@ -158,6 +161,21 @@ def train(number: int, request: dict[str, Any]) -> None:
         connect_timeout=request.get("connect_timeout", 60),
         reconnect_timeout=request.get("reconnect_timeout", 20),
     )
+
+
+def train_sft(number: int, address: str) -> None:
+    """Run one party of a federation of `SFTTrainer`, which prepares its examples in the constructor."""
+    clients = ["north", "south"]
+    if number:
+        name = clients[number - 1]
+        trainer = sft_trainer([], f"client-{number}", [name])
+        trainer.join(address, client_id=name, insecure=True, connect_timeout=60)
+        return
+    recorder = RoundRecorder()
+    engine = NetworkEngine(clients, address=address, insecure=True, join_timeout=60)
+    trainer = sft_trainer([recorder], clients=[], engine=engine)
+    trainer.train()
+    write_notes(0, trainer, recorder)
 
 
 def run_party(number: int, request: dict[str, Any]) -> int:

@@ -20,7 +20,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import conformance
@@ -252,15 +252,23 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
     return model, federation, args, {"train_dataset": FederatedDataset.from_dict(clients), **trainer_args}
 
 
-def sft_trainer(callbacks: list[TrainerCallback]) -> Any:
-    """Build a TRL trainer with LoRA, which prepares the examples of its two clients."""
+def sft_trainer(
+    callbacks: list[TrainerCallback],
+    output_dir: str = RUN_DIR,
+    clients: Sequence[str] = ("north", "south"),
+    **kwargs: Any,
+) -> Any:
+    """Build a TRL trainer with LoRA, which prepares the examples of its clients. A server has no clients."""
     from language import language_model, texts, tokenizer
     from trl import SFTConfig, SFTTrainer
 
+    num_texts = {"north": 10, "south": 6}
+    # The adapter is initialized in the constructor.
+    torch.manual_seed(0)
     return federate(SFTTrainer)(
         model=language_model(),
         args=SFTConfig(
-            output_dir=RUN_DIR,
+            output_dir=output_dir,
             per_device_train_batch_size=4,
             learning_rate=1e-2,
             max_length=16,
@@ -271,12 +279,13 @@ def sft_trainer(callbacks: list[TrainerCallback]) -> Any:
             eval_strategy="epoch",
             save_strategy="epoch",
         ),
-        train_dataset={"north": texts("north", 10), "south": texts("south", 6)},
+        train_dataset={name: texts(name, num_texts[name]) for name in clients} or None,
         eval_dataset=texts("south", 3),
         processing_class=tokenizer(),
         peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
         callbacks=callbacks,
         federation=FederatedConfig(num_rounds=2, parallelism="clients"),
+        **kwargs,
     )
 
 

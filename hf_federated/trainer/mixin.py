@@ -46,7 +46,7 @@ from ..tasks import Task
 from ..utils.gc import frozen_gc
 from ..utils.trainer_banner import trainer_banner
 from .checkpoint import checkpoint_to_resume, clear_staging, read_server_state, rotate
-from .checks import as_federated_dataset, check_prepares_no_data, check_without_examples
+from .checks import as_federated_dataset, check_without_examples, example_of_the_format
 from .dataset_preparation import (
     DatasetPlaceholder,
     Preparation,
@@ -133,8 +133,10 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         # the other clients.
         first = next(iter(clients))
         if is_remote:
-            check_prepares_no_data(type(self), self.prepares_data())
-            arguments["train_dataset"] = None
+            example = (
+                example_of_the_format(type(self), arguments.get("eval_dataset")) if self.prepares_data() else None
+            )
+            arguments["train_dataset"] = example
         elif self.prepares_data():
             arguments["train_dataset"] = clients[first]
         else:
@@ -182,6 +184,8 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         prepared: dict[str, Any],
     ) -> Mapping[str, Any]:
         """The clients' datasets, encoded by the task or prepared as the constructor prepares its dataset."""
+        if clients.is_remote:
+            return clients
         if participants.task is not None:
             return EncodedClients(clients, participants, self.processing_class)
         return PreparedClients(self, preparation, clients, prepared) if preparation.calls else clients

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +55,12 @@ _SHARED_ARGUMENTS = frozenset(
         "weight_decay",
     }
 )
+# Arguments of subclasses of `TrainingArguments` that a party chooses for itself: how it loads its model, reads its
+# examples, saves memory and generates texts for metrics.
+_LOCAL_ARGUMENTS = re.compile(
+    r"model_init_kwargs|trust_remote_code|dataset_\w+|shuffle_dataset|eval_packing|sortish_sampler|precompute_\w+_size"
+    r"|padding_free|pad_to_multiple_of|activation_offloading|predict_with_generate|generation_\w+"
+)
 # Settings that are compared only if both parties have them. A party with encoded examples needs neither of them.
 _OPTIONAL = frozenset({"task", "tokenizer"})
 _MAX_LENGTH = 500
@@ -92,14 +100,20 @@ class NetworkSettings:
         described = describe_setup(
             args, setup.config, setup.aggregation, setup.distillation, setup.trainer.model, {}, setup.postprocessors
         )
+        general = {item.name for item in dataclasses.fields(TrainingArguments)}
         settings = {"version of hf-federated": importlib.metadata.version("hf-federated")}
         for name, text in described.items():
-            prefix, _, field = name.partition(".")
-            is_config = prefix == "FederatedConfig" and field.partition(".")[0] not in _OWN_FIELDS
-            is_argument = prefix == type(args).__name__ and field.partition(".")[0] in _SHARED_ARGUMENTS
-            if is_config or is_argument:
-                settings[field if is_argument else name] = text
-            elif prefix in ("aggregation", "distillation", "postprocessors"):
+            prefix, _, path = name.partition(".")
+            field = path.partition(".")[0]
+            is_argument = prefix == type(args).__name__
+            if is_argument and field in _SHARED_ARGUMENTS:
+                settings[path] = text
+            elif (
+                # An argument of the trainer's class, such as `packing` of `SFTConfig`.
+                (is_argument and field not in general and not _LOCAL_ARGUMENTS.fullmatch(field))
+                or (prefix == "FederatedConfig" and field not in _OWN_FIELDS)
+                or prefix in ("aggregation", "distillation", "postprocessors")
+            ):
                 settings[name] = text
         settings |= _data_settings(setup, client_id) | _model_settings(setup, described["model"], initial)
         return cls({name: text[:_MAX_LENGTH] for name, text in settings.items()})
@@ -127,8 +141,14 @@ class NetworkSettings:
             f"{theirs.get(name, 'not set')[:_MAX_LENGTH]} at the client"
             for name in names
             if self.settings.get(name) != theirs.get(name)
-            and not (name in _OPTIONAL and (name not in self.settings or name not in theirs))
+            and not (_is_optional(name) and (name not in self.settings or name not in theirs))
         ]
+
+
+def _is_optional(name: str) -> bool:
+    """Whether a setting is compared only if both parties have it, such as the arguments of a trainer's own class."""
+    is_of_class = name[:1].isupper() and not name.startswith("FederatedConfig.")
+    return name in _OPTIONAL or is_of_class
 
 
 def _data_settings(setup: FederationSetup, client_id: str | None) -> dict[str, str]:

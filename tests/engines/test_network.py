@@ -66,6 +66,13 @@ def test_cut_connections_do_not_change_a_byte(network, reference, tmp_path):
     assert_same_run(reference(FAST[0]), tmp_path)
 
 
+@pytest.mark.slow
+def test_server_with_a_trainer_that_prepares_its_examples_gives_the_bytes_of_one_process(network, reference, tmp_path):
+    answer = network(tmp_path, "sft", num_parties=3)
+    assert answer["codes"] == [0] * 3, logs(tmp_path)
+    assert_same_run(reference("sft"), tmp_path)
+
+
 def test_clients_evaluate_on_their_own_examples(network, reference, tmp_path):
     answer = network(tmp_path, "evaluated clients")
     assert answer["codes"] == [0] * NUM_PARTIES, logs(tmp_path)

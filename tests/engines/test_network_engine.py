@@ -386,12 +386,12 @@ def test_server_with_training_examples_or_without_a_configuration_is_refused(tmp
         FederatedTrainer(**server_arguments(tmp_path))
 
 
-def test_trainer_that_prepares_its_examples_is_refused_on_the_server(tmp_path):
+def test_server_whose_trainer_prepares_its_examples_needs_an_evaluation_example(tmp_path):
     class Preparing(Trainer):
         def _prepare_dataset(self, dataset: Any) -> Any:
             return dataset
 
-    with pytest.raises(ValueError, match="Preparing prepares its training examples in the constructor"):
+    with pytest.raises(ValueError, match="Preparing prepares its training examples in the constructor.*eval_dataset"):
         federate(Preparing)(**server_arguments(tmp_path), federation=FederatedConfig(num_rounds=1))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import arguments, rows, tiny_model
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from hf_federated import ClientSpec, FederatedConfig, FederatedTrainer
 from hf_federated.tasks import LanguageModeling, TextClassification
@@ -26,11 +27,18 @@ ROUNDS = {"num_rounds": 1}
 RAW = Dataset.from_dict({"text": ["snow1 snow2", "sand1"], "label": [0, 1]})
 
 
-def settings(directory, model: nn.Module | None = None, federation: Any = (), args: Any = (), **kwargs: Any):
+def settings(
+    directory,
+    model: nn.Module | None = None,
+    federation: Any = (),
+    args: Any = (),
+    own_args: TrainingArguments | None = None,
+    **kwargs: Any,
+):
     """Return the settings of a client."""
     trainer = FederatedTrainer(
         model=model or tiny_model(),
-        args=arguments(directory, **dict(args)),
+        args=own_args or arguments(directory, **dict(args)),
         federation=FederatedConfig(**{**ROUNDS, **dict(federation)}),
         **{"train_dataset": {"north": rows(4)}, **kwargs},
     )
@@ -202,6 +210,24 @@ HARMLESS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 def test_difference_that_the_method_allows_is_accepted(tmp_path, difference):
     server, client = HARMLESS[difference]
     assert settings(tmp_path, **server).differences(settings(tmp_path, **client()).to_dict()) == []
+
+
+def test_arguments_of_the_class_of_a_trainer_are_compared_if_both_parties_have_them(tmp_path):
+    @dataclass
+    class Packing(TrainingArguments):
+        packing: bool = False
+        dataset_text_field: str = "text"
+
+    def own(**kwargs: Any) -> NetworkSettings:
+        base = arguments(tmp_path)
+        return settings(tmp_path, own_args=Packing(tmp_path, learning_rate=base.learning_rate, use_cpu=True, **kwargs))
+
+    ours, without = own(), settings(tmp_path)
+    assert ours.differences(own(dataset_text_field="content").to_dict()) == []
+    assert ours.differences(own(packing=True).to_dict()) == [
+        "Packing.packing: False at the server, True at the client"
+    ]
+    assert ours.differences(without.to_dict()) == without.differences(ours.to_dict()) == []
 
 
 def test_own_tokenizer_of_a_distillation_client_is_accepted(tmp_path):

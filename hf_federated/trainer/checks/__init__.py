@@ -5,8 +5,8 @@ from .data import (
     as_federated_dataset,
     check_clients,
     check_labelled,
-    check_prepares_no_data,
     check_without_examples,
+    example_of_the_format,
     sample_clients,
 )
 from .participants import check_participants, check_predictions, check_server_dataset
@@ -21,10 +21,10 @@ __all__ = [
     "check_not_averaged",
     "check_participants",
     "check_predictions",
-    "check_prepares_no_data",
     "check_resumed",
     "check_server_dataset",
     "check_without_examples",
+    "example_of_the_format",
     "federation_identity",
     "resolve_federation",
     "sample_clients",

@@ -87,22 +87,29 @@ def check_without_examples(train_dataset: Any, federation: FederatedConfig | Non
         raise ValueError("`engine` runs clients on other machines. Pass `federation` too.")
 
 
-def check_prepares_no_data(trainer_class: type, prepares_data: bool) -> None:
+def example_of_the_format(trainer_class: type, eval_dataset: Any) -> Dataset:
     """
-    Refuse a server without examples if the constructor of its trainer prepares examples.
+    Return one evaluation example of a server, from which the constructor of its trainer reads the format of examples.
+
+    Trainers such as `SFTTrainer` prepare their training examples in the constructor, but the training examples are on
+    other machines. The server prepares the example as the clients prepare theirs, and does not train on it.
 
     Args:
         trainer_class (`type`): Class of the trainer.
-        prepares_data (`bool`): Whether the constructor prepares the training examples.
+        eval_dataset (`Any`): The user's evaluation dataset.
 
     Raises:
-        ValueError: If the constructor prepares the training examples.
+        ValueError: If there is no evaluation example.
     """
-    if prepares_data:
+    if isinstance(eval_dataset, Mapping):
+        eval_dataset = next(iter(eval_dataset.values()), None)
+    if not isinstance(eval_dataset, Dataset) or not len(eval_dataset):
         raise ValueError(
             f"{trainer_class.__name__} prepares its training examples in the constructor, but with clients on other "
-            "machines the server has none. Tokenize the examples beforehand, and use FederatedTrainer on all parties."
+            "machines the server has none. Pass `eval_dataset`, a datasets.Dataset whose examples have the format of "
+            "the clients' examples."
         )
+    return eval_dataset.select([0])
 
 
 def sample_clients(clients: FederatedDataset, federation: FederatedConfig) -> ClientSampler:
