@@ -29,7 +29,9 @@ def site_name(client_id: str) -> str:
     return client_id.replace(" ", "-")
 
 
-def build(name: str, folder: str, party: str, differ: bool = False, **options: Any) -> FederatedTrainer:
+def build(
+    name: str, folder: str, party: str, differ: bool = False, num_clients: int | None = None, **options: Any
+) -> FederatedTrainer:
     """
     Build the trainer of a party.
 
@@ -38,6 +40,7 @@ def build(name: str, folder: str, party: str, differ: bool = False, **options: A
         folder (`str`): Folder of the job.
         party (`str`): `"server"`, `"local"` for all parties in one process, or the id of a client.
         differ (`bool`): Whether the learning rate differs.
+        num_clients (`int`, *optional*): Number of clients. Defaults to all.
         options (`Any`): Further arguments of the trainer.
     """
     model, federation, args, trainer_args = scenario(name)
@@ -46,7 +49,7 @@ def build(name: str, folder: str, party: str, differ: bool = False, **options: A
     if differ:
         args["learning_rate"] = 0.5
     clients = trainer_args.pop("train_dataset")
-    clients = {site_name(client_id): clients[client_id] for client_id in clients}
+    clients = {site_name(client_id): clients[client_id] for client_id in list(clients)[:num_clients]}
     if (build_model := trainer_args.get("client_model_init")) is not None:
         trainer_args["client_model_init"] = lambda client_id: build_model(client_id.replace("-", " "))
     if party == "local":

@@ -21,7 +21,8 @@ if __name__ == "__main__":
     folder, scenarios, clients = request["folder"], request["scenarios"], request["clients"]
     if request["environment"] == "local":
         for name in scenarios:
-            train(build(name, folder, "local", federation=request["client"].get("federation", {})))
+            federation = request["client"].get("federation", {})
+            train(build(name, folder, "local", num_clients=len(clients), federation=federation))
         sys.exit()
     recipe = CollabRecipe(
         "federation",

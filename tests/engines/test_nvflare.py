@@ -18,10 +18,7 @@ from rank_troubles import SIZES
 from workers import without_timings
 
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs the extra nvflare"),
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs the extra nvflare")
 
 CLIENTS = [f"client-{number}" for number in range(len(SIZES))]
 TESTS = Path(__file__).parent.parent
@@ -78,11 +75,21 @@ def assert_same_run(folder: Path) -> None:
     assert without_timings(found["log"]) == without_timings(expected["log"])
 
 
+def test_three_clients_in_the_simulator_give_the_bytes_of_one_process(tmp_path):
+    request = {"clients": CLIENTS[:3], "client": {"federation": {"clients_per_round": 1.0}}}
+    request["server"] = request["client"]
+    for environment in ("local", "simulator"):
+        run_job(tmp_path, environment, ["aggregation fedavg"], **request)
+    assert_same_run(tmp_path / "aggregation fedavg")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_simulator_gives_the_bytes_of_one_process(simulated, scenario):
     assert_same_run(simulated(scenario))
 
 
+@pytest.mark.slow
 def test_proof_of_concept_gives_the_bytes_of_one_process(tmp_path):
     """The parties are provisioned: they have certificates, and the job is submitted by an administrator."""
     scenarios = ["aggregation fedavg", "distillation fedid"]
@@ -93,6 +100,7 @@ def test_proof_of_concept_gives_the_bytes_of_one_process(tmp_path):
         assert_same_run(tmp_path / scenario)
 
 
+@pytest.mark.slow
 def test_run_continues_without_a_killed_client(tmp_path):
     federation = {"clients_per_round": 1.0, "min_clients": 3}
     server = {"rejoin_timeout": 2, "call_timeout": 6, "federation": federation}
@@ -103,6 +111,7 @@ def test_run_continues_without_a_killed_client(tmp_path):
     assert all("the client was absent for 2 s" in names["client-3"] for names in rejected[1:])
 
 
+@pytest.mark.slow
 def test_client_with_other_settings_is_refused_by_name(tmp_path):
     """Clients cannot call each other either: only the server may ask a client to train."""
     run_job(tmp_path, "simulator", ["fedprox"], client={"differs": "client-1", "spies": "client-2"})
