@@ -29,10 +29,11 @@ from hf_federated.experiments.recipe_yaml import read_values
 from hf_federated.experiments.run_folder import DEFAULT_OUTPUT_DIR, RunFolder
 
 
-RECIPE_NAME = "recipe.yaml"
+# `nvflare job submit` parses and rewrites all files of a job that end in .yaml.
+RECIPE_NAME = "recipe.txt"
 # The file that the job ships. NVFlare imports it at all sites under this name.
 MODULE_NAME = "hf_federated_job"
-MODULE_TEXT = '''"""The server and the clients of recipe.yaml. Written by `hf-federated export-nvflare`."""
+MODULE_TEXT = '''"""The server and the clients of recipe.txt. Written by `hf-federated export-nvflare`."""
 
 from hf_federated.experiments.nvflare_job import RecipeClient, RecipeServer
 

@@ -77,8 +77,8 @@ def test_job_has_the_recipe_and_the_parties(export, tmp_path):
     assert meta["deploy_map"] == {"app_server": ["server"], "app_north": ["north"], "app_south": ["south"]}
     for app in ("app_server", "app_north", "app_south"):
         files = sorted(path.name for path in (folder / app / "custom").iterdir())
-        assert files == ["hf_federated_job.py", "recipe.yaml"]
-        written = yaml.safe_load((folder / app / "custom" / "recipe.yaml").read_text())
+        assert files == ["hf_federated_job.py", "recipe.txt"]
+        written = yaml.safe_load((folder / app / "custom" / "recipe.txt").read_text())
         assert written["federation"]["num_rounds"] == 5
         # The path exists on this machine. A job runs in another folder.
         assert written["data"] == {"path": "unused", "test_path": str(tmp_path / "tests.parquet")}
@@ -112,7 +112,7 @@ def test_timeouts_and_clients_come_from_the_recipe(export):
 def test_clients_of_the_command_replace_those_of_the_recipe(export):
     folder = export("--client", "east", "--client", "west")
     assert component(folder, "app_server", "server")["args"]["clients"] == ["east", "west"]
-    assert yaml.safe_load((folder / "app_east/custom/recipe.yaml").read_text())["network"]["clients"] == [
+    assert yaml.safe_load((folder / "app_east/custom/recipe.txt").read_text())["network"]["clients"] == [
         "east",
         "west",
     ]
