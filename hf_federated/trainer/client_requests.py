@@ -12,7 +12,7 @@ import torch
 from transformers.utils import logging
 
 from ..distributed.process_group import ProcessGroup
-from ..transport import Connection, ServerUnreachableError, SessionLostError
+from ..transport import AnswerTimeoutError, Connection, ServerUnreachableError, SessionLostError
 from ..transport.framing import unframe
 
 
@@ -152,7 +152,7 @@ class ClientRequests:
             try:
                 blob = self._connection.receive(reply)
                 break
-            except (SessionLostError, ServerUnreachableError) as error:
+            except (SessionLostError, ServerUnreachableError, AnswerTimeoutError) as error:
                 logger.warning(
                     f"The connection to the server ended: {error} Client {self._client_id!r} connects again."
                 )

@@ -27,7 +27,7 @@ from transformers.utils import logging
 from .base import Connection, Event, Transport
 from .client import GrpcLink
 from .credentials import TlsCredentials, check_credentials
-from .errors import ServerUnreachableError, SessionLostError
+from .errors import AnswerTimeoutError, ServerUnreachableError, SessionLostError
 from .protocol import DEFAULT_MAX_MESSAGE_BYTES, JoinedPieces, Pieces
 from .read_gate import ReadGate
 from .server import GrpcServer
@@ -39,6 +39,9 @@ logger = logging.get_logger(__name__)
 
 POLL_SECONDS = 20.0
 _REQUEST, _WAIT, _END = b"Q", b"W", b"E"
+# Longest time of a message and its answer. It is long because a large message may wait for the messages of other
+# clients on a slow link. Heartbeats detect a server that has ended.
+_ANSWER_SECONDS = 6 * 3600.0
 # Seconds that the server waits for the clients to leave when the run has ended.
 _FAREWELL_SECONDS = 10.0
 
@@ -282,11 +285,12 @@ class GrpcConnection(Connection):
                 insecure=insecure,
                 connect_timeout=max(deadline - time.monotonic(), 0.01),
                 reconnect_timeout=reconnect_timeout,
+                answer_timeout=_ANSWER_SECONDS,
             )
             try:
                 self._link.exchange(announcement)
                 return
-            except (SessionLostError, ServerUnreachableError):
+            except (SessionLostError, ServerUnreachableError, AnswerTimeoutError):
                 # The server stopped, or the network failed, after the client had connected.
                 self._link.close()
                 if time.monotonic() > deadline:

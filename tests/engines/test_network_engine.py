@@ -19,8 +19,9 @@ from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import EngineContext, NetworkEngine, Plan
 from hf_federated.messages import Announcement, ClientFailure, Evaluate, Message, Metrics, read_message
 from hf_federated.security.certificates import create_certificates
+from hf_federated.trainer.client_requests import ClientRequests
 from hf_federated.trainer.network_settings import NetworkSettings
-from hf_federated.transport import ClientRefusedError, GrpcConnection, GrpcServer, GrpcTransport
+from hf_federated.transport import ClientRefusedError, GrpcConnection, GrpcServer, GrpcTransport, grpc_transport
 from hf_federated.transport.framing import frame, unframe
 
 
@@ -185,6 +186,34 @@ def test_client_announces_itself_again_if_the_server_restarts_in_between(network
         begin(engine)
         assert isinstance(run(engine)["north"], Metrics)
         joining.result(10)
+
+
+def test_request_that_does_not_arrive_in_time_is_sent_again(network, monkeypatch):
+    monkeypatch.setattr(grpc_transport, "_ANSWER_SECONDS", 0.5)
+    engine = network("north")
+    builds: list[int] = []
+
+    def build() -> bytes:
+        builds.append(len(builds))
+        time.sleep(1.5 if len(builds) == 1 else 0)
+        return frame({"state": "", "keep": [], "num_clients": 1}) + b"content"
+
+    def connect() -> GrpcConnection:
+        return GrpcConnection(
+            engine.transport.address,
+            None,
+            "north",
+            SETTINGS,
+            announced(1).to_bytes(),
+            insecure=True,
+            connect_timeout=9,
+        )
+
+    requests = ClientRequests("north", process_group(), connect)
+    engine.transport.send("north", build)
+    request = requests.receive()
+    assert request is not None and bytes(request.content) == b"content" and len(builds) == 2
+    requests.close()
 
 
 def test_client_that_has_not_joined_fails_at_once_and_takes_part_when_it_joins(network):
