@@ -106,12 +106,14 @@ def test_kill_at_a_random_time_does_not_change_a_byte(network, reference, tmp_pa
     expected = reference(scenario)
     party = choices.choice([0, 0, 0, *range(1, NUM_PARTIES)])
     answer: dict[str, Any] = {"is_killed": False}
+    seconds = expected.seconds
     for attempt in range(5):
         directory = tmp_path / str(attempt)
-        after = choices.uniform(0, expected.seconds)
+        after = choices.uniform(0, seconds)
         answer = network(directory, scenario, kill={"party": party, "after": after})
         if answer["is_killed"]:
             break
+        seconds = min(seconds, answer["seconds"])  # The machine may have been busier before.
     assert answer["is_killed"], "every run ended before its kill"
     print(f"kill {number}: {scenario}, party {party} after {after:.2f} s: {answer['seconds']:.1f} s {answer['codes']}")
     returns_too_late = party > 0 and answer["codes"][party] != 0
