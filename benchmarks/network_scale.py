@@ -1,12 +1,12 @@
 """Rounds of `NetworkEngine` with many clients, and over a link with latency. `network.py` runs these measurements.
 
 - `measure_scale`: seconds of a round of FedAvg with a tiny model. The clients are threads of two processes and return
-  the received parameters, or each client is a process with a trainer. The processes are forked from one process, which
-  has imported the libraries.
+  the received parameters, or each client is a process with a trainer.
 - `measure_latency`: seconds that a delay of the link adds to a round, in round trips. The clients are threads that
   return the received parameters at once.
 
-Each server is a separate process. The connections use no TLS.
+Each server is a separate process. All processes are forked from one process, which has imported the libraries and
+uses neither gRPC nor threads. The connections use no TLS.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from __future__ import annotations
 import functools
 import json
 import multiprocessing
-import os
 import statistics
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +34,8 @@ from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer, N
 NUM_PROCESSES = 2
 # Rounds in which threads and connections start.
 NUM_WARM_UP = 2
-SPAWN = multiprocessing.get_context("spawn")
+FORK = multiprocessing.get_context("fork")
+TIMEOUT = 900
 
 
 class TinyModel(nn.Module):
@@ -74,8 +72,8 @@ def config(num_rounds: int) -> FederatedConfig:
     return FederatedConfig(num_rounds=num_rounds, local_steps=1)
 
 
-def run_server(names: list[str], num_rounds: int, start_clients: Callable[..., None], answers: Any) -> None:
-    """Run a federation, and report the seconds and the CPU seconds of its rounds."""
+def run_server(names: list[str], num_rounds: int, results: Any) -> None:
+    """Run a federation. Send the address and the settings, then the seconds and the CPU seconds of its rounds."""
     torch.set_num_threads(1)
     engine = NetworkEngine(names, address="127.0.0.1:0", insecure=True, join_timeout=300)
     times = RoundTimes()
@@ -89,25 +87,35 @@ def run_server(names: list[str], num_rounds: int, start_clients: Callable[..., N
         )
         start = engine.transport.start
 
-        def start_all(client_ids: Any, settings: Any) -> None:
+        def start_and_send(client_ids: Any, settings: Any) -> None:
             start(client_ids, settings)
-            start_clients(engine.transport.address, settings.to_dict(), names)
+            results.send((engine.transport.address, settings.to_dict()))
 
-        engine.transport.start = start_all  # type: ignore[method-assign]
+        engine.transport.start = start_and_send  # type: ignore[method-assign]
         trainer.train()
     assert times.num_failures == 0, f"{times.num_failures} replies failed"
-    answers.put(np.diff(np.array(times.ends), axis=0)[NUM_WARM_UP - 1 :].T.tolist())
+    results.send(np.diff(np.array(times.ends), axis=0)[NUM_WARM_UP - 1 :].T.tolist())
 
 
-def start_threads(address: str, settings: dict[str, str], names: list[str]) -> None:
+# Starts the clients and returns their processes. The arguments are the address, the settings and the client ids.
+StartClients = Callable[[str, dict[str, str], list[str]], list[Any]]
+
+
+def start(target: Callable[..., None], *arguments: Any) -> Any:
+    process = FORK.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def start_threads(address: str, settings: dict[str, str], names: list[str]) -> list[Any]:
     """Start clients as threads of two processes."""
-    for number in range(NUM_PROCESSES):
-        SPAWN.Process(target=returning_clients, args=(address, settings, names[number::NUM_PROCESSES])).start()
+    parts = [names[number::NUM_PROCESSES] for number in range(NUM_PROCESSES)]
+    return [start(returning_clients, address, settings, part) for part in parts if part]
 
 
-def start_delayed_threads(delay: float, address: str, settings: dict[str, str], names: list[str]) -> None:
+def start_delayed_threads(delay: float, address: str, settings: dict[str, str], names: list[str]) -> list[Any]:
     """Start clients as threads of a process that reaches the server over a link with latency."""
-    SPAWN.Process(target=delayed_clients, args=(delay, address, settings, names)).start()
+    return [start(delayed_clients, delay, address, settings, names)]
 
 
 def delayed_clients(delay: float, address: str, settings: dict[str, str], names: list[str]) -> None:
@@ -116,34 +124,14 @@ def delayed_clients(delay: float, address: str, settings: dict[str, str], names:
         returning_clients(proxy.address, settings, names)
 
 
-def start_processes(num_rounds: int, address: str, settings: dict[str, str], names: list[str]) -> None:
+def start_processes(num_rounds: int, address: str, settings: dict[str, str], names: list[str]) -> list[Any]:
     """Start each client as a process with a trainer."""
-    SPAWN.Process(target=fork_clients, args=(num_rounds, address, names)).start()
-
-
-def fork_clients(num_rounds: int, address: str, names: list[str]) -> None:
-    """Fork a process for each client, and wait until all of them have ended."""
-    torch.set_num_threads(1)
-    children = []
-    for number, name in enumerate(names):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                train_client(num_rounds, address, name, number)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
+    return [start(train_client, num_rounds, address, name, number) for number, name in enumerate(names)]
 
 
 def train_client(num_rounds: int, address: str, name: str, number: int) -> None:
     """Take part in a federation with a trainer."""
+    torch.set_num_threads(1)
     inputs = np.random.default_rng(number).normal(size=(8, 499)).astype(np.float32)
     examples = Dataset.from_dict({"inputs": inputs.tolist(), "labels": [0, 1] * 4})
     with tempfile.TemporaryDirectory() as folder:
@@ -156,15 +144,23 @@ def train_client(num_rounds: int, address: str, name: str, number: int) -> None:
         trainer.join(address, client_id=name, insecure=True)
 
 
-def round_seconds(num_clients: int, num_rounds: int, start_clients: Callable[..., None]) -> list[list[float]]:
-    """Run a federation in its own process, and return the seconds and the CPU seconds of each round of the server."""
-    answers = SPAWN.Queue()
+def round_seconds(num_clients: int, num_rounds: int, start_clients: StartClients) -> list[list[float]]:
+    """Run a federation, and return the seconds and the CPU seconds of each round of the server."""
     names = [f"client {number}" for number in range(num_clients)]
-    server = SPAWN.Process(target=run_server, args=(names, num_rounds, start_clients, answers))
-    server.start()
-    measured: list[list[float]] = answers.get(timeout=900)
-    server.join()
+    results, sender = FORK.Pipe(duplex=False)
+    processes = [start(run_server, names, num_rounds, sender)]
+    sender.close()  # The end of the server then ends the pipe.
+    processes += start_clients(*receive(results), names)
+    measured: list[list[float]] = receive(results)
+    for process in processes:
+        process.join(TIMEOUT)
     return measured
+
+
+def receive(results: Any) -> Any:
+    if not results.poll(TIMEOUT):
+        raise TimeoutError(f"The server sent no result for {TIMEOUT} s.")
+    return results.recv()
 
 
 def measure_scale(thread_counts: list[int], process_counts: list[int], num_rounds: int) -> dict[str, Any]:
@@ -178,13 +174,13 @@ def measure_scale(thread_counts: list[int], process_counts: list[int], num_round
     """
     results: dict[str, Any] = {}
     num_rounds += NUM_WARM_UP
-    for kind, counts, start in (
+    for kind, counts, start_clients in (
         ("threads", thread_counts, start_threads),
         ("processes", process_counts, functools.partial(start_processes, num_rounds)),
     ):
         measured = []
         for num_clients in counts:
-            seconds, cpu_seconds = round_seconds(num_clients, num_rounds, start)
+            seconds, cpu_seconds = round_seconds(num_clients, num_rounds, start_clients)
             medians = {"seconds": statistics.median(seconds), "server_cpu_seconds": statistics.median(cpu_seconds)}
             measured.append({"clients": num_clients, **medians})
             print(kind, json.dumps(measured[-1]), flush=True)
