@@ -147,8 +147,6 @@ class CallDeadlines:
             key = object()
             with self._changed:
                 self._waiting[key] = time.monotonic() + self._timeout, cancel, description
-                if len(self._waiting) == 1:
-                    self._changed.notify_all()
             try:
                 message = next(messages)
             except StopIteration:
@@ -166,7 +164,8 @@ class CallDeadlines:
                 # All calls have the same timeout, so the first call has the earliest deadline.
                 key, first = next(iter(self._waiting.items()), (None, None))
                 if first is None:
-                    self._changed.wait()
+                    # A call that starts in the meantime does not wake this thread, and its deadline is later.
+                    self._changed.wait(self._timeout)
                     continue
                 remaining = first[0] - time.monotonic()
                 if remaining > 0:

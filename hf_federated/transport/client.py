@@ -23,6 +23,7 @@ from transformers.utils import logging
 from .credentials import TlsCredentials, check_credentials, require_grpc
 from .errors import AnswerTimeoutError, ClientRefusedError, LinkError, ServerUnreachableError, SessionLostError
 from .protocol import (
+    CHUNK_BYTES,
     DEFAULT_MAX_MESSAGE_BYTES,
     HEADER_KEY,
     SERVICE,
@@ -302,8 +303,11 @@ class GrpcLink:
     def _attempt(self, method: str, header: MessageHeader, blob: bytes, timeout: float) -> Outcome:
         # The lock prevents a call from starting on a channel that is being replaced.
         with self._state_lock:
-            call = self._channel.stream_stream(f"/{SERVICE}/{method}")(
-                self._record_activity(split_into_chunks(blob)),
+            # A stream of requests needs a thread. The server sees no difference.
+            is_small = len(blob) <= CHUNK_BYTES
+            start = self._channel.unary_stream if is_small else self._channel.stream_stream
+            call = start(f"/{SERVICE}/{method}")(
+                blob if is_small else self._record_activity(split_into_chunks(blob)),
                 timeout=timeout,
                 metadata=((HEADER_KEY, header.to_json()),),
             )
@@ -437,6 +441,8 @@ def _status_text(error: Any) -> str:
 
 
 def _create_channel(grpc: Any, address: str, credentials: TlsCredentials | None) -> Any:
+    from grpc.experimental import ChannelOptions
+
     options = [
         # The link itself repeats calls. gRPC must reconnect fast enough for reconnect_timeout.
         ("grpc.enable_retries", 0),
@@ -445,6 +451,8 @@ def _create_channel(grpc: Any, address: str, credentials: TlsCredentials | None)
         ("grpc.max_reconnect_backoff_ms", 2000),
         # Each link of a process has its own connection.
         ("grpc.use_local_subchannel_pool", 1),
+        # The answer to a small message is read without a further thread.
+        (ChannelOptions.SingleThreadedUnaryStream, 1),
     ]
     if credentials is None:
         return grpc.insecure_channel(address, options)

@@ -4,7 +4,7 @@ The protocol between clients and a server over gRPC.
 | method | kind | request | response |
 |---|---|---|---|
 | `Connect` | unary | JSON: version, client id, process token, session config | JSON: session id, timeouts, limits |
-| `Exchange`, `Hello`, `Finish` | stream | chunks; JSON header in the call's metadata | JSON header, then chunks |
+| `Exchange`, `Hello`, `Finish` | stream | chunks; JSON header in the metadata | chunks, with a JSON header first |
 | `Heartbeat`, `Leave` | unary | JSON: session id | JSON: empty object |
 
 Messages and answers are sent in chunks of 1 MiB, which is below gRPC's limit of 4 MiB per frame. Only the server's own
@@ -14,9 +14,11 @@ means that there is no outcome. No data is unpickled, and every field of the JSO
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, TypeVar
 
 from transformers.utils import logging
@@ -26,12 +28,14 @@ from .errors import RequestRejectedError, ServerFailedError
 
 logger = logging.get_logger(__name__)
 
-VERSION = 1
+VERSION = 2
 SERVICE = "hf_federated.Sessions"
 # The kind of message of each streaming method.
 KINDS = {"Exchange": "exchange", "Hello": "hello", "Finish": "finish"}
 HEADER_KEY = "hf-federated-message"
 CHUNK_BYTES = 1 << 20
+# Length of the field that contains the length of a header.
+_LENGTH_BYTES = 4
 DEFAULT_MAX_MESSAGE_BYTES = 1 << 30
 # gRPC drops a call whose metadata, including the status text, has more than 8 KiB. Escaping can triple the size of the
 # text.
@@ -150,7 +154,7 @@ class Header:
 
     def to_json(self) -> str:
         """Convert the header to JSON in ASCII, which the metadata of a call can contain."""
-        return json.dumps(asdict(self))
+        return json.dumps(vars(self))
 
     @classmethod
     def from_json(cls: type[T], text: str | bytes) -> T:
@@ -161,7 +165,8 @@ class Header:
             ValueError: If a field is missing or unknown, has another type, or is negative.
         """
         values = parse_json_object(text, cls.__name__)
-        types = {field.name: int if field.type == "int" else str for field in fields(cls)}
+        header: Any = cls
+        types = _field_types(header)
         if values.keys() != types.keys() or not all(type(values[name]) is kind for name, kind in types.items()):
             names = ", ".join(f"{name}: {kind.__name__}" for name, kind in types.items())
             raise ValueError(f"{cls.__name__} must have the fields {names}, but has the fields {sorted(values)}.")
@@ -169,6 +174,11 @@ class Header:
         if negative:
             raise ValueError(f"{negative[0]} of {cls.__name__} is {values[negative[0]]}, but must be at least 0.")
         return cls(**values)
+
+
+@functools.cache
+def _field_types(cls: Any) -> dict[str, type]:
+    return {field.name: int if field.type == "int" else str for field in fields(cls)}
 
 
 @dataclass(frozen=True)
@@ -261,9 +271,13 @@ class Outcome:
             return cls("failed", text=type(error).__name__)
 
     def frames(self) -> Iterator[bytes]:
-        """Yield the header, then the chunks of the answer."""
-        yield AnswerHeader(self.kind, self.text, len(self.blob)).to_json().encode("ascii")
-        yield from split_into_chunks(self.blob)
+        """Yield the chunks of the header and the answer. The header is in the first chunk."""
+        header = AnswerHeader(self.kind, self.text, len(self.blob)).to_json().encode("ascii")
+        prefix = len(header).to_bytes(_LENGTH_BYTES, "big") + header
+        if isinstance(self.blob, bytes) and len(prefix) + len(self.blob) <= CHUNK_BYTES:
+            yield prefix + self.blob
+        else:
+            yield from split_into_chunks(JoinedPieces(prefix, self.blob))
 
     @classmethod
     def from_frames(cls, frames: Iterator[bytes], max_bytes: int) -> Outcome:
@@ -277,15 +291,16 @@ class Outcome:
         Raises:
             ValueError: If the frames are not an outcome, or the answer has more than `max_bytes`.
         """
-        first = next(frames, None)
-        if first is None:
+        first = next(frames, b"")
+        stop = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "big")
+        if not _LENGTH_BYTES < stop <= len(first):
             raise ValueError("The answer has no header.")
-        header = AnswerHeader.from_json(first)
+        header = AnswerHeader.from_json(first[_LENGTH_BYTES:stop])
         if header.outcome not in _OUTCOME_KINDS:
             raise ValueError(f"The outcome of an answer must be one of {_OUTCOME_KINDS}, got {header.outcome!r}.")
         if header.num_bytes > max_bytes:
             raise ValueError(f"The answer has {header.num_bytes} bytes, but at most {max_bytes} bytes are allowed.")
-        blob = join_chunks(frames, header.num_bytes)
+        blob = join_chunks(itertools.chain([first[stop:]], frames), header.num_bytes)
         return cls(header.outcome, blob, header.text)
 
     def result(self) -> bytes:
