@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from distillation_setup import client_weights, distillation_trainer
@@ -45,13 +46,20 @@ def outcomes(tmp_path_factory):
     return {**trainers, "honest": run(directory / "honest", "dsfl", Attack("", honest, ""))[0]}
 
 
+def every_third(attacks: list[Attack]) -> list[Any]:
+    """Mark all attacks but every third as slow. A run takes seconds."""
+    return [
+        pytest.param(attack, marks=[pytest.mark.slow] if number % 3 else []) for number, attack in enumerate(attacks)
+    ]
+
+
 @pytest.mark.parametrize(
     "attack",
     [
         # The tests of averaging send the same attacks to the same checks.
         *(pytest.param(attack, marks=pytest.mark.slow) for attack in UPDATE_ATTACKS),
-        *PREDICTION_ATTACKS,
-        *LOSS_ATTACKS,
+        *every_third(PREDICTION_ATTACKS),
+        *every_third(LOSS_ATTACKS),
     ],
     ids=lambda attack: f"{attack.phase}-{attack.name}",
 )

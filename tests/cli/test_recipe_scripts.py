@@ -53,7 +53,7 @@ def test_script_becomes_federated_with_five_changed_lines() -> None:
     assert all(line in readme for line in diff if not line.startswith("@@"))
 
 
-@pytest.mark.parametrize("name", ["trainer.py", "federated.py"])
+@pytest.mark.parametrize("name", [pytest.param("trainer.py", marks=pytest.mark.slow), "federated.py"])
 def test_drop_in_script_runs(model_dir, reviews_dir, tmp_path, name) -> None:
     output = run(*drop_in(name, model_dir, reviews_dir, tmp_path))
     assert "eval_accuracy" in output

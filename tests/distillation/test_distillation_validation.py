@@ -58,8 +58,8 @@ def test_default_label_names_are_matched_by_position(tmp_path):
     [
         ("dsfl", {"public_dataset": None}, "'dsfl' needs `public_dataset`.*none was given"),
         ("dsfl", {"public_dataset": rows(0)}, "'dsfl' needs `public_dataset`.*the given dataset has no examples"),
-        ("fedid", {"server_dataset": None}, r"FedID\(\) needs `server_dataset`: labelled examples"),
-        ("fedid", {"server_dataset": rows(0)}, r"FedID\(\) needs `server_dataset`: labelled examples"),
+        ("fedid", {"server_dataset": None}, r"FedID\(\) needs `server_dataset`: labeled examples"),
+        ("fedid", {"server_dataset": rows(0)}, r"FedID\(\) needs `server_dataset`: labeled examples"),
         (None, {}, "`public_dataset` and `server_dataset` are for distillation"),
         (
             "dsfl",

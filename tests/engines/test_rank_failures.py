@@ -108,6 +108,7 @@ def test_error_in_the_constructor_of_one_process_ends_all_processes(
         assert f"PeerFailedError: Process 2 failed: {error}" in peer_error
 
 
+@pytest.mark.slow
 def test_process_that_does_not_join_is_named(launch, tmp_path: Path) -> None:
     answer = launch(tmp_path, "fedprox", 3, trouble="absent")
     assert answer["codes"] == [1, 1, 0], logs(tmp_path)

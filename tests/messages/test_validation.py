@@ -131,7 +131,7 @@ def test_additional_tensors_are_checked(extra, expected):
 LIMITS = UpdateLimits(num_examples=10, num_steps=20, num_tokens=300)
 
 
-@pytest.mark.parametrize(("name", "limit"), vars(LIMITS).items())
+@pytest.mark.parametrize(("name", "limit"), [item for item in vars(LIMITS).items() if item[1] is not None])
 def test_update_claims_at_most_what_the_client_announced(name, limit):
     good = ClientUpdate(2, "north", {}, num_examples=1, num_tokens=0, num_steps=1)
     check_claims(dataclasses.replace(good, **{name: limit}), LIMITS)
