@@ -36,7 +36,7 @@ _COMPLETE_SECONDS = 10.0
 
 class NetworkEngine(Engine):
     """
-    Runs clients on other machines. Each client is a process that calls [`~FederatedTrainer.join`] of the same trainer.
+    Runs clients on other machines. Each client is a process that calls `join()` of the same trainer.
 
     The server sends each client its message and receives its reply over a [`~hf_federated.transport.Transport`]. A
     client that leaves or is lost fails in the round, unless it joins again in time. It then answers the open message

@@ -24,7 +24,7 @@ class CallEndpoint:
     """
     Answers the calls of a [`CallTransport`], while a trainer runs in another thread.
 
-    Pass `connect` to [`~hf_federated.FederatedTrainer.join_over`], and call `handle` with each call of the server.
+    Pass `connect` to `FederatedTrainer.join_over()`, and call `handle` with each call of the server.
     The calls may arrive before the trainer connects, in any order, repeatedly and concurrently.
 
     Example: see [`CallTransport`].
