@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,10 +138,14 @@ class Client(NVFlareClient):
     def call_another_client(self) -> None:
         """Call a client as the server does, and write what it answers."""
         request = frame({"kind": "join", "session": "", "name": "", "text": "", "seconds": 1.0})
-        try:
-            answer = str(collab.other_clients[0](timeout=10).handle(request))
-        except CollabCallError as error:
-            answer = str(error)
+        deadline, answer = time.monotonic() + 30, "No callback is registered"
+        # The other client may still be setting up.
+        while "No callback is registered" in answer and time.monotonic() < deadline:
+            time.sleep(0.1)
+            try:
+                answer = str(collab.other_clients[0](timeout=10).handle(request))
+            except CollabCallError as error:
+                answer = str(error)
         (Path(self.folder) / "spy.log").write_text(answer)
 
     def build(self, name: str, client_id: str) -> FederatedTrainer:
