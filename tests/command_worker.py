@@ -1,10 +1,14 @@
 """Worker that runs commands of `hf-federated`, each in its own process.
 
 The worker imports the libraries once and forks for every command. It reads one request per line from its standard
-input: `{"directory", "commands", "signal"}`. `commands` maps the name of a party to the arguments of its command. The
-output of a party is written to `<party>.log`. `signal` sends a signal to a party when a file exists:
-`{"party", "file", "number", "again"}`. With `again`, the party is then started with these arguments. The worker
-answers with the exit codes by party.
+input: `{"directory", "commands", "signal", "streams"}`.
+
+- `commands` maps the name of a party to the arguments of its command.
+- The output of a party is written to `<party>.log`. With `streams`, its standard error is written to `<party>.err`.
+- `signal` sends a signal to a party when a file exists: `{"party", "file", "number", "again"}`. With `again`, the
+  party is then started with these arguments.
+
+The worker answers with the exit codes by party.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ assert network_commands and train_recipe  # imported before the fork, because th
 TIMEOUT = 150
 
 
-def fork(party: str, arguments: list[str]) -> int:
+def fork(party: str, arguments: list[str], streams: bool = False) -> int:
     child = os.fork()
     if child == 0:
         code = 1
@@ -38,7 +42,7 @@ def fork(party: str, arguments: list[str]) -> int:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             log = os.open(f"{party}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
-            os.dup2(log, 2)
+            os.dup2(os.open(f"{party}.err", os.O_WRONLY | os.O_CREAT | os.O_APPEND) if streams else log, 2)
             code = main(arguments)
             atexit._run_exitfuncs()
         except SystemExit as error:
@@ -55,7 +59,8 @@ def fork(party: str, arguments: list[str]) -> int:
 def run(request: dict[str, Any]) -> dict[str, int]:
     os.chdir(request["directory"])
     deadline = time.monotonic() + TIMEOUT
-    children = {party: fork(party, arguments) for party, arguments in request["commands"].items()}
+    streams = request.get("streams", False)
+    children = {party: fork(party, arguments, streams) for party, arguments in request["commands"].items()}
     codes: dict[str, int] = {}
     if disturbance := request.get("signal"):
         party, file = disturbance["party"], Path(disturbance["file"])

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> 
     parser.add_argument(
         "--examples",
         metavar="PATH",
-        help="file, folder or Hub id with the examples of a client at its site; {client} stands for the id of the"
+        help="file, folder or Hub id with the examples of a client at its site; {client} is replaced by the id of the"
         " client (default: its part of the recipe's dataset)",
     )
     parser.add_argument(

@@ -15,6 +15,9 @@ from hf_federated.experiments.recipe_yaml import read_values
 
 # `hf_federated.transport.protocol.DEFAULT_MAX_MESSAGE_BYTES`, without its import.
 MAX_MESSAGE_BYTES = 1 << 30
+# Options that only recipes without, or with, a section `split` use.
+WITHOUT_SPLIT = ("insecure", "test_examples", "num_to_start", "overwrite")
+WITH_SPLIT = ("peer", "server_fingerprint")
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> None:
@@ -208,8 +211,14 @@ def _has_split(arguments: argparse.Namespace) -> bool:
     check_names(values)
     make_current_folder_importable()
     has_split = values.get("split") is not None
-    if has_split and arguments.insecure:
-        raise CommandError("--insecure is not supported for split models. Pass --certificates.")
+    for option in WITHOUT_SPLIT if has_split else WITH_SPLIT:
+        if getattr(arguments, option, None):
+            kind = "for split models" if has_split else "without a section split in the recipe"
+            raise CommandError(f"--{option.replace('_', '-')} has no use {kind}. Leave it out.")
+    if arguments.log_format == "json":
+        from hf_federated.experiments.event_log import log_as_json
+
+        log_as_json()
     return has_split
 
 

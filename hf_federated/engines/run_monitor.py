@@ -130,6 +130,16 @@ def expel_client(output_dir: Path, client_id: str) -> None:
     _replace(output_dir / FOLDER / EXPELLED_NAME, list(names))
 
 
+def readmit_clients(output_dir: Path) -> None:
+    """
+    Let the expelled clients join the next run.
+
+    Args:
+        output_dir (`pathlib.Path`): Output directory of the server.
+    """
+    (output_dir / FOLDER / EXPELLED_NAME).unlink(missing_ok=True)
+
+
 def _replace(path: Path, content: Any) -> None:
     """Replace a file at once, so that a reader never sees a part of it."""
     staged = path.with_suffix(".incomplete")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -45,7 +46,9 @@ class RunStatus:
         self._seconds: list[float] = []
         # Bytes to and from each client since the server started.
         self._bytes = {client_id: [0, 0] for client_id in client_ids}
+        # Times and totals of these bytes. The lock guards them, because two threads measure.
         self._totals: deque[tuple[float, int]] = deque()
+        self._lock = threading.Lock()
 
     def begin(self, round: int, phase: str) -> None:
         """Record the begin of a phase of a round."""
@@ -70,19 +73,21 @@ class RunStatus:
 
     def late_clients(self) -> dict[str, float]:
         """Clients that take much longer than the clients that have replied, with the seconds since their request."""
-        if not self._seconds:
+        seconds = list(self._seconds)  # The engine may begin another phase meanwhile.
+        if not seconds:
             return {}
-        now, limit = time.monotonic(), _LATE_RATIO * statistics.median(self._seconds)
+        now, limit = time.monotonic(), _LATE_RATIO * statistics.median(seconds)
         return {name: now - sent for name, sent in list(self._sent.items()) if now - sent > limit}
 
     def bytes_per_second(self) -> float:
         """Bytes of the messages in both directions per second, over the last half minute."""
-        now = time.monotonic()
-        self._totals.append((now, sum(down + up for down, up in self._bytes.values())))
-        while len(self._totals) > 2 and now - self._totals[0][0] > _RATE_SECONDS:
-            self._totals.popleft()
-        (first_time, first), (last_time, last) = self._totals[0], self._totals[-1]
-        return max(last - first, 0) / max(last_time - first_time, 1e-3)
+        now, total = time.monotonic(), sum(down + up for down, up in self._bytes.values())
+        with self._lock:
+            self._totals.append((now, total))
+            while len(self._totals) > 2 and now - self._totals[0][0] > _RATE_SECONDS:
+                self._totals.popleft()
+            first_time, first = self._totals[0]
+        return max(total - first, 0) / max(now - first_time, 1e-3)
 
     def describe_waiting(self) -> str:
         """One line for a progress bar: the clients that train, that are late and that are absent, and the rate."""

@@ -7,7 +7,7 @@ event has its facts as further fields:
 |---|---|
 | `joined` | `client`, `num_examples` |
 | `left`, `lost`, `expelled` | `client` |
-| `request` | `client`, `round`, `phase`, `bytes` |
+| `request` | `client`, `round`, `bytes` |
 | `reply` | `client`, `round`, `bytes`, `seconds` |
 | `absent` | `client`, `round` |
 | `late_reply` | `client` |
@@ -25,7 +25,9 @@ import logging
 import sys
 from typing import Any
 
+from datasets import disable_progress_bars as disable_dataset_bars
 from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils.logging import disable_progress_bar as disable_model_bars
 
 from hf_federated.experiments.run_log import to_strict_json
 from hf_federated.server import FederatedCallback
@@ -101,13 +103,8 @@ class EventLogCallback(FederatedCallback):
         _log("run_end", round=state.global_step, num_rounds=state.max_steps)
 
 
-def log_as_json(trainer: Any) -> None:
-    """
-    Write the log of this process as JSON lines to standard error, without progress bars.
-
-    Args:
-        trainer ([`FederatedTrainer`]): The trainer. Its callbacks that print are removed.
-    """
+def log_as_json() -> None:
+    """Write the log of this process as JSON lines to standard error, without progress bars."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     for name in LOGGERS:
@@ -117,8 +114,20 @@ def log_as_json(trainer: Any) -> None:
     logging.getLogger("hf_federated").setLevel(logging.INFO)
     logging.captureWarnings(True)
     logging.getLogger("py.warnings").handlers = [handler]
+    disable_dataset_bars()
+    disable_model_bars()
+
+
+def log_events(trainer: Any) -> None:
+    """
+    Log the events of a run, in place of the callbacks that print.
+
+    Args:
+        trainer ([`FederatedTrainer`]): The trainer.
+    """
     for callback in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(callback)
+    trainer.add_callback(EventLogCallback())
 
 
 def _log(event: str, **fields: Any) -> None:

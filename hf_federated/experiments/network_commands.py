@@ -7,8 +7,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from hf_federated.engines.run_monitor import readmit_clients
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.experiments.event_log import EventLogCallback, log_as_json
+from hf_federated.experiments.event_log import log_events
 from hf_federated.experiments.network_run import (
     build_client,
     build_engine,
@@ -41,6 +42,8 @@ def serve(arguments: argparse.Namespace) -> None:
     # A supervisor starts the server with --resume each time, also before the first checkpoint.
     resume = arguments.resume and bool(list_checkpoints(Path(path)))
     folder = RunFolder(path, values, resume, arguments.overwrite or (arguments.resume and not resume))
+    if arguments.overwrite:
+        readmit_clients(Path(path))
     with command_errors("serve"):
         engine = build_engine(
             recipe,
@@ -55,7 +58,8 @@ def serve(arguments: argparse.Namespace) -> None:
     run = build_server(recipe, engine, arguments.output_dir, arguments.test_examples)
     if run.data.test is None:
         print("The server has no test examples, so it does not evaluate. --test-examples names a file or folder.")
-    _prepare_log(run.trainer, arguments.log_format)
+    if arguments.log_format == "json":
+        log_events(run.trainer)
     try:
         serve_run(run, folder)
     except OSError as error:  # the address is in use, or too few clients joined
@@ -82,7 +86,8 @@ def join(arguments: argparse.Namespace) -> None:
         if arguments.certificates is not None:
             TlsCredentials.of_client(arguments.certificates, arguments.client)
     run = build_client(recipe, arguments.client, arguments.output_dir, arguments.examples)
-    _prepare_log(run.trainer, arguments.log_format)
+    if arguments.log_format == "json":
+        log_events(run.trainer)
     # A stop of the machine or of its container disconnects the client like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     run.trainer.join(
@@ -91,6 +96,7 @@ def join(arguments: argparse.Namespace) -> None:
         certificates=arguments.certificates,
         insecure=arguments.insecure,
         connect_timeout=arguments.connect_timeout,
+        max_message_bytes=arguments.max_message_bytes,
     )
     print(f"Client {arguments.client!r} took part in {run.trainer.state.global_step} rounds. The run is complete.")
 
@@ -98,9 +104,3 @@ def join(arguments: argparse.Namespace) -> None:
 def _load(arguments: argparse.Namespace) -> tuple[Recipe, dict[str, Any]]:
     values = read_values(arguments.recipe, arguments.overrides)
     return parse_recipe(values), values
-
-
-def _prepare_log(trainer: Any, log_format: str) -> None:
-    if log_format == "json":
-        log_as_json(trainer)
-        trainer.add_callback(EventLogCallback())

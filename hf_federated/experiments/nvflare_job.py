@@ -115,7 +115,7 @@ def nvflare_recipe(
             to `network.clients` of the recipe.
         name (`str`, *optional*, defaults to `"federation"`): Name of the job.
         examples (`str`, *optional*): File, folder or Hub id with the examples of a client at its site. `{client}`
-            stands for the id of the client. Defaults to the part of the client in the dataset of the recipe.
+            is replaced by the id of the client. Defaults to the part of the client in the dataset of the recipe.
         test_examples (`str`, *optional*): File, folder or Hub id with the test examples of the server.
         output_dir (`str`, *optional*): Output folder. Overrides `training.output_dir` of the recipe. A relative folder
             is in the workspace of each site.
@@ -287,8 +287,8 @@ class RecipeClient(NVFlareClient):
 
     Args:
         output_dir (`str`, *optional*): Overrides `training.output_dir` of the recipe.
-        examples (`str`, *optional*): File, folder or Hub id with the examples. `{client}` stands for the id of the
-            client.
+        examples (`str`, *optional*): File, folder or Hub id with the examples. `{client}` is replaced by the id of
+            the client.
     """
 
     def __init__(self, output_dir: str | None = None, examples: str | None = None) -> None:

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from transformers.trainer_utils import TrainOutput
 
 from ..transport import Connection, Connector, GrpcConnection
+from ..transport.protocol import DEFAULT_MAX_MESSAGE_BYTES
 from ..transport.session_config import SessionConfig
 from .base import RoleMixin
 from .join import JoinedClient
@@ -32,6 +33,7 @@ class JoinMixin(RoleMixin):
         state_dir: str | None = None,
         connect_timeout: float = 600.0,
         reconnect_timeout: float = 45.0,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     ) -> TrainOutput:
         """
         Take part in a federation as one client, until its server ends the run.
@@ -59,6 +61,8 @@ class JoinMixin(RoleMixin):
             connect_timeout (`float`, *optional*, defaults to `600`): Seconds to try to connect.
             reconnect_timeout (`float`, *optional*, defaults to `45`): Seconds without a sign of the server after which
                 the connection ends.
+            max_message_bytes (`int`, *optional*, defaults to 1 GiB): Size of the largest message that the server may
+                send.
 
         Raises:
             ClientRefusedError: If the server refuses the client. The message names the settings that differ.
@@ -80,6 +84,7 @@ class JoinMixin(RoleMixin):
                 insecure=insecure,
                 connect_timeout=connect_timeout,
                 reconnect_timeout=reconnect_timeout,
+                max_message_bytes=max_message_bytes,
             )
 
         return self.join_over(connect, client_id=client_id, state_dir=state_dir)

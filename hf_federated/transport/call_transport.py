@@ -336,5 +336,6 @@ class CallTransport(Transport):
     def _dismiss(self, client: _Client, session: str, reason: str) -> None:
         try:
             self._call(client, "end", session=session, text=reason)
+        # The system that carries the calls defines the errors.
         except Exception as error:
             logger.warning(f"The end of the run did not reach a client: {error}")

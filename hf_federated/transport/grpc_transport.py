@@ -256,6 +256,7 @@ class GrpcConnection(Connection):
         connect_timeout (`float`, *optional*, defaults to `600`): Seconds to try to connect.
         reconnect_timeout (`float`, *optional*, defaults to `45`): Seconds without a sign of the server after which the
             connection ends.
+        max_message_bytes (`int`, *optional*, defaults to 1 GiB): Size of the largest message that the server may send.
 
     Raises:
         ClientRefusedError: If the server refuses the client.
@@ -273,6 +274,7 @@ class GrpcConnection(Connection):
         insecure: bool = False,
         connect_timeout: float = 600.0,
         reconnect_timeout: float = 45.0,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
         credentials = None if certificates is None else TlsCredentials.of_client(certificates, client_id)
         deadline = time.monotonic() + connect_timeout
@@ -286,6 +288,7 @@ class GrpcConnection(Connection):
                 connect_timeout=max(deadline - time.monotonic(), 0.01),
                 reconnect_timeout=reconnect_timeout,
                 answer_timeout=_ANSWER_SECONDS,
+                max_answer_bytes=max_message_bytes,
             )
             try:
                 self._link.exchange(announcement)

@@ -156,7 +156,8 @@ def test_serve_and_join_need_certificates_clients_and_an_address(recipe, tmp_pat
         ("serve", "--insecure", "--num-to-start", "3"): "it must be at least 1 and at most the number of clients, 2",
         ("join", "--insecure", "--client", "north", "--set", "network=null"): "the address of the server is not known",
         ("join", "--insecure", "--client", "north", "--examples", "none.csv"): "none.csv",
-        ("join", "--insecure", "--client", "north", "--set", "split={}"): "--insecure is not supported for split",
+        ("join", "--insecure", "--client", "north", "--set", "split={}"): "--insecure has no use for split models",
+        ("serve", "--insecure", "--peer", "north=sha256:" + "0" * 64): "--peer has no use without a section split",
         ("split-client", "--insecure", "--client", "north", "--examples", "none.csv"): "`split-client` is deprecated",
     }
     for (command, *options), message in errors.items():
@@ -201,3 +202,23 @@ def test_shipped_recipe_runs(run, certificates, model_dir, tmp_path):
     commands["server"].append("--resume")
     assert run(tmp_path, commands) == {"server": 0, "north": 0, "south": 0}, logs(tmp_path)
     assert json.loads((tmp_path / "run" / "server" / "results.json").read_text())["num_train_rows"] == 24
+
+
+def test_expelled_clients_are_forgotten_only_if_the_run_is_overwritten(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    expelled = tmp_path / "run" / "server" / "network" / "expelled.json"
+    expelled.parent.mkdir(parents=True)
+    for option, is_kept in (("--resume", True), ("--overwrite", False)):
+        expelled.write_text('["north"]')
+        # The command ends before it listens.
+        assert main(["serve", str(recipe), "--insecure", option, "--num-to-start", "3"]) == 2
+        assert "`num_to_start` is 3" in capsys.readouterr().err and expelled.exists() == is_kept
+
+
+@pytest.mark.slow
+def test_log_in_json_has_only_json_lines(run, recipe, certificates, examples, tmp_path):
+    commands = commands_of(recipe, certificates, examples, "--log-format", "json")
+    assert run(tmp_path, commands, streams=True) == {"server": 0, "north": 0, "south": 0}, logs(tmp_path)
+    for party in commands:
+        lines = (tmp_path / f"{party}.err").read_text().splitlines()
+        assert lines and all(isinstance(json.loads(line), dict) for line in lines)
