@@ -24,7 +24,7 @@ from hf_federated.experiments.party_data import PartyData, load_client_data, loa
 from hf_federated.experiments.recipe import Recipe
 from hf_federated.experiments.recipe_loading import load_model, load_tokenizer, tokenize_test
 from hf_federated.experiments.recipe_schema import build, recipe_errors
-from hf_federated.experiments.run_folder import RESULTS_NAME, RunFolder
+from hf_federated.experiments.run_folder import DEFAULT_OUTPUT_DIR, RESULTS_NAME, RunFolder
 from hf_federated.experiments.run_log import to_strict_json
 from hf_federated.experiments.stopwatch import Stopwatch
 from hf_federated.experiments.train_recipe import RECORD_NAME
@@ -65,7 +65,7 @@ def party_folder(recipe: Recipe, party: str, output_dir: str | None = None) -> s
         party (`str`): `"server"`, or the id of a client.
         output_dir (`str`, *optional*): Overrides `training.output_dir` of the recipe.
     """
-    folder = output_dir or recipe.training.get("output_dir") or "outputs"
+    folder = output_dir or recipe.training.get("output_dir") or DEFAULT_OUTPUT_DIR
     return str(Path(folder) / escape_client_id(party))
 
 
@@ -78,18 +78,10 @@ def build_engine(recipe: Recipe, **changes: Any) -> NetworkEngine:
         changes (`Any`): Arguments of [`NetworkEngine`]. They replace fields of the section unless they are `None`.
 
     Raises:
-        RecipeError: If a value is not allowed, or if there are no clients.
+        CommandError: If a value is not allowed, or if there are no clients.
     """
-    section = recipe.network
-    arguments = {
-        "clients": section.clients,
-        "address": section.address or "0.0.0.0:50051",
-        "num_to_start": section.num_to_start,
-        "join_timeout": section.join_timeout,
-        "rejoin_timeout": section.rejoin_timeout,
-        "heartbeat_timeout": section.heartbeat_timeout,
-        **{name: value for name, value in changes.items() if value is not None},
-    }
+    given = {**vars(recipe.network), **{name: value for name, value in changes.items() if value is not None}}
+    arguments = {name: value for name, value in given.items() if value is not None}
     if not arguments["clients"]:
         raise CommandError("the clients are not known. Pass --client ID for each client, or set network.clients.")
     with recipe_errors("network"):
