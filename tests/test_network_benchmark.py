@@ -1,4 +1,4 @@
-"""`benchmarks/network.py`: many clients, and the latency of a round."""
+"""`benchmarks/network.py`: many clients, and the latency of a round. `benchmarks/network_flower.py`: no Flower."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,19 @@ def test_rounds_with_threads_and_processes_are_measured(tmp_path):
     assert [each["clients"] for each in scale["processes"]["rounds"]] == [2]
     assert all(each["seconds"] > 0 for kind in scale.values() for each in kind["rounds"])
     assert scale["threads"]["seconds"]["r_squared"] == pytest.approx(1)
+
+
+def test_flower_benchmark_names_the_missing_installation(tmp_path):
+    venv.create(tmp_path / "empty")
+    python = tmp_path / "empty" / "bin" / "python"
+    script = ROOT / "benchmarks" / "network_flower.py"
+    finished = subprocess.run(
+        [sys.executable, str(script), "--flower-python", str(python), "--output", str(tmp_path / "numbers.json")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert finished.returncode == 1
+    assert 'pip install "flwr==1.41.*"' in finished.stderr
+    assert not (tmp_path / "numbers.json").exists()
