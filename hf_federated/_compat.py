@@ -461,6 +461,11 @@ def prepare_generation_config(model: Any, generation_config: Any, /, **kwargs: A
     return model._prepare_generation_config(generation_config, **kwargs)
 
 
+# Path of the output layer of `GPTNeoXForCausalLM`, which transformers 5.14 renamed.
+GPT_NEOX_OUTPUT = (
+    "lm_head" if Version(importlib.metadata.version("transformers")) >= Version("5.14.dev0") else "embed_out"
+)
+
 # transformers 5.23 renamed gradient checkpointing to activation checkpointing.
 HAS_ACTIVATION_CHECKPOINTING = Version(importlib.metadata.version("transformers")) >= Version("5.23.dev0")
 

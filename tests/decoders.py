@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     Glm4Config,
     GlmConfig,
@@ -54,6 +58,96 @@ def gpt2_sizes(common: dict[str, Any]) -> dict[str, Any]:
 _SIZES = sizes(VOCABULARY, NUM_BLOCKS, eos_token_id=2)
 _GROUPED: dict[str, Any] = {**_SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
 
+# The experts of a mixture-of-experts block. The second block has no experts.
+_EXPERTS: dict[str, Any] = {
+    **_GROUPED,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [1],
+}
+_LAYER_TYPES = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")]
+
+# The arguments of `AutoConfig.for_model`. Settings that make a block depend on its number, or that scale embeddings or
+# logits, have values with a large effect on the output of a small model.
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "cohere": {"model_type": "cohere", **_GROUPED, "logit_scale": 0.25, "use_qk_norm": True},
+    "cohere2": {"model_type": "cohere2", **_GROUPED, "logit_scale": 0.25, "sliding_window": 4},
+    "falcon": {"model_type": "falcon", **_SIZES, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "falcon-alibi": {
+        "model_type": "falcon",
+        **_SIZES,
+        "alibi": True,
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+    "gemma": {"model_type": "gemma", **_GROUPED, "head_dim": 8},
+    "gemma2": {
+        "model_type": "gemma2",
+        **_GROUPED,
+        "head_dim": 8,
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 8,
+        "final_logit_softcapping": 0.5,
+        "attn_logit_softcapping": 0.5,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **_GROUPED,
+        "head_dim": 8,
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 8,
+        "layer_types": _LAYER_TYPES,
+    },
+    "gpt2-scaled": {
+        "model_type": "gpt2",
+        **gpt2_sizes(_SIZES),
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "pad_token_id": 0,
+        "scale_attn_by_inverse_layer_idx": True,
+    },
+    "gpt_neox": {"model_type": "gpt_neox", **_SIZES, "intermediate_size": 48},
+    "granite": {
+        "model_type": "granite",
+        **_GROUPED,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.5,
+        "logits_scaling": 0.25,
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        **_GROUPED,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+    },
+    "olmo2": {"model_type": "olmo2", **_GROUPED},
+    "phi3": {"model_type": "phi3", **_GROUPED},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 16,
+        "decoder_sparse_step": 2,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 2,
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", **_EXPERTS, "head_dim": 8},
+    "smollm3": {
+        "model_type": "smollm3",
+        **_GROUPED,
+        "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+    },
+    "stablelm": {"model_type": "stablelm", **_GROUPED},
+}
+
 DECODERS: dict[str, Any] = {
     "glm": lambda: GlmConfig(**_GROUPED, head_dim=8),
     "glm4": lambda: Glm4Config(**_GROUPED, head_dim=8),
@@ -68,7 +162,22 @@ DECODERS: dict[str, Any] = {
     "qwen2": lambda: Qwen2Config(**_GROUPED),
     "qwen2-windows": lambda: Qwen2Config(**_GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=2),
     "qwen3": lambda: Qwen3Config(**_GROUPED, head_dim=8),
+    # A model type that the installed version of transformers lacks is left out.
+    **{
+        name: lambda settings=settings: AutoConfig.for_model(**settings)
+        for name, settings in _SETTINGS.items()
+        if settings["model_type"] in CONFIG_MAPPING
+    },
 }
+
+
+# The decoders of `_SETTINGS`. Most tests of these decoders are slow.
+MORE_DECODERS = [name for name in DECODERS if name in _SETTINGS]
+
+
+def slow(names: Iterable[str]) -> list[Any]:
+    """Mark the parameters of a test as slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def from_config(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:

@@ -94,6 +94,11 @@ def _add_prefixes(parts: list[Part], config: PretrainedConfig, peft_config: Pref
             "positions, which start after the prefix, but a head without blocks has no prefix. Set head_blocks to "
             "at least 1, or use LoRA."
         )
+    if config.model_type == "falcon" and config.multi_query and not config.new_decoder_architecture:
+        raise ValueError(
+            "PEFT creates prefixes for every query head, but the query heads of this Falcon model share one key/value "
+            "head. Use LoRA."
+        )
     for part in parts:
         part.requires_grad_(False)
         if len(part.blocks):
@@ -111,6 +116,12 @@ def _add_lora(parts: list[Part], config: PretrainedConfig, peft_config: LoraConf
         )
     with init_empty_weights():
         full_model = get_peft_model(type(parts[0].model)(config), copy.deepcopy(peft_config))
+    if full_model.active_peft_config.target_parameters:
+        raise ValueError(
+            f"With target_modules={peft_config.target_modules!r} PEFT adapts the experts, which are parameters and "
+            'not modules. A split model supports LoRA of modules. Name them, for example target_modules=["q_proj", '
+            '"v_proj"].'
+        )
     layers = [(name, module) for name, module in full_model.named_modules() if isinstance(module, LoraLayer)]
     lora_layers = {name.removeprefix(_PEFT_PREFIX): layer for name, layer in layers}
     for part in parts:

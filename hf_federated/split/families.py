@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from transformers import PretrainedConfig
 
+from .._compat import GPT_NEOX_OUTPUT
 from .chatglm import CHATGLM, CHATGLM2
 from .cut import Cut
 from .layouts import Layout
@@ -20,6 +23,18 @@ _LLAMA = Layout(
 LAYOUTS: dict[str, Layout] = {
     "chatglm": CHATGLM,
     "chatglm2": CHATGLM2,
+    "cohere": _LLAMA,
+    "cohere2": _LLAMA,
+    "falcon": Layout(
+        blocks="transformer.h",
+        embedding="transformer.word_embeddings",
+        output="lm_head",
+        head_modules={"transformer.word_embeddings": "identity"},
+        tail_modules={"transformer.ln_f": "identity", "lm_head": "identity"},
+    ),
+    "gemma": _LLAMA,
+    "gemma2": _LLAMA,
+    "gemma3_text": _LLAMA,
     "glm": _LLAMA,
     "glm4": _LLAMA,
     "gpt2": Layout(
@@ -28,10 +43,19 @@ LAYOUTS: dict[str, Layout] = {
         output="lm_head",
         head_modules={"transformer.wte": "identity", "transformer.wpe": "zero", "transformer.drop": "identity"},
         tail_modules={"transformer.ln_f": "identity", "lm_head": "identity"},
-        index_dependent_settings=("scale_attn_by_inverse_layer_idx",),
     ),
+    "gpt_neox": Layout(
+        blocks="gpt_neox.layers",
+        embedding="gpt_neox.embed_in",
+        output=GPT_NEOX_OUTPUT,
+        head_modules={"gpt_neox.embed_in": "identity", "gpt_neox.emb_dropout": "identity"},
+        tail_modules={"gpt_neox.final_layer_norm": "identity", GPT_NEOX_OUTPUT: "identity"},
+    ),
+    "granite": replace(_LLAMA, head_settings={"embedding_multiplier": 1.0}),
     "llama": _LLAMA,
     "mistral": _LLAMA,
+    "mixtral": _LLAMA,
+    "olmo2": _LLAMA,
     "opt": Layout(
         blocks="model.decoder.layers",
         embedding="model.decoder.embed_tokens",
@@ -47,8 +71,13 @@ LAYOUTS: dict[str, Layout] = {
             "lm_head": "identity",
         },
     ),
+    "phi3": _LLAMA,
     "qwen2": _LLAMA,
+    "qwen2_moe": _LLAMA,
     "qwen3": _LLAMA,
+    "qwen3_moe": _LLAMA,
+    "smollm3": _LLAMA,
+    "stablelm": _LLAMA,
 }
 
 
@@ -77,8 +106,7 @@ def layout_of(config: PretrainedConfig) -> Layout:
         config (`PretrainedConfig`): The config of the full model.
 
     Raises:
-        ValueError: If `LAYOUTS` has no entry for this model type, or a setting of the config makes the blocks depend
-            on their index.
+        ValueError: If `LAYOUTS` has no entry for this model type.
     """
     name = config.model_type
     # All ChatGLM generations share one model type. Only the first generation has two-dimensional positions.
@@ -90,10 +118,4 @@ def layout_of(config: PretrainedConfig) -> Layout:
             f"Model type {config.model_type!r} has no layout. Supported model types: {sorted(LAYOUTS)}. Add a layout "
             "to hf_federated.split.LAYOUTS, or pass one: SplitModel.from_model(..., layout=Layout(...))."
         )
-    for setting in layout.index_dependent_settings:
-        if getattr(config, setting):
-            raise ValueError(
-                f"{setting}=True makes each block of {config.model_type!r} depend on its index. Splitting a model "
-                f"renumbers its blocks, so this model cannot be split. Set {setting}=False."
-            )
     return layout

@@ -1,15 +1,15 @@
 """Layout of a decoder model: the module paths that splitting needs to know about an architecture.
 
-A part is a model of the same class with fewer blocks (see `parts.py`), so `transformers` provides its masks, rotary
-embeddings, sliding windows and caches. A layout lists the modules of the client's head, the modules of the client's
-tail, and the placeholder that replaces each of these modules in the other parts. To support a new architecture, add
-one entry to `LAYOUTS` in `families.py`.
+A part is a model of the same class with some of the blocks (see `parts.py`), so `transformers` provides its masks,
+rotary embeddings, sliding windows and caches. A layout lists the modules of the client's head, the modules of the
+client's tail, and the placeholder that replaces each of these modules in the other parts. To support a new
+architecture, add one entry to `LAYOUTS` in `families.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -141,11 +141,9 @@ class Layout:
             Modules after the last block, and their placeholder in the other parts.
         num_blocks (`str`, *optional*, defaults to `"num_hidden_layers"`):
             Name of the config setting that holds the number of blocks.
-        per_block_settings (`tuple[str, ...]`, *optional*):
-            Names of config lists with one entry per block. A part gets the entries of its blocks.
-        index_dependent_settings (`tuple[str, ...]`, *optional*):
-            Names of config settings that make a block depend on its index. They must be off, because splitting
-            renumbers the blocks.
+        head_settings (`Mapping[str, Any]`, *optional*):
+            Config settings that change the hidden states between the embedding and the first block, such as the
+            embedding multiplier of Granite, with the value that changes nothing. Body and tail get this value.
         max_positions (`str`, *optional*, defaults to `"max_position_embeddings"`):
             Name of the config setting that holds the maximum number of positions. The config may lack it.
         norm (`str`, *optional*): Path of the norm after the last block. Required only with a `runner`.
@@ -169,8 +167,7 @@ class Layout:
     head_modules: Mapping[str, Placeholder]
     tail_modules: Mapping[str, Placeholder]
     num_blocks: str = "num_hidden_layers"
-    per_block_settings: tuple[str, ...] = ("layer_types",)
-    index_dependent_settings: tuple[str, ...] = ()
+    head_settings: Mapping[str, Any] = field(default_factory=dict)
     max_positions: str = "max_position_embeddings"
     norm: str = ""
     runner: BlockRunner | None = None

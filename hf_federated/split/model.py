@@ -199,6 +199,17 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
             "head_blocks, tail_blocks)."
         )
 
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """
+        Return the experts implementation of the config, which the class of the parts has checked.
+
+        Args:
+            requested_experts (`str`, *optional*): The experts implementation of the config.
+        """
+        if requested_experts is None:
+            return super().get_correct_experts_implementation(None)
+        return requested_experts
+
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """
         Raise an error, because the embeddings of a split model cannot be resized.
@@ -464,11 +475,11 @@ def _loss_arguments(kwargs: dict[str, Any], packed: bool) -> dict[str, Any]:
     """Return the arguments of the loss. Raise an error for arguments that a split model does not support."""
     ignored = _IGNORED_ARGUMENTS + (_PACKING_ARGUMENTS if packed else ())
     remaining = {name: value for name, value in kwargs.items() if name not in ignored and value is not None}
-    for name in ("output_attentions", "output_hidden_states"):
+    for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
         if remaining.pop(name, False):
             raise ValueError(
-                f"{name}=True is not supported in a split model, because the server does not send its attentions and "
-                "intermediate hidden states. Use the full model."
+                f"{name}=True is not supported in a split model, because the server does not send its attentions, "
+                "intermediate hidden states and router logits. Use the full model."
             )
     arguments: dict[str, Any] = {name: remaining.pop(name) for name in _LOSS_ARGUMENTS if name in remaining}
     if remaining:

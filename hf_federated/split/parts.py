@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import init_empty_weights
@@ -14,6 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .._compat import enable_activation_checkpointing, has_module
+from .block_cache import BlockCache
 from .cut import Cut, Role
 from .families import layout_of
 from .layouts import AttentionInputs, BlockRunner, Layout, PastKeyValues, placeholder
@@ -28,6 +29,11 @@ class Part(nn.Module):
     constructor creates empty parameters on the meta device, and `assign_parameters` sets them. Rotary frequencies are
     computed in float32, independently of the dtype of the weights.
 
+    Every block is created with the config of the full model and its number in the full model, because a block may
+    depend on both, for example by a window in every second block. The part then keeps its blocks, and the lists of
+    the config with one entry for each block keep the entries of these blocks. Only the names of parameters and
+    modules count the blocks from 0.
+
     Args:
         config (`PretrainedConfig`): The config of the full model.
         cut ([`Cut`]): The cuts of the model.
@@ -36,9 +42,12 @@ class Part(nn.Module):
         model_class (`type[PreTrainedModel]`, *optional*):
             The model class. Defaults to the class that `AutoModelForCausalLM` uses for the config.
 
+    Raises:
+        ValueError: If the loss contains router losses (`output_router_logits=True`), or the layout's runner does not
+            support the model class.
+
     Attributes:
-        model (`PreTrainedModel`):
-            The part's blocks, numbered from 0, with the modules before the first or after the last block.
+        model (`PreTrainedModel`): The part's blocks, with the modules before the first or after the last block.
         prefix ([`Prefix`], *optional*):
             Trained keys and values before the keys and values of the tokens (p-tuning v2).
     """
@@ -56,13 +65,20 @@ class Part(nn.Module):
         self.role = role
         self.layout = layout_of(config) if layout is None else layout
         self.blocks = cut.blocks(role)
-        part_config = self._part_config(config)
+        _check_router_losses(config)
+        part_config = copy.deepcopy(config)
+        # Tied embeddings belong to the client. Head and tail share the parameter, so the model must not tie it again.
+        part_config.tie_word_embeddings = False
+        if role != "head":
+            for name, value in self.layout.head_settings.items():
+                setattr(part_config, name, value)
         with init_empty_weights(include_buffers=False):
             if model_class is None:
                 model = AutoModelForCausalLM.from_config(part_config)
             else:
                 model = model_class(part_config)
         self.model: PreTrainedModel = model
+        self._keep_blocks()
         self.prefix: Prefix | None = None
         for owner, modules in (("head", self.layout.head_modules), ("tail", self.layout.tail_modules)):
             if role != owner:
@@ -70,16 +86,16 @@ class Part(nn.Module):
         if role == "head" and self.layout.runner is not None:
             self.layout.runner.check_model(model)
 
-    def _part_config(self, config: PretrainedConfig) -> PretrainedConfig:
-        part_config = copy.deepcopy(config)
-        setattr(part_config, self.layout.num_blocks, len(self.blocks))
-        for name in self.layout.per_block_settings:
-            values = getattr(config, name, None)
-            if values is not None:
-                setattr(part_config, name, [values[number] for number in self.blocks])
-        # Tied embeddings belong to the client. Head and tail share the parameter, so the model must not tie it again.
-        part_config.tie_word_embeddings = False
-        return part_config
+    def _keep_blocks(self) -> None:
+        """Remove the blocks of the other parts. The model counts its blocks from 0, and a block keeps its number."""
+        parent, _, name = self.layout.blocks.rpartition(".")
+        blocks = cast(nn.ModuleList, self.model.get_submodule(self.layout.blocks))
+        setattr(self.model.get_submodule(parent), name, nn.ModuleList(blocks[number] for number in self.blocks))
+        config = self.model.config
+        for setting, values in list(vars(config).items()):
+            if isinstance(values, (list, tuple)) and len(values) == self.cut.num_blocks:
+                setattr(config, setting, [values[number] for number in self.blocks])
+        setattr(config, self.layout.num_blocks, len(self.blocks))
 
     def _replace_modules(self, modules: Mapping[str, Any]) -> None:
         for path, kind in modules.items():
@@ -149,8 +165,9 @@ class Part(nn.Module):
 
         With a prefix the cache has no sliding windows, as in PEFT, because a sliding window would drop the prefix.
         """
-        plain = self.prefix is not None or self.layout.runner is not None
-        return DynamicCache(config=None if plain else self.model.config)
+        if self.layout.runner is not None:
+            return DynamicCache()
+        return BlockCache(self.blocks.start, config=None if self.prefix is not None else self.model.config)
 
     @property
     def prefix_positions(self) -> int:
@@ -217,11 +234,15 @@ class Part(nn.Module):
         kwargs["input_ids" if not states.is_floating_point() else "inputs_embeds"] = states
         if self.prefix is not None:
             if past_key_values is None or past_key_values.get_seq_length() == 0:
-                past_key_values = self.prefix.fill(past_key_values, states.shape[0], self.dtype)
+                cache = self.new_cache() if past_key_values is None else past_key_values
+                past_key_values = self.prefix.fill(cache, states.shape[0], self.dtype, self.blocks.start)
             attention_mask, position_ids = self.prefix.shift(attention_mask, position_ids)
-        return self.model(
+        # What the class computes after the last block, such as a scale of the logits, is only for the tail.
+        model = self.model if self.role == "tail" else self.model.base_model
+        output = model(
             attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, **kwargs
         )
+        return output if self.role == "tail" else CausalLMOutputWithPast(logits=output.last_hidden_state)
 
     def _run_blocks(
         self,
@@ -278,6 +299,20 @@ class Part(nn.Module):
     def dtype(self) -> torch.dtype:
         """Dtype of the floating-point weights."""
         return next(parameter.dtype for parameter in self.model.parameters() if parameter.is_floating_point())
+
+
+def _check_router_losses(config: PretrainedConfig) -> None:
+    """
+    Check that the loss of a mixture-of-experts model has no router losses.
+
+    Raises:
+        ValueError: If it has. They are computed from the routers of all blocks, and the client has not all blocks.
+    """
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            "output_router_logits=True adds the losses of all routers to the loss, but the client of a split model "
+            "has only the routers of its blocks. Set output_router_logits=False in the config."
+        )
 
 
 def _renumber(name: str, blocks: str, number_of: Callable[[int], int]) -> str:

@@ -51,7 +51,7 @@ class Prefix(nn.Module):
         """Return the prefixes, shape `(length, 2 · blocks · token_dim)`: key and value of block 0, of block 1, …"""
         return self.encoder(torch.arange(self.length, device=self.encoder.embedding.weight.device))
 
-    def fill(self, cache: Any, batch_size: int, dtype: torch.dtype) -> Any:
+    def fill(self, cache: Any, batch_size: int, dtype: torch.dtype, first_block: int = 0) -> Any:
         """
         Write the prefixes to a key/value cache.
 
@@ -59,6 +59,7 @@ class Prefix(nn.Module):
             cache (`Cache`, *optional*): An empty cache. By default a new `DynamicCache` is created.
             batch_size (`int`): Number of sequences in the batch.
             dtype (`torch.dtype`): The dtype of the model.
+            first_block (`int`, *optional*, defaults to `0`): Number under which the cache expects the first block.
 
         Returns:
             `Cache`: The filled cache.
@@ -71,7 +72,7 @@ class Prefix(nn.Module):
         cache = DynamicCache() if cache is None else cache
         for block, (key, value) in enumerate(states):
             shape = (batch_size, *key.shape)
-            cache.update(key.expand(shape), value.expand(shape), block)
+            cache.update(key.expand(shape), value.expand(shape), first_block + block)
         return cache
 
     def shift(

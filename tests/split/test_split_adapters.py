@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from decoders import NUM_BLOCKS, batch, decoder
+from decoders import MORE_DECODERS, NUM_BLOCKS, batch, decoder, slow
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, get_peft_model
 
 from hf_federated import SplitModel
@@ -14,19 +14,36 @@ from hf_federated.split import adapter_state, add_adapter, copy_adapter, load_ad
 
 
 FAMILIES = ["llama-tied", "qwen2-windows", "mistral-window", "glm", "gpt2", "opt"]
+# Modules of the attention, for the families that do not call them `q_proj` and `v_proj`.
+ATTENTION = {
+    "falcon": ["query_key_value"],
+    "falcon-alibi": ["query_key_value"],
+    "gpt2": ["c_attn"],
+    "gpt2-scaled": ["c_attn"],
+    "gpt_neox": ["query_key_value"],
+    "phi3": ["qkv_proj"],
+}
+# PEFT adapts the experts of these families as parameters, which a split model does not support.
+EXPERTS = ["mixtral", "qwen3_moe"]
+# PEFT creates prefixes for all query heads, but the blocks of this family have one key/value head.
+NO_PREFIX = ["falcon"]
 ADAPTERS = {
     "prefix": lambda name: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     "lora": lambda name: LoraConfig(
-        task_type="CAUSAL_LM", r=3, lora_alpha=6, init_lora_weights=False, target_modules="all-linear"
+        task_type="CAUSAL_LM",
+        r=3,
+        lora_alpha=6,
+        init_lora_weights=False,
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"] if name in EXPERTS else "all-linear",
     ),
     "lora on two blocks": lambda name: LoraConfig(
         task_type="CAUSAL_LM",
         r=2,
         init_lora_weights=False,
-        target_modules=["c_attn"] if name == "gpt2" else ["q_proj", "v_proj"],
+        target_modules=ATTENTION.get(name, ["q_proj", "v_proj"]),
         layers_to_transform=[1, NUM_BLOCKS - 1],
-        layers_pattern="h" if name == "gpt2" else None,
-        rank_pattern={} if name == "gpt2" else {"v_proj": 5},
+        layers_pattern="h" if name.startswith(("falcon", "gpt2")) else None,
+        rank_pattern={} if name in ATTENTION else {"v_proj": 5},
     ),
 }
 
@@ -44,8 +61,10 @@ def create_adapted(name: str, config: PeftConfig) -> tuple[SplitModel, PeftModel
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *slow(MORE_DECODERS)])
 def test_logits_and_gradients_match_peft_on_the_full_model(name, kind):
+    if kind == "prefix" and name in NO_PREFIX:
+        pytest.skip("PEFT does not support prefixes of this model.")
     split, full_model = create_adapted(name, ADAPTERS[kind](name))
     for padding in (None, "left", "right"):
         inputs = batch(padding)
@@ -112,8 +131,9 @@ def test_merged_adapter_can_be_loaded_into_another_cut():
     assert torch.equal(restored.eval()(ids).logits, split(ids).logits)
 
 
-def test_generation_with_prefix_matches_generation_without_cache():
-    split, full_model = create_adapted("llama", ADAPTERS["prefix"]("llama"))
+@pytest.mark.parametrize("name", ["llama", *slow(name for name in MORE_DECODERS if name not in NO_PREFIX)])
+def test_generation_with_prefix_matches_generation_without_cache(name):
+    split, full_model = create_adapted(name, ADAPTERS["prefix"](name))
     settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     expected = batch(None)["input_ids"]
     # Recompute the full sequence for each token, without a cache.
@@ -124,9 +144,20 @@ def test_generation_with_prefix_matches_generation_without_cache():
     ids, mask = padded["input_ids"], padded["attention_mask"]
     generated = split.generate(ids, attention_mask=mask, **settings)
     assert torch.equal(generated, split.generate(ids, attention_mask=mask, use_cache=False, **settings))
+    if getattr(split.config, "sliding_window", None) is not None:
+        return  # padding moves the prefix out of the window, as in PEFT
     # The padded sequence gets the same continuation as without padding.
     unpadded = split.generate(ids[:1, 3:], **settings)
     assert torch.equal(generated[:1, 9:], unpadded[:, 6:])
+
+
+def test_adapters_that_peft_or_a_split_model_does_not_support_raise_error():
+    split = SplitModel.from_model(decoder("falcon"))
+    with pytest.raises(ValueError, match="share one key/value head"):
+        split.add_adapter(ADAPTERS["prefix"]("falcon"))
+    split = SplitModel.from_model(decoder("mixtral"))
+    with pytest.raises(ValueError, match="adapts the experts"):
+        split.add_adapter(ADAPTERS["lora"]("llama"))
 
 
 def test_each_part_has_a_prefix_encoder_with_prefix_projection():

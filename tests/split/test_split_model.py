@@ -10,32 +10,37 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from datasets import Dataset
-from decoders import DECODERS, NUM_BLOCKS, VOCABULARY, batch, decoder
+from decoders import DECODERS, MORE_DECODERS, NUM_BLOCKS, VOCABULARY, batch, decoder, slow
 from tiny import checkpoints_activations
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from hf_federated import SplitModel
 from hf_federated.split import Cut, Forget, Layout, LocalLink
 from hf_federated.split.messages import Forward, read_request
 
 
-CUTS = [(1, 1), (0, 1), (2, 2)]
+CUTS = [(1, 1), (0, 1), (2, 2), (1, 2)]
+# All decoders at all cuts. A decoder of `MORE_DECODERS` is slow, except at one cut.
+DECODERS_AND_CUTS = [
+    pytest.param(name, cut, marks=[pytest.mark.slow] if name in MORE_DECODERS and cut != (1, 2) else [])
+    for name in DECODERS
+    for cut in CUTS
+]
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(("name", "cut"), DECODERS_AND_CUTS, ids=str)
 def test_logits_loss_and_gradients_match_the_full_model(name, cut):
     full_model = decoder(name)
     split = SplitModel.from_model(full_model, *cut)
     for padding in (None, "left", "right"):
         inputs = batch(padding)
         full_model.zero_grad()
-        expected = full_model(**inputs)
+        expected = full_model(**inputs, use_cache=False)
         expected.loss.backward()
         expected_gradients = gradients(full_model)
         full_model.zero_grad()
@@ -79,7 +84,7 @@ def test_trainer_gives_the_same_weights_as_with_the_full_model(name, tmp_path):
     assert not torch.equal(full_model.get_input_embeddings().weight, decoder(name).get_input_embeddings().weight)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt-projected", "qwen2-windows", "glm"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt-projected", "qwen2-windows", "glm", *slow(MORE_DECODERS)])
 def test_greedy_generation_matches_the_full_model(name):
     full_model = decoder(name)
     split = SplitModel.from_model(full_model, 2, 1)
@@ -198,8 +203,9 @@ def test_frozen_head_does_not_change_the_server_gradients():
     assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
-def test_activation_checkpointing_does_not_change_gradients():
-    full_model = decoder("llama").train()
+@pytest.mark.parametrize("name", ["llama", *slow(MORE_DECODERS)])
+def test_activation_checkpointing_does_not_change_gradients(name):
+    full_model = decoder(name).train()
     split = SplitModel.from_model(full_model, 2, 2)
     inputs = batch("right")
     full_model(**inputs).loss.backward()
@@ -290,10 +296,33 @@ def test_unknown_model_type_raises_error_and_works_with_a_given_layout():
     assert torch.equal(split(ids).logits, full_model(ids).logits)
 
 
-def test_blocks_that_depend_on_their_index_raise_error():
-    config = GPT2Config(n_layer=4, n_embd=8, n_head=2, vocab_size=9, scale_attn_by_inverse_layer_idx=True)
-    with pytest.raises(ValueError, match="scale_attn_by_inverse_layer_idx=False"):
-        SplitModel.from_model(GPT2LMHeadModel(config))
+def test_blocks_keep_their_numbers_and_the_entries_of_lists_for_each_block():
+    full_model = decoder("gemma3")
+    split = SplitModel.from_model(full_model, 1, 2)
+    numbers = [[block.self_attn.layer_idx for block in part.model.model.layers] for part in split.parts]
+    assert numbers == [[0], [1, 2], [3, 4]]
+    types = full_model.config.layer_types
+    assert [part.model.config.layer_types for part in split.parts] == [types[:1], types[1:3], types[3:]]
+
+
+def test_router_losses_raise_error():
+    """The client has only the routers of its blocks, so a part of the loss would be missing."""
+    full_model = decoder("mixtral")
+    split = SplitModel.from_model(full_model)
+    with pytest.raises(ValueError, match="output_router_logits=True is not supported in a split model"):
+        split(batch(None)["input_ids"], output_router_logits=True)
+    full_model.config.output_router_logits = True
+    with pytest.raises(ValueError, match="Set output_router_logits=False in the config"):
+        SplitModel.from_model(full_model)
+
+
+def test_attention_implementation_of_a_split_model_can_be_set():
+    full_model = decoder("gemma2")
+    split = SplitModel.from_model(full_model)
+    split.set_attn_implementation("eager")
+    full_model.set_attn_implementation("eager")
+    inputs = batch("left")
+    assert torch.equal(split(**inputs).logits, full_model(**inputs, use_cache=False).logits)
 
 
 def test_sequence_longer_than_the_maximum_raises_error():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from causal import pieces_tokenizer
-from decoders import NUM_BLOCKS, batch, decoder
+from decoders import MORE_DECODERS, NUM_BLOCKS, batch, decoder, slow
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -41,13 +41,14 @@ def save(split: SplitModel, folder: Path, peft_config: object = None) -> tuple[P
     return folder / "client", folder / "server"
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "opt-projected", "glm"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "opt-projected", "glm", *slow(MORE_DECODERS)])
 def test_merged_parts_are_a_standard_model_with_the_same_logits(name, tmp_path):
     split = create_modified(name)
     merge_parts(save(split, tmp_path), tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     ids = batch(None)["input_ids"]
-    assert torch.equal(merged(ids).logits, split(ids).logits)
+    # The position of the weights in memory decides the kernel of the experts, which rounds differently.
+    assert (merged(ids).logits - split(ids).logits).abs().max() <= (1e-6 if "moe" in name else 0)
     assert not torch.equal(merged(ids).logits, decoder(name)(ids).logits)
 
 
