@@ -15,7 +15,8 @@ checkpointing to activation checkpointing.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -345,6 +346,13 @@ PRIVATE_NAMES = (
         "The error about missing inputs names the inputs.",
         "The error about missing inputs fails.",
     ),
+    PrivateName(
+        "transformers.PreTrainedTokenizer",
+        "_add_tokens",
+        "wrapper: older_repository_code",
+        "Tokenizers of model repositories (ChatGLM-6B) load their vocabulary after the constructor of the base class.",
+        "These tokenizers cannot be loaded.",
+    ),
     # ---- torch: wrapped
     PrivateName(
         "torch.distributed.distributed_c10d",
@@ -533,6 +541,54 @@ def attention_implementation(config: PretrainedConfig) -> str | None:
 def commit_hash(config: PretrainedConfig) -> str | None:
     """The commit of the Hub repository that a config was loaded from; `None` with transformers 5.18 or later."""
     return vars(config).get("_commit_hash")
+
+
+@contextmanager
+def older_repository_code() -> Iterator[None]:
+    """
+    Load tokenizers and models with code of their repository that was written for transformers 4.33 or older.
+
+    - Since transformers 4.34, the constructor of `PreTrainedTokenizer` reads the vocabulary, in order to register the
+      special tokens. Tokenizers that load their vocabulary after this constructor (ChatGLM-6B) fail
+      ([transformers#26777](https://github.com/huggingface/transformers/issues/26777)). In this context, their special
+      tokens are registered at the end.
+    - Since transformers 5, a model has `all_tied_weights_keys` after `post_init`, which the constructor of ChatGLM-6B
+      does not call. In this context, the attribute is computed when it is read.
+
+    Remove the context when no supported model needs it.
+    """
+    from transformers import PreTrainedModel, PreTrainedTokenizer
+
+    add_tokens = PreTrainedTokenizer._add_tokens
+    postponed: list[tuple[Any, list[Any], bool]] = []
+
+    def add_or_postpone(self: Any, new_tokens: list[Any], special_tokens: bool = False) -> int:
+        try:
+            self.get_vocab()
+        except (AttributeError, TypeError):  # a property of the vocabulary reads an attribute that is not yet set
+            postponed.append((self, new_tokens, special_tokens))
+            return 0
+        return int(add_tokens(self, new_tokens, special_tokens))
+
+    PreTrainedTokenizer._add_tokens = add_or_postpone
+    PreTrainedModel.all_tied_weights_keys = _TiedWeights()
+    try:
+        yield
+    finally:
+        PreTrainedTokenizer._add_tokens = add_tokens
+        del PreTrainedModel.all_tied_weights_keys
+    for tokenizer, new_tokens, special_tokens in postponed:
+        tokenizer._add_tokens(new_tokens, special_tokens=special_tokens)
+
+
+class _TiedWeights:
+    """Attribute of a class that sets `all_tied_weights_keys` of an instance without this attribute."""
+
+    def __get__(self, model: Any, owner: type) -> Any:
+        if model is not None:
+            model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+            return model.all_tied_weights_keys
+        return self
 
 
 # ---- accelerate

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # code of model repositories (`trust_remote_code`)
 os.environ["HF_HUB_OFFLINE"] = "1"  # datasets and transformers read it once, when they are imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -18,6 +22,7 @@ from tiny import rows, tiny_model
 from transformers import BertForSequenceClassification
 
 
+atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 torch.set_num_threads(1)
 disable_progress_bar()
 

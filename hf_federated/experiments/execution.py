@@ -119,7 +119,7 @@ def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
     model = load_model(recipe.model, data.task, tokenizer, args.seed)
     shared: dict[str, Any] = {
         "processing_class": tokenizer,
-        "data_collator": data.task.data_collator(tokenizer),
+        "data_collator": data.task.data_collator(tokenizer, model),
         **data.metric_arguments,
     }
     if recipe.split is not None:

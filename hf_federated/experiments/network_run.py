@@ -230,7 +230,7 @@ def _build_trainer(
     model = load_model(recipe.model, data.task, tokenizer, args.seed)
     shared = {
         "processing_class": tokenizer,
-        "data_collator": data.task.data_collator(tokenizer),
+        "data_collator": data.task.data_collator(tokenizer, model),
         **metric_arguments,
     }
     client_ids = data.client_ids

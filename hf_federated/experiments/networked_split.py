@@ -135,7 +135,7 @@ def split_client(arguments: argparse.Namespace) -> None:
                 split=split,
                 envelopes=PeerEnvelopes(identity, _fingerprints(arguments, [])),
                 processing_class=tokenizer,
-                data_collator=inputs.task.data_collator(tokenizer),
+                data_collator=inputs.task.data_collator(tokenizer, model),
                 **inputs.metric_arguments,
             )
             trainer.train(resume_from_checkpoint=arguments.resume or None)

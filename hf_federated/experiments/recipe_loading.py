@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model
-from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments, set_seed
+from transformers import PreTrainedModel, TrainingArguments, set_seed
 
 from hf_federated.clients import ClientSpec
 from hf_federated.data import FederatedDataset
@@ -34,6 +34,7 @@ from hf_federated.tasks import (
     TextClassification,
 )
 from hf_federated.utils.random import derived_seed
+from hf_federated.utils.remote_code import code_arguments, load_repository_tokenizer
 
 
 # PEFT has no task type for masked language modeling, so its adapters have no task type.
@@ -153,11 +154,20 @@ def tokenize_test(
 
 
 def load_tokenizer(model: ModelSection, section: str = "model") -> Any:
-    """Load the tokenizer of a model. `section` is the section of the recipe, for error messages."""
+    """
+    Load the tokenizer of a model. It can run the code of a repository if `kwargs` of the model permit this.
+
+    Args:
+        model ([`ModelSection`]): The section `model` of a recipe.
+        section (`str`, *optional*, defaults to `"model"`): The name of the section, for error messages.
+
+    Raises:
+        RecipeError: If the tokenizer cannot be loaded.
+    """
     field = f"{section}.name_or_path"
     with recipe_errors(field), hub_errors(field, model.name_or_path):
         check_local_path(model.name_or_path, f"{field}: ")
-        return AutoTokenizer.from_pretrained(model.name_or_path, revision=model.revision)
+        return load_repository_tokenizer(model.name_or_path, revision=model.revision, **code_arguments(model.kwargs))
 
 
 def load_model(model: ModelSection, task: Task, tokenizer: Any, seed: int) -> PreTrainedModel:
@@ -212,7 +222,7 @@ def load_client_specs(
     """
     sections = recipe.client_models
     tokenizers = [
-        load_tokenizer(ModelSection(item.name_or_path, item.revision), f"client_models[{index}]")
+        load_tokenizer(ModelSection(item.name_or_path, item.revision, kwargs=item.kwargs), f"client_models[{index}]")
         for index, item in enumerate(sections)
     ]
     specs = {}

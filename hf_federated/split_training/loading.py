@@ -19,6 +19,7 @@ from ..split.model import SplitModel
 from ..split.parts import Part
 from ..split.wire import Wire
 from ..utils.random import derived_seed, isolated_rng
+from ..utils.remote_code import remote_causal_class
 from .config import SplitConfig
 
 
@@ -146,7 +147,9 @@ def _load_parts(
     if dtype is not None:
         config.dtype = dtype
     cut = cut_of(config, split.head_blocks, split.tail_blocks)
-    loaded = load_parts(name, config, cut, roles, dtype=dtype, **file_arguments(kwargs))
+    model_class = remote_causal_class(name, config, kwargs)
+    files = file_arguments(kwargs)
+    loaded = load_parts(name, config, cut, roles, model_class=model_class, dtype=dtype, **files)
     parts = [loaded[role] for role in roles]
     if adapter is not None:
         with isolated_rng(seed):

@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 from datasets import Dataset
-from transformers import EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedModel, Trainer, TrainingArguments
 
 from ..data import FederatedDataset
+from ..utils.remote_code import load_causal_model
 from .mapping import fingerprint, map_rows, with_arrays
 
 
@@ -118,6 +119,7 @@ class Task(ABC):
         Args:
             tokenizer (`PreTrainedTokenizerFast`): The tokenizer that encoded the examples.
             model (`PreTrainedModel`, *optional*): The model. [`Seq2Seq`] uses it to create decoder inputs.
+                [`Summarization`] and [`SuperGlueCloze`] read from its config whether it takes an attention mask.
         """
 
     @abstractmethod
@@ -249,7 +251,10 @@ class Task(ABC):
             name_or_path (`str`): As in `from_pretrained`.
             kwargs (*optional*): Further arguments of `from_pretrained`.
         """
-        return self.set_up(self.model_class.from_pretrained(name_or_path, **self.model_kwargs, **kwargs))
+        kwargs = {**self.model_kwargs, **kwargs}
+        if self.model_class is AutoModelForCausalLM:
+            return self.set_up(load_causal_model(name_or_path, **kwargs))
+        return self.set_up(self.model_class.from_pretrained(name_or_path, **kwargs))
 
     def set_up(self, model: PreTrainedModel) -> PreTrainedModel:
         """

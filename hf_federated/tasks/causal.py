@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .base import row_name
+from .token_positions import TokenPositions
 
 
 IGNORED = -100  # label value that losses skip
@@ -29,18 +30,25 @@ class CausalCollator:
         continue_prompts (`bool`, *optional*, defaults to `False`):
             Whether to pad on the left if no example in the batch has more than one label. Such examples are prompts
             that `generate` continues.
+        with_attention_mask (`bool`, *optional*, defaults to `True`):
+            Whether the batch has an attention mask. ChatGLM-6B computes its mask from the token IDs, and a mask of
+            ones would mean that no token attends to another token. Padding on the right does not change its outputs.
 
     Raises:
         ValueError: If all labels of an example are −100. The model cannot learn from such an example, and a batch
-            with only such examples has no loss.
+            with only such examples has no loss. Also raised if prompts of different lengths are padded on the left
+            without an attention mask.
     """
 
     pad_token_id: int
     continue_prompts: bool = False
+    with_attention_mask: bool = True
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return the batch, with tensors of shape `(batch, longest example)` and dtype `int64`."""
         fill = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": IGNORED}
+        if not self.with_attention_mask:
+            del fill["attention_mask"]
         columns = [name for name in fill if name in features[0]]
         num_labels = [0] * len(features)
         if "labels" in columns:
@@ -53,6 +61,11 @@ class CausalCollator:
                 )
         on_left = self.continue_prompts and max(num_labels) <= 1
         width = max(len(row["input_ids"]) for row in features)
+        if on_left and not self.with_attention_mask and any(len(row["input_ids"]) < width for row in features):
+            raise ValueError(
+                "Prompts of different lengths cannot be padded, because the model computes its attention mask from the"
+                " token IDs. Set per_device_eval_batch_size=1."
+            )
         batch = {}
         for name in columns:
             padded = torch.full((len(features), width), fill[name], dtype=torch.long)
@@ -64,32 +77,83 @@ class CausalCollator:
         return batch
 
 
-def check_fast_tokenizer(tokenizer: Any) -> None:
+def tokenize_texts(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """
-    Check that a tokenizer returns the character offsets of tokens.
+    Tokenize texts without special tokens.
+
+    Slow tokenizers are not called, because calls also pad, and the padding of some tokenizers (ChatGLM) creates other
+    inputs from the tokens.
 
     Args:
-        tokenizer (`PreTrainedTokenizerFast`): The tokenizer.
+        texts (`Sequence[str]`): The texts.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
+    """
+    if tokenizer.is_fast:
+        encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+    return [tokenizer.convert_tokens_to_ids(tokenizer.tokenize(text)) for text in texts]
+
+
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """
+    Return the special tokens that a tokenizer adds before and after a text that an answer follows.
+
+    Slow tokenizers add them in `build_inputs_with_special_tokens`, fast tokenizers in their post-processor. Llama 2
+    adds its start token before a text, and ChatGLM2 adds `[gMASK]` and `sop`. ChatGLM-6B adds `[gMASK]` and `<sop>`
+    after a text. Tokens that end a text (`eos`, `sep` and `cls` at the end) are not included.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
 
     Raises:
-        ValueError: If the tokenizer is not a fast tokenizer.
+        ValueError: If the tokenizer changes the tokens of a text when it adds special tokens.
+
+    Example:
+
+    ```python
+    >>> from tokenizers import Tokenizer
+    >>> from tokenizers.models import WordLevel
+    >>> from tokenizers.processors import TemplateProcessing
+    >>> from transformers import PreTrainedTokenizerFast
+    >>> from hf_federated.tasks.causal import special_tokens
+
+    >>> words = Tokenizer(WordLevel({"[CLS]": 0, "[SEP]": 1, ":": 2}, unk_token=":"))
+    >>> words.post_processor = TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)])
+    >>> special_tokens(PreTrainedTokenizerFast(tokenizer_object=words, cls_token="[CLS]", sep_token="[SEP]"))
+    ([0], [])
+
+    ```
     """
-    if not tokenizer.is_fast:
-        raise ValueError(f"{type(tokenizer).__name__} gives no character offsets. Use a fast tokenizer.")
+    ids = tokenize_texts([_CONTEXT], tokenizer)[0]
+    if tokenizer.is_fast:
+        built = tokenizer(_CONTEXT, return_attention_mask=False, verbose=False)["input_ids"]
+    else:
+        built = tokenizer.build_inputs_with_special_tokens(list(ids))
+    ends = {tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.cls_token_id} - {None}
+    starts = range(len(built) - len(ids) + 1)
+    begin = next((number for number in starts if built[number : number + len(ids)] == ids), None)
+    if begin is None:
+        raise ValueError(
+            f"{type(tokenizer).__name__} encodes {_CONTEXT!r} as {ids} without special tokens, and as {built} with"
+            " special tokens. The tokens of the text must be equal. Use a tokenizer that only adds tokens."
+        )
+    before, after = built[:begin], built[begin + len(ids) :]
+    while after and after[-1] in ends:
+        after.pop()
+    return before, after
 
 
-def start_tokens(tokenizer: Any) -> list[int]:
+def takes_attention_mask(model: Any) -> bool:
     """
-    Return the tokens that a tokenizer adds before every text: the start token, or no token.
+    Whether a model takes an attention mask with one value per token, as models of `transformers` do.
 
-    Tokens that the tokenizer adds after a text are not included, because an answer follows the prompt.
+    ChatGLM-6B, which has two-dimensional positions, takes a mask of another shape and meaning, or computes the mask.
 
     Args:
-        tokenizer (`PreTrainedTokenizerFast`): The tokenizer.
+        model (`PreTrainedModel`, *optional*): The model.
     """
-    special = tokenizer("", return_attention_mask=False)["input_ids"]
-    starts = {tokenizer.bos_token_id, tokenizer.cls_token_id} - {None}
-    return special[:1] if special[:1] and special[0] in starts else []
+    return model is None or "position_encoding_2d" not in model.config.to_dict()
 
 
 def end_token(tokenizer: Any) -> int:
@@ -125,10 +189,17 @@ def tokenize_answers(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
 
     Args:
         texts (`Sequence[str]`): The answers.
-        tokenizer (`PreTrainedTokenizerFast`): The tokenizer.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
     """
+    in_context = [f"{_CONTEXT} {text.strip()}" for text in texts]
+    if not tokenizer.is_fast:
+        positions = TokenPositions(tokenizer)
+        answers = []
+        for tokens in map(tokenizer.tokenize, in_context):
+            answers.append(tokenizer.convert_tokens_to_ids(tokens[positions.after(tokens, _CONTEXT) :]))
+        return answers
     tokens = tokenizer(
-        [f"{_CONTEXT} {text.strip()}" for text in texts],
+        in_context,
         add_special_tokens=False,
         return_offsets_mapping=True,
         return_attention_mask=False,
@@ -148,7 +219,7 @@ def tokenize_prompts(
     indices: Sequence[int] | None,
 ) -> list[list[int]]:
     """
-    Tokenize prompts without special tokens, and truncate prompts that are too long.
+    Tokenize prompts with the special tokens before and after them, and truncate prompts that are too long.
 
     Truncation removes the last tokens of the truncatable span. The text before and after the span stays complete.
 
@@ -156,28 +227,43 @@ def tokenize_prompts(
         prompts (`Sequence[str]`): The prompts.
         truncatable_spans (`Sequence[tuple[int, int]]`): The part of each prompt that can be truncated, as the position
             of its first character and the position after its last character.
-        max_lengths (`Sequence[float]`): The maximum number of tokens for each prompt.
-        tokenizer (`PreTrainedTokenizerFast`): The tokenizer.
+        max_lengths (`Sequence[float]`): The maximum number of tokens for each prompt, including special tokens.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
         indices (`Sequence[int]`, *optional*): Row numbers for error messages.
 
     Raises:
         ValueError: If a prompt is too long even without the truncatable span. The message contains the row number.
     """
-    tokens = tokenizer(list(prompts), add_special_tokens=False, return_attention_mask=False, verbose=False)
-    ids: list[list[int]] = tokens["input_ids"]
-    for position, row in enumerate(ids):
-        surplus = int(len(row) - max_lengths[position])
-        if surplus <= 0:
-            continue
-        begin, end = truncatable_spans[position]
-        characters = tokens.encodings[position].offsets
-        inside = [token for token, (first, last) in enumerate(characters) if begin <= first and last <= end]
-        if surplus > len(inside):
-            raise ValueError(
-                f"{row_name(position, indices)} has {len(row) - len(inside)} tokens that cannot be truncated, but only"
-                f" {max(0, int(max_lengths[position]))} tokens fit in addition to the answer. Increase the task's"
-                " maximum length, or drop the row."
-            )
-        dropped = set(inside[len(inside) - surplus :])
-        ids[position] = [token for number, token in enumerate(row) if number not in dropped]
+    before, after = special_tokens(tokenizer)
+    tokens_inside: Callable[[int], Sequence[int]]
+    if tokenizer.is_fast:
+        tokens = tokenizer(list(prompts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids: list[list[int]] = tokens["input_ids"]
+
+        def tokens_inside(row: int) -> Sequence[int]:
+            (begin, end), characters = truncatable_spans[row], tokens.encodings[row].offsets
+            return [token for token, (first, last) in enumerate(characters) if begin <= first and last <= end]
+
+    else:
+        pieces = [tokenizer.tokenize(prompt) for prompt in prompts]
+        ids = [tokenizer.convert_tokens_to_ids(row) for row in pieces]
+        positions = TokenPositions(tokenizer)
+
+        def tokens_inside(row: int) -> Sequence[int]:
+            return positions.inside(pieces[row], prompts[row], truncatable_spans[row])
+
+    for row, row_ids in enumerate(ids):
+        max_length = max_lengths[row] - len(before) - len(after)
+        surplus = int(len(row_ids) - max_length)
+        if surplus > 0:
+            inside = tokens_inside(row)
+            if surplus > len(inside):
+                raise ValueError(
+                    f"{row_name(row, indices)} has {len(row_ids) - len(inside)} tokens that cannot be truncated, but"
+                    f" only {max(0, int(max_length))} tokens fit in addition to the answer. Increase the task's"
+                    " maximum length, or drop the row."
+                )
+            dropped = set(inside[len(inside) - surplus :])
+            row_ids = [token for number, token in enumerate(row_ids) if number not in dropped]
+        ids[row] = [*before, *row_ids, *after]
     return ids

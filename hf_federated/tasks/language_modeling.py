@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from ..utils.arguments import require_one_of
+from ..utils.remote_code import code_arguments
 from .base import (
     IGNORED,
     NUM_POSITIONS,
@@ -208,7 +209,9 @@ class LanguageModeling(Task):
         token to predict.
         """
         if self.objective == "causal" and "is_decoder" not in kwargs:
-            config = AutoConfig.from_pretrained(name_or_path, revision=kwargs.get("revision"))
+            config = AutoConfig.from_pretrained(
+                name_or_path, revision=kwargs.get("revision"), **code_arguments(kwargs)
+            )
             if type(config) in MODEL_FOR_MASKED_LM_MAPPING and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
                 kwargs["is_decoder"] = True
         return super().load_model(name_or_path, **kwargs)

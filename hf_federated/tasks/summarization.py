@@ -22,10 +22,9 @@ from .base import Batch, ComputeMetrics, Task, check_length, first_output, is_bl
 from .causal import (
     IGNORED,
     CausalCollator,
-    check_fast_tokenizer,
     end_token,
     padding_token,
-    start_tokens,
+    takes_attention_mask,
     tokenize_answers,
     tokenize_prompts,
 )
@@ -61,8 +60,8 @@ class Summarization(Task):
         prefix (`str`, *optional*, defaults to `""`): Text before every source.
         suffix (`str`, *optional*, defaults to `"\\nTL;DR:"`): Text between a source and its target.
         max_source_length (`int`, *optional*, defaults to 512):
-            Maximum number of tokens of a source, including prefix, suffix and start token. Truncation removes the last
-            tokens of the source text.
+            Maximum number of tokens of a source, including prefix, suffix and special tokens. Truncation removes the
+            last tokens of the source text.
         max_target_length (`int`, *optional*, defaults to 64): Maximum number of tokens of a target, including the end
             token.
         use_stemmer (`bool`, *optional*, defaults to `True`): Whether ROUGE compares the stems of English words.
@@ -133,18 +132,16 @@ class Summarization(Task):
         [`~Summarization.for_evaluation`] uses `prompt_length`. Without labels, the encoded example is only the prompt.
         See [`Task.encode`].
         """
-        check_fast_tokenizer(tokenizer)
         sources = [source.strip() for source in read_texts(batch, self.source_column, indices)]
         answers = self._read_answers(batch, tokenizer, indices) if with_labels else [[] for _ in sources]
-        start, begin = start_tokens(tokenizer), len(self.prefix)
+        begin = len(self.prefix)
         prompts = tokenize_prompts(
             [self.prefix + source + self.suffix for source in sources],
             [(begin, begin + len(source)) for source in sources],
-            [self.max_source_length - len(start)] * len(sources),
+            [self.max_source_length] * len(sources),
             tokenizer,
             indices,
         )
-        prompts = [start + ids for ids in prompts]
         encoded: dict[str, list[Any]] = {
             "input_ids": [ids + answer for ids, answer in zip(prompts, answers, strict=True)],
             "attention_mask": [[1] * (len(ids) + len(answer)) for ids, answer in zip(prompts, answers, strict=True)],
@@ -174,7 +171,7 @@ class Summarization(Task):
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> CausalCollator:
         """Pad on the right for training, and on the left for generation from prompts. See [`Task.data_collator`]."""
-        return CausalCollator(padding_token(tokenizer), continue_prompts=True)
+        return CausalCollator(padding_token(tokenizer), True, takes_attention_mask(model))
 
     def for_evaluation(self, features: Dataset, tokenizer: Any, seed: int = 0) -> Dataset:
         """

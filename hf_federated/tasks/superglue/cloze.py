@@ -30,10 +30,9 @@ from ..base import (
 from ..causal import (
     IGNORED,
     CausalCollator,
-    check_fast_tokenizer,
     end_token,
     padding_token,
-    start_tokens,
+    takes_attention_mask,
     tokenize_answers,
     tokenize_prompts,
 )
@@ -173,18 +172,15 @@ class SuperGlueCloze(Task):
         [`~SuperGlueCloze.for_evaluation`] uses the additional columns `id`, `prompt_length` and `candidates` (as token
         IDs). A row without a correct answer, or any row without labels, becomes only the prompt. See [`Task.encode`].
         """
-        check_fast_tokenizer(tokenizer)
         self._check_rows(batch, indices, with_labels)
         texts, truncatable_spans = self.prompts(batch, indices)
-        start = start_tokens(tokenizer)
         candidates = self._tokenize_candidates(batch, tokenizer, indices)
         max_length = tokenizer.model_max_length if self.max_length is None else self.max_length
-        max_lengths = [max_length - len(start) - max(map(len, row)) for row in candidates]
+        max_lengths = [max_length - max(map(len, row)) for row in candidates]
         labels = read_column(batch, "label") if with_labels else [NO_ANSWER] * len(texts)
         encoded: dict[str, list[Any]] = {name: [] for name in ("input_ids", "attention_mask", "labels")}
         lengths = []
-        for row, ids in enumerate(tokenize_prompts(texts, truncatable_spans, max_lengths, tokenizer, indices)):
-            prompt = start + ids
+        for row, prompt in enumerate(tokenize_prompts(texts, truncatable_spans, max_lengths, tokenizer, indices)):
             answer = [] if labels[row] == NO_ANSWER else candidates[row][labels[row]]
             _append_example(encoded, prompt, answer)
             lengths.append(len(prompt))
@@ -232,7 +228,7 @@ class SuperGlueCloze(Task):
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> CausalCollator:
         """Pad examples on the right, to shape `(batch, length)`. See [`Task.data_collator`]."""
-        return CausalCollator(padding_token(tokenizer))
+        return CausalCollator(padding_token(tokenizer), with_attention_mask=takes_attention_mask(model))
 
     def for_evaluation(self, features: Dataset, tokenizer: Any, seed: int = 0) -> Dataset:
         """

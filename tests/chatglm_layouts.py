@@ -102,10 +102,17 @@ class Block2(Block):
         return self.mix(hidden, rotary.unsqueeze(2), attention_mask, kv_cache, use_cache)
 
 
-class ChatGlm(PreTrainedModel):
-    """Model of the first generation."""
+class CausalModel(PreTrainedModel):
+    """Base class of the models of both generations."""
 
     config_class = ChatGlmConfig
+
+    def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": input_ids}
+
+
+class ChatGlm(CausalModel):
+    """Model of the first generation."""
 
     def __init__(self, config: ChatGlmConfig) -> None:
         super().__init__(config)
@@ -166,10 +173,8 @@ class Embedding2(nn.Module):
         return self.word_embeddings(input_ids).transpose(0, 1).contiguous()
 
 
-class ChatGlm2(PreTrainedModel):
+class ChatGlm2(CausalModel):
     """Model of the second and third generation."""
-
-    config_class = ChatGlmConfig
 
     def __init__(self, config: ChatGlmConfig) -> None:
         super().__init__(config)
