@@ -13,10 +13,11 @@ class BlockCache(DynamicCache):
     A cache for blocks that keep their numbers in the full model.
 
     A block writes its keys and values under its number. All other methods count the blocks of the part from 0, as the
-    model class does, which reads the number of cached tokens from the first block.
+    model class does, which reads the number of cached tokens from the first block. A part without blocks counts its
+    tokens with `count_tokens`, because its model class may compute positions from the number of cached tokens.
 
     Args:
-        first_block (`int`): Number of the part's first block in the full model.
+        blocks (`range`): Numbers of the part's blocks in the full model.
         kwargs: Arguments of `DynamicCache`.
 
     Example:
@@ -25,16 +26,25 @@ class BlockCache(DynamicCache):
     >>> import torch
     >>> from hf_federated.split.block_cache import BlockCache
 
-    >>> cache = BlockCache(first_block=3)
+    >>> cache = BlockCache(range(3, 5))
     >>> keys, values = cache.update(torch.ones(1, 2, 5, 4), torch.ones(1, 2, 5, 4), layer_idx=3)
     >>> cache.get_seq_length()
     5
     ```
     """
 
-    def __init__(self, first_block: int, **kwargs: Any) -> None:
+    def __init__(self, blocks: range, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.first_block = first_block
+        self.blocks = blocks
+        self._num_tokens = 0
+
+    def count_tokens(self, num_tokens: int) -> None:
+        """Count the tokens of a call of a part without blocks."""
+        self._num_tokens += num_tokens
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of cached tokens, including the tokens of a prefix."""
+        return super().get_seq_length(layer_idx) if self.blocks else self._num_tokens
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -52,4 +62,4 @@ class BlockCache(DynamicCache):
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: All keys and values of the block.
         """
-        return super().update(key_states, value_states, layer_idx - self.first_block, *args, **kwargs)
+        return super().update(key_states, value_states, layer_idx - self.blocks.start, *args, **kwargs)

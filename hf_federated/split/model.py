@@ -41,6 +41,7 @@ from .parts import Part
 from .per_token import PerTokenOutput, score_targets
 from .saving import full_state_dict, rename_to_part_names
 from .splitting import check_not_quantized, split_into_parts
+from .verification import verify_parts
 from .wire import Wire
 
 
@@ -127,6 +128,9 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
         """
         Split a model.
 
+        The first time that a process splits a model of a class, config and layout, the method compares the parts with
+        the whole model. See `verification.py`.
+
         Args:
             model_or_name (`PreTrainedModel`, `PeftModel` or `str`):
                 A model or a checkpoint (a directory or a Hub id). The parts share the parameters of a model. The parts
@@ -145,8 +149,9 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
                 For a checkpoint: `dtype`, and the arguments of `AutoConfig.from_pretrained` (`revision`, `token`, …).
 
         Raises:
-            ValueError: If the model has no layout, the cut does not fit the model, weights are missing or quantized,
-                or a module of the model was replaced by a module of another class.
+            ValueError: If the model has no layout, the cut does not fit the model, weights are missing or quantized, a
+                module of the model was replaced by a module of another class, or the parts do not compute what the
+                whole model computes.
             TypeError: If arguments for a checkpoint are passed together with a model.
         """
         if isinstance(model_or_name, str):
@@ -184,6 +189,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
             split.train(model_or_name.training)
             if model.can_generate():
                 split.generation_config = model.generation_config
+        verify_parts(parts, config, None if isinstance(model_or_name, str) else model)
         return split
 
     @classmethod

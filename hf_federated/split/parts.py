@@ -167,7 +167,7 @@ class Part(nn.Module):
         """
         if self.layout.runner is not None:
             return DynamicCache()
-        return BlockCache(self.blocks.start, config=None if self.prefix is not None else self.model.config)
+        return BlockCache(self.blocks, config=None if self.prefix is not None else self.model.config)
 
     @property
     def prefix_positions(self) -> int:
@@ -221,7 +221,9 @@ class Part(nn.Module):
             attention_mask (`torch.Tensor`, *optional*): Shape `(batch, past + sequence)`, 1 for tokens.
             position_ids (`torch.Tensor`, *optional*):
                 Shape `(batch or 1, sequence)`. Defaults to the positions that the model computes.
-            past_key_values (`Cache`, *optional*): The cache of this part.
+            past_key_values (`Cache`, *optional*):
+                The cache of this part, from `new_cache`. By default no cache is used, unless `use_cache=True` is
+                passed.
             context_lengths (`torch.Tensor`, *optional*): Shape `(batch,)`, if the layout's runner requires them.
             kwargs: Further arguments of the model's `forward` (`labels`, `use_cache`, …).
 
@@ -232,6 +234,10 @@ class Part(nn.Module):
             inputs = AttentionInputs(attention_mask, position_ids, context_lengths)
             return self._run_blocks(self.layout.runner, states, inputs, past_key_values, **kwargs)
         kwargs["input_ids" if not states.is_floating_point() else "inputs_embeds"] = states
+        # The model class would create a cache that does not know the numbers of the blocks.
+        kwargs.setdefault("use_cache", past_key_values is not None)
+        if kwargs["use_cache"] and past_key_values is None:
+            past_key_values = self.new_cache()
         if self.prefix is not None:
             if past_key_values is None or past_key_values.get_seq_length() == 0:
                 cache = self.new_cache() if past_key_values is None else past_key_values
@@ -242,6 +248,8 @@ class Part(nn.Module):
         output = model(
             attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, **kwargs
         )
+        if isinstance(past_key_values, BlockCache) and not self.blocks:
+            past_key_values.count_tokens(states.shape[1])
         return output if self.role == "tail" else CausalLMOutputWithPast(logits=output.last_hidden_state)
 
     def _run_blocks(

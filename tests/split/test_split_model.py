@@ -97,6 +97,19 @@ def test_greedy_generation_matches_the_full_model(name):
         assert torch.equal(split.generate(inputs["input_ids"], use_cache=False, **settings), expected)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_generation_of_a_head_without_blocks_matches_the_full_model(name):
+    """The head of GPT-2 and OPT embeds the positions, which depend on the number of cached tokens."""
+    full_model = decoder(name)
+    split = SplitModel.from_model(full_model, 0, 1)
+    for padding in (None, "left"):
+        inputs = batch(padding)
+        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+        settings = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+        expected = full_model.generate(inputs["input_ids"], **settings)
+        assert torch.equal(split.generate(inputs["input_ids"], **settings), expected)
+
+
 def test_sampling_matches_the_full_model():
     full_model = decoder("llama")
     split = SplitModel.from_model(full_model)
@@ -303,6 +316,13 @@ def test_blocks_keep_their_numbers_and_the_entries_of_lists_for_each_block():
     assert numbers == [[0], [1, 2], [3, 4]]
     types = full_model.config.layer_types
     assert [part.model.config.layer_types for part in split.parts] == [types[:1], types[1:3], types[3:]]
+
+
+def test_part_can_be_called_without_a_cache():
+    split = SplitModel.from_model(decoder("llama"))
+    states = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
+    output = split.client_tail(states)
+    assert torch.equal(output.logits, split.client_tail(states, use_cache=True).logits)
 
 
 def test_router_losses_raise_error():

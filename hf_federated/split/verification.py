@@ -1,0 +1,202 @@
+"""Check that the parts of a split model compute what the whole model computes.
+
+The check runs the first time that a process splits a model of a class, config, layout, cut and dtype, if all parts are
+in the process and on one device. It compares the logits of a small random batch without padding, with left padding and
+with a cache. It changes neither weights nor modes nor the state of a random generator.
+
+The check cannot find a difference that only long sequences show, such as a sliding window of other blocks that is
+longer than the batch. It does not run
+
+- for parts that a client or a server loads without the other parts;
+- for models on the meta device or on several devices;
+- for layouts with a runner. The model classes that need a runner are written for other versions of `transformers`, in
+  which the whole model may not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..utils.random import preserved_generators
+from .cut import ROLES, Role
+from .parts import Part
+
+
+# Size of the batch. A longer batch is slower and shows no other differences, except those of longer sliding windows.
+_BATCH_SIZE, _LENGTH, _PADDING, _STEPS = 2, 8, 3, 2
+# The largest sliding window that the batch exceeds.
+_LONGEST_WINDOW = 32
+# Largest difference that rounding explains, relative to the largest logit. The parts run the operations of the whole
+# model, so most differences are zero. `.to(torch.bfloat16)` rounds the rotary frequencies of the whole model, which
+# stay in float32 in the parts.
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2}
+_LARGEST_TOLERANCE = 6e-2
+
+_verified: set[tuple[object, ...]] = set()
+
+
+def verify_parts(parts: Mapping[Role, Part], config: PretrainedConfig, model: PreTrainedModel | None = None) -> None:
+    """
+    Check that the parts compute what the whole model computes, if this process has not checked such parts before.
+
+    Args:
+        parts (`Mapping[str, Part]`): All parts by role.
+        config (`PretrainedConfig`): The config of the full model.
+        model (`PreTrainedModel`, *optional*):
+            The full model. By default a model of the class of the parts is created, which shares their parameters.
+
+    Raises:
+        ValueError: If a difference is larger than rounding explains.
+    """
+    devices = {parameter.device for part in parts.values() for parameter in part.parameters()}
+    if parts["head"].layout.runner is not None or len(devices) > 1 or torch.device("meta") in devices:
+        return
+    key = _key(parts, config)
+    if key in _verified:
+        return
+    if model is None:
+        model = _whole_model(parts, config)
+    modules: list[nn.Module] = [model, *parts.values()]
+    with _evaluation(modules), _without_prefixes(parts.values()), preserved_generators(), torch.no_grad():
+        with torch.autocast(next(iter(devices)).type, enabled=False):
+            _compare(parts, model)
+    _verified.add(key)
+
+
+def _compare(parts: Mapping[Role, Part], model: PreTrainedModel) -> None:
+    """
+    Compare the logits of the whole model and of the parts.
+
+    Raises:
+        ValueError: If a difference is larger than rounding explains.
+    """
+    ids, mask = _batch(parts["head"])
+    all_tokens = torch.ones_like(mask)
+    _check(
+        "without padding",
+        parts,
+        _logits(model(input_ids=ids, use_cache=False)),
+        _run(parts, ids, None),
+        all_tokens,
+    )
+    _check(
+        "with left padding",
+        parts,
+        _logits(model(input_ids=ids, attention_mask=mask, use_cache=False)),
+        _run(parts, ids, mask),
+        mask,
+    )
+    caches = {role: part.new_cache() for role, part in parts.items()}
+    past = None
+    start = 0
+    for stop in range(ids.shape[1] - _STEPS, ids.shape[1] + 1):
+        seen, new_ids = mask[:, :stop], ids[:, start:stop]
+        output = model(input_ids=new_ids, attention_mask=seen, past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        if past is None:  # the class has no cache
+            return
+        _check("with a cache", parts, _logits(output), _run(parts, new_ids, seen, caches), mask[:, start:stop])
+        start = stop
+
+
+def _check(
+    name: str, parts: Mapping[Role, Part], expected: torch.Tensor, actual: torch.Tensor, mask: torch.Tensor
+) -> None:
+    tokens = mask.bool()
+    # Half-precision models with random weights can overflow.
+    expected, actual = (torch.nan_to_num(logits.float())[tokens] for logits in (expected, actual))
+    largest = float(expected.abs().max())
+    difference = float((actual - expected).abs().max())
+    allowed = _TOLERANCES.get(parts["head"].dtype, _LARGEST_TOLERANCE) * largest
+    if difference > allowed:
+        raise ValueError(
+            f"The parts of {type(parts['tail'].model).__name__} do not compute what the whole model computes: {name}, "
+            f"the logits differ by {difference:.1e}, but rounding explains at most {allowed:.1e} (the largest logit "
+            f"is {largest:.1e}). Either the layout does not describe the class: add what the class computes before "
+            "the first block to head_settings or head_modules, and what it computes after the last block to "
+            "tail_modules. Or the model was changed after its creation: make the change in the config or in a model "
+            "class, from which the parts are created."
+        )
+
+
+def _run(
+    parts: Mapping[Role, Part],
+    ids: torch.Tensor,
+    mask: torch.Tensor | None,
+    caches: Mapping[Role, object] | None = None,
+) -> torch.Tensor:
+    """Run the parts one after the other, without messages."""
+    states = ids
+    for role in ROLES:
+        cache = None if caches is None else caches[role]
+        states = _logits(parts[role](states, mask, None, cache, use_cache=cache is not None))
+    return states
+
+
+def _logits(output: object) -> torch.Tensor:
+    logits: torch.Tensor = output.logits  # type: ignore[attr-defined]  # each model class has its own output class
+    return logits
+
+
+def _batch(head: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """Create random token ids and a mask in which the first sequence has padding on the left."""
+    embedding = head.model.get_submodule(head.layout.embedding)
+    weight = next(embedding.parameters())
+    window = getattr(head.model.config, "sliding_window", None) or 0
+    length = window + _STEPS if _LENGTH <= window <= _LONGEST_WINDOW else _LENGTH
+    length = max(min(length, head.max_positions or length), _STEPS + 1)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(len(weight), (_BATCH_SIZE, length), generator=generator).to(weight.device)
+    mask = torch.ones_like(ids)
+    mask[0, : min(_PADDING, length - _STEPS - 1)] = 0
+    return ids, mask
+
+
+def _whole_model(parts: Mapping[Role, Part], config: PretrainedConfig) -> PreTrainedModel:
+    """Create the whole model with the parameters and buffers of the parts."""
+    with init_empty_weights(include_buffers=False):
+        model = type(parts["head"].model)(copy.deepcopy(config))
+    for part in parts.values():
+        for name, value in part.model.state_dict(keep_vars=True).items():
+            parent, _, attribute = part.original_name(name).rpartition(".")
+            setattr(model.get_submodule(parent), attribute, value)
+    return model
+
+
+@contextlib.contextmanager
+def _evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Switch modules to evaluation mode inside the context, and restore the mode of each submodule on exit."""
+    modes = [(module, module.training) for model in modules for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextlib.contextmanager
+def _without_prefixes(parts: Iterable[Part]) -> Iterator[None]:
+    """Remove the prefixes of parts inside the context. A PEFT model has its prefix outside of the base model."""
+    prefixes = [(part, part.prefix) for part in parts]
+    try:
+        for part, _ in prefixes:
+            part.prefix = None
+        yield
+    finally:
+        for part, prefix in prefixes:
+            part.prefix = prefix
+
+
+def _key(parts: Mapping[Role, Part], config: PretrainedConfig) -> tuple[object, ...]:
+    """Return what decides how the parts compute."""
+    head = parts["head"]
+    return type(head.model), repr(config.to_dict()), repr(head.layout), head.cut, head.dtype
