@@ -520,7 +520,11 @@ def _join_attention_inputs(
         else:
             client_positions = torch.arange(length).expand(batch_size, -1)
         positions.append(functional.pad(client_positions, (0, width - length)))
-    has_mask = any(m.mask is not None or length < width for m, (_, length) in zip(messages, sizes, strict=True))
+    contexts = [message.context_lengths.long() for message in messages if message.context_lengths is not None]
+    # Padding on the right is after the context, where no earlier token attends to it, so it needs no mask.
+    has_mask = not contexts and any(
+        message.mask is not None or length < width for message, (_, length) in zip(messages, sizes, strict=True)
+    )
     has_positions = any(message.position_ids is not None for message in messages)
     packed = [message.client_id for message in messages if message.num_sequences > message.batch_size]
     if packed and has_mask and len(messages) > 1:
@@ -532,7 +536,6 @@ def _join_attention_inputs(
                 "server batch sends padded sequences. Enable packing for all clients, or for no client."
             )
         has_mask = False
-    contexts = [message.context_lengths.long() for message in messages if message.context_lengths is not None]
     return (
         _concatenate(masks).to(device) if has_mask else None,
         _concatenate(positions).to(device) if has_positions else None,

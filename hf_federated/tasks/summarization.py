@@ -215,7 +215,8 @@ class Summarization(Task):
                     " `Seq2SeqTrainer`, `predict_with_generate=True` and the dataset from `for_evaluation`."
                 )
             written = [ids[end + 1 :] for ids, end in zip(generated, ends, strict=True)]
-            written = [ids[ids != IGNORED] for ids in written]
+            # A model can have more token embeddings than the tokenizer has tokens. Fast tokenizers skip the other IDs.
+            written = [ids[(ids != IGNORED) & (ids < len(tokenizer))] for ids in written]
             texts = tokenizer.batch_decode(written, skip_special_tokens=True)
             return metric.compute(predictions=[text.strip() for text in texts], references=targets)
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from hf_federated import SplitModel
 from hf_federated.messages.serialization import unpack
-from hf_federated.split import merge_parts, save_parts
+from hf_federated.split import ClientBatchRunner, merge_parts, save_parts
 from hf_federated.split.adapters import load_adapter
 from hf_federated.split.chatglm import ChatGlmRunner
 from hf_federated.split.layouts import AttentionInputs
@@ -293,3 +293,16 @@ def sent_length(blob: bytes) -> int:
     """Return the number of tokens per sequence whose hidden states a message contains; 0 without hidden states."""
     fields = unpack(blob)["fields"]
     return len(fields["hidden"]["values"]) // fields["batch_size"] if "hidden" in fields else 0
+
+
+def test_clients_of_a_server_batch_may_have_sequences_of_different_lengths():
+    full_model = chatglm(1)
+    inputs = {"long": chatglm_input_ids(), "short": chatglm_input_ids()[:1, :6]}
+    clients = {name: SplitModel.from_model(full_model, client_id=name) for name in inputs}
+    runner = ClientBatchRunner(clients["long"].boundary.link.server)
+    for name, client in clients.items():
+        client.boundary.link = runner.link(name)
+    work = {name: lambda name=name: clients[name](inputs[name]).logits for name in clients}
+    logits = runner.run(work)
+    for name, ids in inputs.items():
+        assert (logits[name] - full_model(ids).logits).abs().max() <= 1e-5
