@@ -150,7 +150,8 @@ def test_repository_code_runs_only_if_permitted(repositories):
         name = str(repositories[generation])
         with pytest.raises(ValueError, match="trust_remote_code"):
             load_repository_tokenizer(name)
-        with pytest.raises(ValueError, match="trust_remote_code"):
+        # The second message follows if another test has registered a config class for this model type.
+        with pytest.raises(ValueError, match="trust_remote_code|Unrecognized configuration class"):
             Summarization().load_model(name)
 
 
