@@ -95,7 +95,7 @@ class Exchange:
     @property
     def _tensors(self) -> list[torch.Tensor]:
         """Exchanged tensors. Each call reads them again: a model moved to another device has new tensors."""
-        buffers = [self._model.get_buffer(name) for name in self._buffers]
+        buffers = [self._model.get_buffer(name).detach() for name in self._buffers]
         return [*(parameter.detach() for parameter in self.parameters.values()), *buffers]
 
     @property
@@ -190,9 +190,28 @@ class Exchange:
         except KeyError as error:
             raise KeyError(f"The state lacks {error.args[0]!r}, which the model exchanges.") from None
         torch._foreach_copy_(self._tensors, values)
+        self._restore_local_buffers()
+
+    def _restore_local_buffers(self) -> None:
         if self._local_buffers:
             local_buffers = [self._model.get_buffer(name) for name in self._local_buffers]
             torch._foreach_copy_(local_buffers, list(self._local_buffers.values()))
+
+    @torch.no_grad()
+    def share(self, state: Mapping[str, torch.Tensor]) -> None:
+        """
+        Write values into the model without a copy: the model then uses the memory of the state.
+
+        The tensors that the model had before do not change, and training the model changes the state. Values with
+        another dtype or on another device are converted, and the model has its own copy of these.
+
+        Args:
+            state (`Mapping[str, torch.Tensor]`): A value for each name of this exchange, with the shape of the tensor.
+        """
+        owners = [*self.parameters.values(), *(self._model.get_buffer(name) for name in self._buffers)]
+        for name, owner in zip(self.names, owners, strict=True):
+            owner.data = state[name].to(owner.device, owner.dtype)
+        self._restore_local_buffers()
 
     def restore(self, state: Mapping[str, torch.Tensor], client_id: str) -> None:
         """

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from transformers.utils import logging
 
@@ -111,6 +111,9 @@ class Engine(ABC):
     Pass an instance as `engine` to [`FederatedTrainer`]. By default the launch decides: [`LocalEngine`] in one
     process, [`RankEngine`] in several.
     """
+
+    # Whether the clients train the model of this process.
+    trains_here: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.ledger = Ledger()

@@ -18,7 +18,7 @@ from ..messages import Announcement, ClientFailure, Message, read_message
 from ..messages.validation import MAX_SHOWN_LENGTH
 from ..transport import Event, GrpcTransport, Transport
 from ..transport.framing import frame
-from ..transport.protocol import DEFAULT_MAX_MESSAGE_BYTES, JoinedPieces
+from ..transport.protocol import DEFAULT_MAX_MESSAGE_BYTES, Blob, JoinedPieces
 from ..transport.session_config import SessionConfig
 from ..utils.arguments import require
 from .base import Engine, EngineContext, Plan
@@ -79,6 +79,8 @@ class NetworkEngine(Engine):
     {'north': None, 'south': None}
     ```
     """
+
+    trains_here = False
 
     def __init__(
         self,
@@ -334,7 +336,7 @@ class NetworkEngine(Engine):
             return min(_CHECK_SECONDS, self._rejoin_timeout)
         return min(_CHECK_SECONDS, max(started + plan.deadline - time.monotonic(), 0.01))
 
-    def _read(self, request: Message, blob: bytes) -> Message:
+    def _read(self, request: Message, blob: Blob) -> Message:
         """Read a reply. A damaged reply is a failure of its client."""
         try:
             reply = read_message(blob)

@@ -45,12 +45,12 @@ class Announcement(Serializable):
     class_counts: Annotated[list[Count], MaxEntries(MAX_METRICS)] | None = None
 
     @classmethod
-    def from_bytes(cls, blob: bytes) -> Announcement:
+    def from_bytes(cls, blob: bytes | memoryview) -> Announcement:
         """
         Read an announcement.
 
         Args:
-            blob (`bytes`): What a client sent. It is untrusted input.
+            blob (`bytes` or `memoryview`): What a client sent. It is untrusted input.
 
         Raises:
             ValueError: If the blob is no announcement, or if its numbers contradict each other.

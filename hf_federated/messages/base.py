@@ -47,12 +47,12 @@ class Serializable:
         return packed_size(self.to_tree())
 
     @classmethod
-    def from_bytes(cls: type[M], blob: bytes) -> M:
+    def from_bytes(cls: type[M], blob: bytes | memoryview) -> M:
         """
         Read an object that [`~Serializable.to_bytes`] serialized.
 
         Args:
-            blob (`bytes`): Serialized object.
+            blob (`bytes` or `memoryview`): Serialized object, as for [`~hf_federated.messages.serialization.unpack`].
 
         Raises:
             ValueError: If the blob is damaged, is of another kind, has other fields than this class declares, or a

@@ -32,12 +32,12 @@ def message_from_tree(tree: Any) -> Message:
     return KINDS[kind]._from_tree(tree)
 
 
-def read_message(blob: bytes) -> Message:
+def read_message(blob: bytes | memoryview) -> Message:
     """
     Create a message from a blob, for any kind of message.
 
     Args:
-        blob (`bytes`): Serialized message.
+        blob (`bytes` or `memoryview`): Serialized message, as for [`unpack`].
 
     Raises:
         ValueError: If the blob is damaged, the kind is unknown or the fields differ from the fields of the kind.

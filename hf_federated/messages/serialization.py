@@ -12,12 +12,15 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
 
 
 TREE_KEY = "tree"
+# Length of the field that contains the length of the header. `pack` aligns the tensors to multiples of it.
+_LENGTH_BYTES = 8
 
 
 def _flatten(value: Any, tensors: dict[str, torch.Tensor], names: dict[int, str], path: str) -> Any:
@@ -159,12 +162,14 @@ class PackedPieces:
                 yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def unpack(blob: bytes) -> Any:
+def unpack(blob: bytes | memoryview) -> Any:
     """
     Restore a tree that [`pack`] serialized.
 
     Args:
-        blob (`bytes`): Return value of `pack`.
+        blob (`bytes` or `memoryview`):
+            Return value of `pack`. The tensors share the memory of a `memoryview` that is aligned and can be written
+            to. Otherwise they are copies.
 
     Returns:
         `Any`: The tree, with its tensors on the CPU.
@@ -173,12 +178,69 @@ def unpack(blob: bytes) -> Any:
         ValueError: If the blob is damaged, is incomplete or was not written by `pack`.
     """
     try:
-        return _unflatten(_skeleton(blob), safetensors.torch.load(blob))
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
+        if isinstance(blob, bytes) or not _can_be_shared(blob):
+            tensors = safetensors.torch.load(bytes(blob))
+        else:
+            tensors = _tensors_in(blob)
+        return _unflatten(_skeleton(blob), tensors)
+    except _DAMAGES as error:
         raise ValueError(f"Not a packed tree: {error}. The file or message is damaged or of another kind.") from error
 
 
-def packed_kind(blob: bytes) -> str | None:
+# Errors that a damaged blob causes. A recursion that is too deep is a `RuntimeError`.
+_DAMAGES = (
+    safetensors.SafetensorError,
+    KeyError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    RuntimeError,
+    struct.error,
+)
+
+
+def _can_be_shared(blob: memoryview) -> bool:
+    """Whether tensors can share the memory of a blob: it can be written to, and the tensors are aligned."""
+    header_length = int.from_bytes(blob[:_LENGTH_BYTES], "little")
+    address = np.frombuffer(blob, np.uint8).ctypes.data
+    return not blob.readonly and (address + header_length) % _LENGTH_BYTES == 0
+
+
+def _tensors_in(blob: memoryview) -> dict[str, torch.Tensor]:
+    """
+    Return the tensors of a safetensors file by name, as views of the file.
+
+    `safetensors.torch.load` copies all tensors, so a large message would be in memory twice.
+
+    Raises:
+        ValueError: If the tensors do not lie one after the other from the end of the header to the end of the file.
+        KeyError: If a dtype is unknown.
+        TypeError: If a field of the header has another type.
+    """
+    data = _LENGTH_BYTES + int.from_bytes(blob[:_LENGTH_BYTES], "little")
+    if data > len(blob):
+        raise ValueError(f"the header of {len(blob)} bytes ends at byte {data}")
+    header = json.loads(bytes(blob[_LENGTH_BYTES:data]))
+    del header["__metadata__"]
+    tensors, position = {}, data
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+            raise ValueError(f"tensor {name!r} has the shape {shape} and the offsets {start} and {stop}")
+        count = math.prod(shape)
+        if data + start != position or stop - start != count * dtype.itemsize or data + stop > len(blob):
+            raise ValueError(f"tensor {name!r} has {stop - start} bytes from byte {start}")
+        position = data + stop
+        if count:
+            tensors[name] = torch.frombuffer(blob, dtype=dtype, count=count, offset=data + start).reshape(shape)
+        else:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+    if position != len(blob):
+        raise ValueError(f"{len(blob) - position} bytes follow the last tensor")
+    return tensors
+
+
+def packed_kind(blob: bytes | memoryview) -> str | None:
     """Return the value of the key `kind` in a serialized tree, without reading the tensors, or `None` if missing."""
     try:
         skeleton = _skeleton(blob)
@@ -188,9 +250,10 @@ def packed_kind(blob: bytes) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def _skeleton(blob: bytes) -> Any:
+def _skeleton(blob: bytes | memoryview) -> Any:
     """Return a serialized tree with references instead of tensors."""
-    header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
+    stop = _LENGTH_BYTES + int.from_bytes(blob[:_LENGTH_BYTES], "little")
+    header = json.loads(bytes(blob[_LENGTH_BYTES:stop]))
     return json.loads(header["__metadata__"][TREE_KEY])
 
 
@@ -314,3 +377,4 @@ _LAYOUT: dict[torch.dtype, tuple[int, str]] = {
         ]
     )
 }
+_DTYPES = {name: dtype for dtype, (_, name) in _LAYOUT.items()}

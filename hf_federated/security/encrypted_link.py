@@ -12,20 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from .authenticated_encryption import OVERHEAD_BYTES
+from .authenticated_encryption import OVERHEAD_BYTES, Buffer
 from .encrypted_session import ClientSession, EncryptionError, RepeatedMessageError, ServerSession
 
 
 class ServerEndpoint(Protocol):
     """The server's side of a link to one client. It answers handshakes and messages."""
 
-    def hello(self, hello: bytes) -> bytes:
+    def hello(self, hello: bytes) -> bytes | memoryview:
         """Answer the first message of a handshake or rotation."""
 
     def finish(self, finish: bytes) -> None:
         """Process the last message of a handshake or rotation."""
 
-    def exchange(self, sealed: bytes) -> bytes:
+    def exchange(self, sealed: bytes) -> bytes | memoryview:
         """Answer an encrypted message."""
 
 
@@ -57,7 +57,7 @@ class EncryptedServer:
         answer (`Callable[[bytes], bytes]`): Returns the answer to a decrypted message of the client.
     """
 
-    def __init__(self, session: ServerSession, answer: Callable[[bytes], bytes]) -> None:
+    def __init__(self, session: ServerSession, answer: Callable[[bytes], bytes | memoryview]) -> None:
         self.session = session
         self.answer = answer
         self._last_answer: bytes | Exception = EncryptionError("No message was answered yet.")
@@ -70,7 +70,7 @@ class EncryptedServer:
         """Process the last message of a handshake or rotation."""
         self.session.complete(finish)
 
-    def exchange(self, sealed: bytes) -> bytes:
+    def exchange(self, sealed: Buffer) -> bytes:
         """
         Decrypt a message and return the encrypted answer.
 
@@ -141,7 +141,7 @@ class EncryptedLink:
 
     def connect(self) -> None:
         """Perform a handshake, which creates the keys of the session or rotates them."""
-        self.server.finish(self.session.finish(self.server.hello(self.session.hello())))
+        self.server.finish(self.session.finish(bytes(self.server.hello(self.session.hello()))))
 
     def exchange(self, blob: bytes) -> bytes:
         """

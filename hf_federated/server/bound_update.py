@@ -406,7 +406,11 @@ def _norm(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor] | N
         wide = (value.to(dtype) for value in values)
         if references is not None:
             wide = (value - reference.to(dtype) for value, reference in zip(wide, references, strict=True))
-        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(value) for value in wide])))
+        # The norms have one tensor: small tensors that stay between large temporary ones would fragment the memory.
+        norms = torch.empty(len(values), dtype=dtype, device=values[0].device)
+        for index, value in enumerate(wide):
+            norms[index] = torch.linalg.vector_norm(value)
+        norm = float(torch.linalg.vector_norm(norms))
         if math.isfinite(norm):
             return norm
     return norm

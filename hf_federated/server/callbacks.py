@@ -63,6 +63,7 @@ class ServerState:
         min_clients (`int`): Minimum number of clients of a round.
         device (`torch.device`, *optional*): Device of `weights` and of the sums of updates. Defaults to the
             device of the model.
+        shares_model (`bool`): Whether `weights` and the model share memory, because nothing trains the model.
         aggregated (`dict[str, torch.Tensor]`, *optional*): `weights` after this round's aggregation.
         train_on_server (`Callable`): `train_on_server()` trains the global model on the server's own examples, as a
             client would, and returns the [`ClientUpdate`].
@@ -99,6 +100,7 @@ class ServerState:
     logs: dict[str, float] = field(default_factory=dict)
     min_clients: int = 1
     device: torch.device | None = None
+    shares_model: bool = False
     aggregated: dict[str, torch.Tensor] | None = None
     train_on_server: Callable[[], ClientUpdate] = field(default_factory=lambda: _no_examples)
     ask: Ask = field(default_factory=lambda: _no_engine)
@@ -112,7 +114,9 @@ class ServerState:
         self.aggregated = None
 
     def read(self, exchange: Exchange) -> dict[str, torch.Tensor]:
-        """Copy the exchanged parameters of a model to the server's device."""
+        """Return the exchanged parameters of a model on the server's device, as a copy unless the model is shared."""
+        if self.shares_model:
+            return exchange.tensors
         if self.device is None:
             return exchange.read()
         return {name: value.to(self.device, copy=True) for name, value in exchange.tensors.items()}

@@ -22,7 +22,7 @@ from .wire import Wire
 class Link(Protocol):
     """Carries a message to a server and returns the server's answer."""
 
-    def exchange(self, blob: bytes) -> bytes:
+    def exchange(self, blob: bytes) -> bytes | memoryview:
         """
         Send a message and wait for the answer.
 
@@ -30,7 +30,7 @@ class Link(Protocol):
             blob (`bytes`): A serialized message.
 
         Returns:
-            `bytes`: The serialized answer.
+            `bytes` or `memoryview`: The serialized answer.
         """
 
     def end_step(self) -> None:

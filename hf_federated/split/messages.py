@@ -331,7 +331,7 @@ Request = Forward | Backward | Forget
 REQUESTS: dict[str, type[Request]] = {Forward.kind: Forward, Backward.kind: Backward, Forget.kind: Forget}
 
 
-def read_request(blob: bytes) -> Request:
+def read_request(blob: bytes | memoryview) -> Request:
     """
     Deserialize the message of a client.
 
@@ -344,7 +344,7 @@ def read_request(blob: bytes) -> Request:
     return read_one_of(blob, REQUESTS)
 
 
-def read_one_of(blob: bytes, kinds: Mapping[str, type[M]]) -> M:
+def read_one_of(blob: bytes | memoryview, kinds: Mapping[str, type[M]]) -> M:
     """
     Deserialize a message of one of several kinds.
 

@@ -32,7 +32,7 @@ class ByteCountingLink:
         self.client_id = client_id
         self.record_bytes = record_bytes
 
-    def exchange(self, blob: bytes) -> bytes:
+    def exchange(self, blob: bytes) -> bytes | memoryview:
         """Send a message and return the answer."""
         answer = self.link.exchange(blob)
         self.record_bytes(self.client_id, len(blob), len(answer))
@@ -51,7 +51,7 @@ class _ByteCountingServer:
         self.client_id = client_id
         self.record_bytes = record_bytes
 
-    def hello(self, hello: bytes) -> bytes:
+    def hello(self, hello: bytes) -> bytes | memoryview:
         reply = self.server.hello(hello)
         self.record_bytes(self.client_id, len(hello), len(reply))
         return reply
@@ -60,7 +60,7 @@ class _ByteCountingServer:
         self.server.finish(finish)
         self.record_bytes(self.client_id, len(finish), 0)
 
-    def exchange(self, encrypted: bytes) -> bytes:
+    def exchange(self, encrypted: bytes) -> bytes | memoryview:
         answer = self.server.exchange(encrypted)
         self.record_bytes(self.client_id, len(encrypted), len(answer))
         return answer
@@ -123,7 +123,7 @@ class RunLink:
     def __init__(self, link: Link) -> None:
         self.link = link
 
-    def exchange(self, blob: bytes) -> bytes:
+    def exchange(self, blob: bytes) -> bytes | memoryview:
         """
         Send a message and return the answer.
 

@@ -282,7 +282,7 @@ CONTROL_MESSAGES: dict[str, type[ControlMessage]] = {
 }
 
 
-def read_message(blob: bytes) -> Any:
+def read_message(blob: bytes | memoryview) -> Any:
     """
     Deserialize a message of a client: a control message, or hidden states or gradients.
 

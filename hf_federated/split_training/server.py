@@ -85,7 +85,7 @@ class TrainingServer:
         """Number of completed optimizer steps."""
         return self.state.step
 
-    def answer(self, client_id: str, blob: bytes) -> bytes:
+    def answer(self, client_id: str, blob: bytes | memoryview) -> bytes:
         """
         Process a message of a client. The call blocks until the required messages of other clients have arrived.
 
@@ -109,7 +109,7 @@ class TrainingServer:
             self._log_rejection(client_id, error)
             raise
 
-    def _answer(self, client_id: str, blob: bytes) -> bytes:
+    def _answer(self, client_id: str, blob: bytes | memoryview) -> bytes:
         if client_id not in self.client_ids:
             raise ValueError(
                 f"Client {client_id!r} is not part of this run. The clients are {', '.join(self.client_ids)}."

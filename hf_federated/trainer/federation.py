@@ -240,12 +240,15 @@ class Federation:
     def _build_loop(self) -> RoundLoop:
         setup, distillation = self._setup, self._setup.distillation
         device = None if setup.config.server_device is None else torch.device(setup.config.server_device)
+        trains_here = self.engine.trains_here or setup.aggregation.trains_on_server or distillation is not None
         server = ServerState(
             weights={},
             num_rounds=setup.num_rounds,
             client_ids=tuple(setup.clients),
             returns_state=setup.aggregation.exchanges_parameters,
             device=device,
+            # If no training changes the model, the global state needs no copy of it.
+            shares_model=not trains_here and device is None,
         )
         server.weights = server.read(self.exchange)
         distillation_sends_parameters = distillation is not None and distillation.sends_parameters
@@ -258,7 +261,7 @@ class Federation:
             config=setup.config,
             postprocessors=setup.postprocessors,
             fire=self._fire,
-            write=self.exchange.write,
+            write=self.exchange.share if server.shares_model else self.exchange.write,
             sends_state=setup.aggregation.exchanges_parameters or distillation_sends_parameters,
             row_limit=self._row_limit,
             progress=self._progress,

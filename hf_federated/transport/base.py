@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .protocol import Pieces
+from .protocol import Blob, Pieces
 from .session_config import SessionConfig
 
 
@@ -23,12 +23,12 @@ class Event:
     Args:
         kind (`str`): `"joined"`, `"reply"`, `"left"`, or `"lost"` for a client that the server no longer hears.
         client_id (`str`): Id of the client.
-        blob (`bytes`, *optional*, defaults to `b""`): The reply, or what the client announced when it joined.
+        blob (`Blob`, *optional*, defaults to `b""`): The reply, or what the client announced when it joined.
     """
 
     kind: Literal["joined", "reply", "left", "lost"]
     client_id: str
-    blob: bytes = b""
+    blob: Blob = b""
 
 
 class Transport(ABC):
@@ -110,7 +110,7 @@ class Connection(ABC):
     end: str | None = None
 
     @abstractmethod
-    def receive(self, reply: bytes | None = None) -> bytes | None:
+    def receive(self, reply: bytes | None = None) -> Blob | None:
         """
         Send a reply, if there is one, and wait for the next request.
 
@@ -118,7 +118,7 @@ class Connection(ABC):
             reply (`bytes`, *optional*): Reply to the last request.
 
         Returns:
-            `bytes`, *optional*: The next request. `None` if the run has ended; `end` then has the reason.
+            `Blob`, *optional*: The next request. `None` if the run has ended; `end` then has the reason.
 
         Raises:
             LinkError: If the connection ended.

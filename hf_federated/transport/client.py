@@ -28,6 +28,7 @@ from .protocol import (
     HEADER_KEY,
     SERVICE,
     VERSION,
+    Blob,
     ConnectResponse,
     MessageHeader,
     Outcome,
@@ -141,7 +142,7 @@ class GrpcLink:
         )
         self._heartbeat_thread.start()
 
-    def exchange(self, blob: bytes) -> bytes:
+    def exchange(self, blob: bytes) -> Blob:
         """
         Send a message to the server and return the answer.
 
@@ -155,7 +156,7 @@ class GrpcLink:
         """
         return self._send("Exchange", blob)
 
-    def hello(self, hello: bytes) -> bytes:
+    def hello(self, hello: bytes) -> Blob:
         """Send the first message of a handshake or rotation and return the reply. Raises the errors of `exchange`."""
         return self._send("Hello", hello)
 
@@ -252,7 +253,7 @@ class GrpcLink:
             f"not expired. gRPC status: {_status_text(error)}"
         )
 
-    def _send(self, method: str, blob: bytes) -> bytes:
+    def _send(self, method: str, blob: bytes) -> Blob:
         """Send one message and return its answer, over as many connections as necessary."""
         with self._message_lock:
             self._check_usable()

@@ -22,12 +22,12 @@ def frame(header: dict[str, Any]) -> bytes:
     return len(text).to_bytes(4, "big") + text
 
 
-def unframe(blob: bytes, **types: Any) -> tuple[dict[str, Any], memoryview]:
+def unframe(blob: bytes | memoryview, **types: Any) -> tuple[dict[str, Any], memoryview]:
     """
     Split a blob into its header and its content.
 
     Args:
-        blob (`bytes`): A header from [`frame`], and a content.
+        blob (`bytes` or `memoryview`): A header from [`frame`], and a content.
         types (`Any`): Type of each field of the header, by name.
 
     Returns:

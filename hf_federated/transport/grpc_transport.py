@@ -28,7 +28,7 @@ from .base import Connection, Event, Transport
 from .client import GrpcLink
 from .credentials import TlsCredentials, check_credentials
 from .errors import AnswerTimeoutError, ServerUnreachableError, SessionLostError
-from .protocol import DEFAULT_MAX_MESSAGE_BYTES, JoinedPieces, Pieces
+from .protocol import DEFAULT_MAX_MESSAGE_BYTES, Blob, JoinedPieces, Pieces
 from .read_gate import ReadGate
 from .server import GrpcServer
 from .service import Deferred
@@ -189,7 +189,7 @@ class GrpcTransport(Transport):
 
     # ---- Threads of the server
 
-    def _answer(self, client_id: str, blob: bytes) -> bytes | Deferred:
+    def _answer(self, client_id: str, blob: Blob) -> bytes | Deferred:
         client = self._clients[client_id]
         if not client.has_announced:
             self._gate.leave(client_id)
@@ -201,7 +201,7 @@ class GrpcTransport(Transport):
             self._take_reply(client_id, client, blob)
         return Deferred(lambda: self._next_request(client))
 
-    def _take_reply(self, client_id: str, client: _Client, reply: bytes) -> None:
+    def _take_reply(self, client_id: str, client: _Client, reply: Blob) -> None:
         with self._changed:
             is_expected = client.build is not None and client.is_delivered
             if is_expected:
@@ -299,15 +299,15 @@ class GrpcConnection(Connection):
                 if time.monotonic() > deadline:
                     raise
 
-    def receive(self, reply: bytes | None = None) -> bytes | None:
+    def receive(self, reply: bytes | None = None) -> Blob | None:
         message = b"" if reply is None else reply
         while True:
             answer = self._link.exchange(message)
             message = b""
             if answer[:1] == _REQUEST:
-                return answer[1:]
+                return memoryview(answer)[1:]
             if answer[:1] == _END:
-                self.end = answer[1:].decode()
+                self.end = bytes(answer[1:]).decode()
                 self.close()  # The server waits for its clients to leave.
                 return None
 

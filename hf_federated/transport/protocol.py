@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, TypeVar
 
+import numpy as np
 from transformers.utils import logging
 
 from .errors import RequestRejectedError, ServerFailedError
@@ -46,6 +47,8 @@ OutcomeKind = Literal["answer", "value_error", "timeout", "failed"]
 _OUTCOME_KINDS: tuple[OutcomeKind, ...] = ("answer", "value_error", "timeout", "failed")
 
 T = TypeVar("T", bound="Header")
+# A message. A large received message is a view of memory that can be written to, so its tensors need no copy.
+Blob = bytes | memoryview
 
 
 class Pieces(Protocol):
@@ -63,10 +66,10 @@ class JoinedPieces:
     Bytes and pieces, one after the other, without a copy.
 
     Args:
-        parts (`bytes` or [`Pieces`]): The parts.
+        parts (`Blob` or [`Pieces`]): The parts.
     """
 
-    def __init__(self, *parts: bytes | Pieces) -> None:
+    def __init__(self, *parts: Blob | Pieces) -> None:
         self._parts = parts
 
     def __len__(self) -> int:
@@ -74,16 +77,16 @@ class JoinedPieces:
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         for part in self._parts:
-            if isinstance(part, bytes):
+            if isinstance(part, (bytes, memoryview)):
                 yield part
             else:
                 yield from part
 
 
-def split_into_chunks(blob: bytes | Pieces) -> Iterator[bytes]:
+def split_into_chunks(blob: Blob | Pieces) -> Iterator[bytes]:
     """Split a blob into chunks of `CHUNK_BYTES`. The last chunk may be smaller."""
     buffer = bytearray()
-    for piece in [blob] if isinstance(blob, bytes) else blob:
+    for piece in [blob] if isinstance(blob, (bytes, memoryview)) else blob:
         view = memoryview(piece)
         start = 0
         while start < len(view):
@@ -102,30 +105,40 @@ def split_into_chunks(blob: bytes | Pieces) -> Iterator[bytes]:
         yield bytes(buffer)
 
 
-def join_chunks(chunks: Iterable[bytes], num_bytes: int, on_chunk: Callable[[], None] | None = None) -> bytes:
+def join_chunks(chunks: Iterable[bytes], num_bytes: int, on_chunk: Callable[[], None] | None = None) -> Blob:
     """
-    Join the chunks of a blob.
+    Join the chunks of a blob, so that its bytes are in memory once.
 
     Args:
         chunks (`Iterable[bytes]`): The received chunks.
         num_bytes (`int`): Size of the blob according to its header.
         on_chunk (`Callable[[], None]`, *optional*): Called after each chunk.
 
+    Returns:
+        `bytes` or `memoryview`: The blob. It is `bytes` if it arrives in one chunk, and otherwise a writable view.
+
     Raises:
         ValueError: If more or fewer than `num_bytes` bytes arrive. Never more than `num_bytes` bytes are stored.
     """
-    received: list[bytes] = []
+    first, buffer = b"", memoryview(b"")
     num_received = 0
     for chunk in chunks:
-        num_received += len(chunk)
+        start, num_received = num_received, num_received + len(chunk)
         if num_received > num_bytes:
             raise ValueError(f"The header announces a message of {num_bytes} bytes, but more bytes arrived.")
-        received.append(chunk)
+        if start == 0:
+            first = chunk
+        else:
+            if not buffer:
+                # The system provides the memory when it is written, so a false announcement costs nothing.
+                buffer = np.empty(num_bytes, np.uint8).data
+                buffer[:start] = first
+            buffer[start:num_received] = chunk
         if on_chunk is not None:
             on_chunk()
     if num_received < num_bytes:
         raise ValueError(f"The header announces a message of {num_bytes} bytes, but {num_received} bytes arrived.")
-    return b"".join(received)
+    return buffer or first
 
 
 def parse_json_object(text: str | bytes, name: str) -> dict[str, Any]:
@@ -239,16 +252,16 @@ class Outcome:
 
     Args:
         kind (`str`): `"answer"`, `"value_error"`, `"timeout"` or `"failed"`.
-        blob (`bytes` or [`Pieces`], *optional*, defaults to `b""`): The answer.
+        blob (`Blob` or [`Pieces`], *optional*, defaults to `b""`): The answer.
         text (`str`, *optional*, defaults to `""`): The error message, if there is no answer.
     """
 
     kind: OutcomeKind
-    blob: bytes | Pieces = b""
+    blob: Blob | Pieces = b""
     text: str = ""
 
     @classmethod
-    def from_call(cls, call: Callable[[], bytes | Pieces], description: str) -> Outcome:
+    def from_call(cls, call: Callable[[], Blob | Pieces], description: str) -> Outcome:
         """
         Run a call and return its outcome.
 
@@ -256,7 +269,7 @@ class Outcome:
         so the client receives only their class name, and the server logs the text.
 
         Args:
-            call (`Callable[[], bytes | Pieces]`): Returns the answer.
+            call (`Callable[[], Blob | Pieces]`): Returns the answer.
             description (`str`): Name of the processed message, for the log.
         """
         try:
@@ -303,7 +316,7 @@ class Outcome:
         blob = join_chunks(itertools.chain([first[stop:]], frames), header.num_bytes)
         return cls(header.outcome, blob, header.text)
 
-    def result(self) -> bytes:
+    def result(self) -> Blob:
         """
         Return the answer, or raise the error of the server.
 
@@ -313,7 +326,7 @@ class Outcome:
             ServerFailedError: If the server raised another exception.
         """
         if self.kind == "answer":
-            return self.blob if isinstance(self.blob, bytes) else b"".join(self.blob)
+            return self.blob if isinstance(self.blob, (bytes, memoryview)) else b"".join(self.blob)
         if self.kind == "value_error":
             raise ValueError(self.text)
         if self.kind == "timeout":

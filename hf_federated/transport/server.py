@@ -50,8 +50,9 @@ class GrpcServer:
     free, so at most one message and one answer of each client are in memory.
 
     Args:
-        answer (`Callable[[str, bytes], bytes | Pieces | Deferred]`):
-            Returns the answer to a message. The arguments are the client id and the message. The server calls `answer`
+        answer (`Callable[[str, Blob], bytes | Pieces | Deferred]`):
+            Returns the answer to a message. The arguments are the client id and the message, as `bytes` or as a
+            writable `memoryview`. The server calls `answer`
             in its threads, for one message of a client at a time, and for several clients concurrently. `answer` may
             block, for example until the messages of the other clients arrive. The client receives the text of a
             `ValueError` or `TimeoutError`, but only the class name of other errors. `answer` must return when the

@@ -24,6 +24,7 @@ from ..security.encrypted_session import ServerSession
 from .errors import RequestRejectedError
 from .protocol import (
     VERSION,
+    Blob,
     ConnectResponse,
     MessageHeader,
     Outcome,
@@ -56,7 +57,7 @@ class Deferred:
         return self.compute()
 
 
-Answer = Callable[[str, bytes], bytes | Pieces | Deferred]
+Answer = Callable[[str, Blob], bytes | Pieces | Deferred]
 
 
 class PlainEndpoint:
@@ -64,10 +65,10 @@ class PlainEndpoint:
     The server's side of a link without message encryption. TLS still protects the link.
 
     Args:
-        answer (`Callable[[bytes], bytes]`): Returns the answer to a message.
+        answer (`Callable[[Blob], bytes]`): Returns the answer to a message.
     """
 
-    def __init__(self, answer: Callable[[bytes], Any]) -> None:
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
         self.exchange = answer
 
     def hello(self, hello: bytes) -> bytes:
@@ -266,7 +267,7 @@ class Service:
             process = functools.partial(self._process, kind, session, content)
             return executor.execute(header.number, header.token, process)
 
-    def _read(self, session: TransportSession, header: MessageHeader, chunks: Iterable[bytes]) -> bytes:
+    def _read(self, session: TransportSession, header: MessageHeader, chunks: Iterable[bytes]) -> Blob:
         if self._read_gate is not None:
             self._read_gate.enter(session.client_id, header.num_bytes)
         try:
@@ -278,21 +279,22 @@ class Service:
                 raise bad_request(error) from None
             raise
 
-    def _process(self, kind: str, session: TransportSession, content: list[bytes]) -> Outcome:
+    def _process(self, kind: str, session: TransportSession, content: list[Blob]) -> Outcome:
         """Process a message, the only element of `content`. It is removed, so that its memory can be freed early."""
 
-        def call() -> bytes | Pieces:
+        def call() -> Blob | Pieces:
             # A message of the client's previous session may still be in progress.
             with self._processing_locks[session.client_id]:
                 if session.end_reason is not None:
                     raise ValueError(session.end_reason)
                 if kind == "exchange":
-                    answer: Any = session.endpoint.exchange(content.pop())
+                    endpoint: Any = session.endpoint
+                    answer = endpoint.exchange(content.pop())
                     # The message is no longer in memory.
                     return answer() if isinstance(answer, Deferred) else answer
                 if kind == "hello":
-                    return session.endpoint.hello(content.pop())
-                session.endpoint.finish(content.pop())
+                    return session.endpoint.hello(bytes(content.pop()))
+                session.endpoint.finish(bytes(content.pop()))
                 return b""
 
         return Outcome.from_call(call, f"A message of client {session.client_id!r}")

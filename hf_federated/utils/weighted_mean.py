@@ -86,6 +86,8 @@ class WeightedMean:
         # Whether the next state replaces the integer and boolean tensors.
         self.takes_others = False
         self._dtypes: dict[str, torch.dtype] = {}
+        # Quotients of a piece of a tensor.
+        self._scratch: torch.Tensor | None = None
 
     def add(self, state: Mapping[str, torch.Tensor], weight: float) -> None:
         """
@@ -218,5 +220,16 @@ class WeightedMean:
             raise ValueError("The mean of no updates is undefined.")
         if name in self._others:
             return self._others[name]
-        mean = self._sums[name] if self.num_updates == 1 else self._sums[name] / self.total_weight
-        return mean if wide else mean.to(self._dtypes[name])
+        total = self._sums[name]
+        if self.num_updates == 1:
+            return total if wide else total.to(self._dtypes[name])
+        if wide or total.dtype == self._dtypes[name] or total.device.type != "cpu" or not total.is_contiguous():
+            mean = total / self.total_weight
+            return mean if wide else mean.to(self._dtypes[name])
+        # Large temporary tensors between the means would fragment the memory.
+        if self._scratch is None or self._scratch.dtype != total.dtype:
+            self._scratch = torch.empty(PIECE, dtype=total.dtype)
+        mean = torch.empty_like(total, dtype=self._dtypes[name])
+        for part, values in zip(mean.view(-1).split(PIECE), total.view(-1).split(PIECE), strict=True):
+            part.copy_(torch.div(values, self.total_weight, out=self._scratch[: len(values)]))
+        return mean

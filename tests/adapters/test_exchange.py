@@ -322,6 +322,7 @@ def test_integer_buffers_are_written_exactly():
 
 def test_write_restores_buffers_that_are_not_exchanged():
     model = Buffered()
+    model.trained.bias.data.fill_(1)  # otherwise the mean of the frozen layer can stay exactly 0
     exchange = Exchange(model)
     state = exchange.read()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -345,3 +346,18 @@ def test_exchange_follows_model_to_new_device():
     assert model.cache.eq(0).all()
     model.trained.weight.data.fill_(5)
     assert exchange.read()["trained.weight"].eq(5).all()
+
+
+def test_shared_state_is_used_without_a_copy_and_earlier_tensors_stay():
+    model = Buffered()
+    exchange = Exchange(model, "all")
+    parameters = list(model.parameters())
+    before = exchange.tensors
+    kept = {name: value.clone() for name, value in before.items()}
+    state = {name: value + 1 for name, value in kept.items()}
+    exchange.share(state)
+    assert list(map(id, model.parameters())) == list(map(id, parameters))
+    assert all(value.data_ptr() == state[name].data_ptr() for name, value in exchange.tensors.items())
+    assert all(value.equal(kept[name]) for name, value in before.items())
+    exchange.share({name: value.double() for name, value in kept.items()})
+    assert all(value.dtype == kept[name].dtype and value.equal(kept[name]) for name, value in exchange.tensors.items())

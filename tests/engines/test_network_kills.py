@@ -18,10 +18,10 @@ from hf_federated.clients.store import client_file_name
 from hf_federated.trainer.checkpoint import clients_directory
 
 
-pytestmark = pytest.mark.slow
-
 NUM_PARTIES = 1 + len(SIZES)
 NUM_KILLS = 100
+# These kills of one scenario, two of the server and two of clients, are part of every run of the tests.
+FAST_KILLS = (3, 31, 45, 59)
 SEED = 33
 AGGREGATIONS = ("fedavg", "fedopt", "fedprox", "scaffold", "fednova", "mutual_kd")
 DISTILLATIONS = ("feddf", "dsfl", "mhat", "fedmd", "fedid", "adafd", "feddrs", "fedaux")
@@ -99,7 +99,10 @@ def assert_same_run(local: Path, remote: Path) -> None:
     assert states_of_clients(remote) == states_of_one_process(local)
 
 
-@pytest.mark.parametrize("number", range(NUM_KILLS))
+@pytest.mark.parametrize(
+    "number",
+    [number if number in FAST_KILLS else pytest.param(number, marks=pytest.mark.slow) for number in range(NUM_KILLS)],
+)
 def test_kill_at_a_random_time_does_not_change_a_byte(network, reference, tmp_path, number):
     choices = random.Random(f"{SEED} {number}")
     scenario = SCENARIOS[number % len(SCENARIOS)]

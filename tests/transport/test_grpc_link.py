@@ -110,13 +110,13 @@ def test_answers_can_wait_for_messages_of_all_clients(tls):
 
 def test_messages_can_be_empty_or_larger_than_a_grpc_frame(tls):
     message = torch.arange(3 * MIB, dtype=torch.int32).numpy().tobytes() + b"odd"
-    with serve(tls, lambda _, blob: blob[::-1]) as server, join(tls, server) as link:
+    with serve(tls, lambda _, blob: bytes(blob)[::-1]) as server, join(tls, server) as link:
         assert link.exchange(message) == message[::-1]
         assert link.exchange(b"") == b""
 
 
 def test_too_large_message_is_rejected_and_link_stays_usable(tls):
-    with serve(tls, lambda _, blob: blob * 2, max_message_bytes=3 * MIB) as server:
+    with serve(tls, lambda _, blob: bytes(blob) * 2, max_message_bytes=3 * MIB) as server:
         with join(tls, server, max_answer_bytes=4 * MIB) as link:
             with pytest.raises(ValueError, match=f"has {3 * MIB + 1} bytes, but the server accepts at most {3 * MIB}"):
                 link.exchange(bytes(3 * MIB + 1))
