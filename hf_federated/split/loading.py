@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from .conversion import find_conversions
 from .cut import Cut, Role
 from .layouts import Layout
 from .parts import Part
@@ -58,7 +59,8 @@ def load_parts(
     for part in parts.values():
         if config.tie_word_embeddings and part.role == "tail":
             tied[f"{part.layout.output}.weight"] = f"{part.layout.embedding}.weight"
-    weights = read_weights(name, required - tied.keys() | set(tied.values()), dtype, **kwargs)
+    model = next(iter(parts.values())).model
+    weights = read_weights(name, required - tied.keys() | set(tied.values()), dtype, model, **kwargs)
     for alias, source in tied.items():
         weights[alias] = weights[source]
     for part in parts.values():
@@ -67,7 +69,11 @@ def load_parts(
 
 
 def read_weights(
-    name: str, weight_names: Iterable[str], dtype: torch.dtype | None = None, **kwargs: Any
+    name: str,
+    weight_names: Iterable[str],
+    dtype: torch.dtype | None = None,
+    model: PreTrainedModel | None = None,
+    **kwargs: Any,
 ) -> dict[str, torch.Tensor]:
     """
     Read weights of a checkpoint by name.
@@ -80,6 +86,8 @@ def read_weights(
         weight_names (`Iterable[str]`):
             Names of the weights in the full model. The names in the checkpoint may lack the prefix of the base model.
         dtype (`torch.dtype`, *optional*): The dtype of floating-point weights. Defaults to the stored dtype.
+        model (`PreTrainedModel`, *optional*):
+            A model of the class. If given, weights that the checkpoint stores in another form are converted.
         kwargs: Arguments of `cached_file`: `revision`, `token`, `cache_dir`, …
 
     Returns:
@@ -98,21 +106,29 @@ def read_weights(
             missing.append(weight)
         else:
             by_file.setdefault(weight_map[stored_name], []).append((weight, stored_name))
-    if missing:
-        raise ValueError(
-            f"{name} has no weights named {missing[:3]}{' …' if len(missing) > 3 else ''}. Either the weights and the "
-            "config belong to different models, or the checkpoint uses different names. Save the checkpoint again "
-            "with save_pretrained."
-        )
-    weights: dict[str, torch.Tensor] = {}
+    conversions = find_conversions(model, weight_map, set(missing)) if missing and model is not None else []
+    for source, _ in (source for conversion in conversions for source in conversion.sources):
+        by_file.setdefault(weight_map[source], []).append((source, source))
+    tensors: dict[str, torch.Tensor] = {}
     for file_name, names in sorted(by_file.items()):
         with safe_open(_file(name, file_name, **kwargs), framework="pt") as file:
             for weight, stored_name in names:
                 tensor = file.get_tensor(stored_name)
                 if dtype is not None and tensor.is_floating_point():
                     tensor = tensor.to(dtype)
-                weights[weight] = nn.Parameter(tensor) if tensor.is_floating_point() else tensor
-    return weights
+                tensors[weight] = tensor
+    for conversion in conversions:
+        tensors.update(conversion.convert(cast(PreTrainedModel, model), tensors.pop))
+    missing = [weight for weight in missing if weight not in tensors]
+    if missing:
+        raise ValueError(
+            f"{name} has no weights named {missing[:3]}{' …' if len(missing) > 3 else ''}. Either the weights and the "
+            "config belong to different models, or the checkpoint uses different names. Save the checkpoint again "
+            "with save_pretrained."
+        )
+    return {
+        weight: nn.Parameter(tensor) if tensor.is_floating_point() else tensor for weight, tensor in tensors.items()
+    }
 
 
 def _weight_map(name: str, **kwargs: Any) -> dict[str, str]:

@@ -32,6 +32,7 @@ from .adapters import add_adapter, check_peft_model, copy_adapter, save_adapter
 from .body import BodyServer
 from .boundary import Boundary, LocalLink
 from .cache import SplitCache
+from .conversion import to_checkpoint
 from .cut import ROLES, Cut
 from .families import cut_of
 from .generation import SplitGenerationMixin
@@ -205,6 +206,18 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
             "head_blocks, tail_blocks)."
         )
 
+    def get_correct_attn_implementation(
+        self, requested_attention: str | None, is_init_check: bool = False
+    ) -> str | None:
+        """
+        Return the attention implementation of the config. The class of the parts chooses and checks theirs.
+
+        Args:
+            requested_attention (`str`, *optional*): The attention implementation of the config.
+            is_init_check (`bool`, *optional*, defaults to `False`): Whether the model is being created.
+        """
+        return requested_attention
+
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """
         Return the experts implementation of the config, which the class of the parts has checked.
@@ -289,7 +302,8 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
         if self.generation_config is not None:
             self.generation_config.save_pretrained(save_directory)
         shards = {name: value for name, value in kwargs.items() if name == "max_shard_size"}
-        save_torch_state_dict(full_state_dict(self.parts, self.config), Path(save_directory), **shards)
+        state = to_checkpoint(self.client_head.model, full_state_dict(self.parts, self.config))
+        save_torch_state_dict(state, Path(save_directory), **shards)
 
     def require_server_body(self) -> Part:
         """

@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from .adapters import adapter_state, add_adapter, full_peft_config, load_adapter, merge_adapters
+from .conversion import find_conversions, to_checkpoint
 from .cut import ROLES, Cut
 from .parts import Part
 
@@ -220,6 +221,9 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
     shutil.copyfile(client / CONFIG_NAME, output / CONFIG_NAME)
     if (client / GENERATION_CONFIG_NAME).is_file():
         shutil.copyfile(client / GENERATION_CONFIG_NAME, output / GENERATION_CONFIG_NAME)
+    config = _config(client)
+    if config is not None:
+        merged = to_checkpoint(Part(config, descriptions[0]["cut"], "head").model, merged)
     save_torch_state_dict(merged, output)
 
 
@@ -235,7 +239,7 @@ def full_state_dict(parts: Sequence[Part], config: PretrainedConfig) -> dict[str
 
 def rename_to_part_names(parts: Sequence[Part], state: dict[str, Any]) -> None:
     """
-    Rename weights of the full model to their names in a [`SplitModel`].
+    Rename weights of the full model to their names in a [`SplitModel`], and convert weights of its checkpoints.
 
     Args:
         parts (`Sequence[Part]`): The parts of the split model.
@@ -243,6 +247,11 @@ def rename_to_part_names(parts: Sequence[Part], state: dict[str, Any]) -> None:
     """
     attributes = {"head": "client_head", "body": "server_body", "tail": "client_tail"}
     full_state = {name: value for name, value in state.items() if name.split(".")[0] not in attributes.values()}
+    missing = {part.original_name(name) for part in parts for name in part.model.state_dict()} - full_state.keys()
+    for conversion in find_conversions(parts[0].model, full_state, missing):
+        full_state.update(conversion.convert(parts[0].model, full_state.__getitem__))
+        for source, _ in conversion.sources:
+            del state[source]
     for part in parts:
         for name in part.model.state_dict():
             original = part.original_name(name)
@@ -290,10 +299,9 @@ def _check_weights(path: Path, description: Mapping[str, Any], state: Mapping[st
 
     Model classes that are not part of `transformers` are not checked.
     """
-    values = json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
-    if values.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    config = _config(path)
+    if config is None:
         return
-    config = AutoConfig.from_pretrained(path)
     parts = [Part(config, description["cut"], role) for role in description["roles"]]
     if description["adapter"]:
         peft_config = PeftConfig.from_pretrained(os.fspath(path))
@@ -314,6 +322,15 @@ def _check_weights(path: Path, description: Mapping[str, Any], state: Mapping[st
             f"The weights in {path} do not match its {PARTS_NAME}: {name} has shape {shapes[0]}, but the parts need "
             f"shape {shapes[1]}. Save the parts again."
         )
+
+
+def _config(path: Path) -> PretrainedConfig | None:
+    """Load the config in a party's directory. `None` if the model class is not part of `transformers`."""
+    values = json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
+    if values.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    config: PretrainedConfig = AutoConfig.from_pretrained(path)
+    return config
 
 
 def _tokenizer_files(path: Path, description: dict[str, Any]) -> list[str]:

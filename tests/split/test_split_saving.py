@@ -52,6 +52,14 @@ def test_merged_parts_are_a_standard_model_with_the_same_logits(name, tmp_path):
     assert not torch.equal(merged(ids).logits, decoder(name)(ids).logits)
 
 
+def test_merged_parts_of_mixtral_have_a_matrix_for_each_expert(tmp_path):
+    """Checkpoints of Mixtral have these matrices. The model class has one parameter for all experts."""
+    merge_parts(save(create_modified("mixtral"), tmp_path), tmp_path / "merged")
+    decoder("mixtral").save_pretrained(tmp_path / "full")
+    merged, full = (load_file(tmp_path / folder / "model.safetensors") for folder in ("merged", "full"))
+    assert merged.keys() == full.keys()
+
+
 @pytest.mark.parametrize("peft_config", [LORA, PREFIX], ids=["lora", "prefix"])
 def test_merged_adapters_are_one_peft_adapter_and_base_weights_are_not_saved(peft_config, tmp_path):
     split = create_modified("llama", peft_config)
