@@ -110,6 +110,12 @@ class CausalModel(PreTrainedModel):
     def prepare_inputs_for_generation(self, input_ids: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
         return {"input_ids": input_ids}
 
+    def get_input_embeddings(self) -> nn.Module:
+        return next(module for module in self.modules() if isinstance(module, nn.Embedding))
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return None
+
 
 class ChatGlm(CausalModel):
     """Model of the first generation."""

@@ -27,6 +27,11 @@ from ..split import Part
 from ..utils.random import isolated_rng
 from .config import AuditConfig
 from .examples import TokenizedExamples
+from .part_inputs import context_end, text_states
+
+
+# Number of times that the search tries each position of a context that attends in both directions.
+_NUM_SWEEPS = 2
 
 
 class Attacker(Protocol):
@@ -92,12 +97,12 @@ class NearestState:
         embedding = word_embeddings(head)
         tokens = torch.arange(len(embedding), device=embedding.device).split(batch_size)
         repeated = torch.full((1, max(length, 2)), fixed_token, device=embedding.device)
-        repeated_states = head(repeated, use_cache=False).logits[0]
+        repeated_states = text_states(head, repeated)[0]
         # Shape (length, hidden).
         self._position_offsets = repeated_states - repeated_states[1]
-        self._first = torch.cat([head(batch[:, None], use_cache=False).logits[:, 0] for batch in tokens])
+        self._first = torch.cat([text_states(head, batch[:, None])[:, 0] for batch in tokens])
         pairs = (torch.stack([repeated[0, 0].expand_as(batch), batch], 1) for batch in tokens)
-        self._later = torch.cat([head(pair, use_cache=False).logits[:, 1] for pair in pairs])
+        self._later = torch.cat([text_states(head, pair)[:, 1] for pair in pairs])
 
     def propose(self, states: torch.Tensor, mask: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Propose tokens, see [`Attacker`]."""
@@ -240,7 +245,9 @@ class PrefixSearch:
     """
     Select, from the proposals of other attackers, the token that reproduces the received hidden state.
 
-    The search runs from left to right. Each proposal is appended to the tokens found so far.
+    The search runs from left to right. Each proposal is appended to the tokens found so far. If the context of the
+    model attends in both directions (ChatGLM-6B), a hidden state also depends on the later tokens. The search then
+    starts from the first proposals for the whole text, and replaces one token after another, twice.
 
     Args:
         head ([`Part`]):
@@ -251,9 +258,6 @@ class PrefixSearch:
             Number of tokens that each of these attackers proposes at a position.
         batch_size (`int`, *optional*, defaults to `8`):
             Number of examples that are searched at a time.
-
-    Raises:
-        ValueError: If the blocks of the head do not support a cache (the original ChatGLM classes).
 
     Example:
 
@@ -285,6 +289,9 @@ class PrefixSearch:
         """Find one token at each position, see [`Attacker`]. `num_tokens` is ignored."""
         proposals = [proposer.propose(states, mask, self.num_candidates) for proposer in self.proposers]
         candidates = torch.cat(proposals, -1)
+        if context_end(self.head.model.config):
+            rows = zip(states, mask, candidates, strict=True)
+            return torch.stack([self._search_context(*row) for row in rows])[:, :, None]
         batches = zip(states.split(self.batch_size), candidates.split(self.batch_size), strict=True)
         return torch.cat([self._search(batch, tokens) for batch, tokens in batches])[:, :, None]
 
@@ -306,6 +313,19 @@ class PrefixSearch:
             cache.batch_select_indices(first + best)
             found.append(candidates[:, position].gather(1, best[:, None])[:, 0])
         return torch.stack(found, 1)
+
+    @torch.no_grad()
+    def _search_context(self, states: torch.Tensor, mask: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """Return token ids of shape `(length,)` for an example in a context that attends in both directions."""
+        found = candidates[:, 0].clone()
+        # The server knows the length of the context.
+        length = int(mask.sum()) - len(context_end(self.head.model.config))
+        for position in list(range(length)) * _NUM_SWEEPS:
+            trials = found[:length].repeat(candidates.shape[1], 1)
+            trials[:, position] = candidates[position]
+            distances = (text_states(self.head, trials) - states[:length]).square().sum((1, 2))
+            found[position] = candidates[position, distances.argmin()]
+        return found
 
 
 def word_embeddings(head: Part) -> torch.Tensor:

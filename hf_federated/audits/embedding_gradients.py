@@ -27,6 +27,7 @@ from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
 from .examples import TokenizedExamples
+from .part_inputs import as_answers, model_inputs
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def embedding_gradient(model: PreTrainedModel, examples: TokenizedExamples) -> t
     training = model.training
     model.eval()
     ids, mask = examples.input_ids.to(weight.device), examples.attention_mask.to(weight.device)
-    loss = model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss
+    loss = model(**model_inputs(model, ids, mask), labels=ids.masked_fill(mask == 0, -100)).loss
     (gradient,) = torch.autograd.grad(loss, [weight])
     model.train(training)
     return gradient
@@ -154,6 +155,7 @@ def attack_embedding(model: PreTrainedModel, examples: TokenizedExamples, batch_
         model.get_input_embeddings().weight is model.get_output_embeddings().weight
     )
     rules = ("sign", "size") if tied else ("nonzero",)
+    examples = as_answers(examples, model.config)
     scores: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
     for start in range(0, len(examples), batch_size):
         indices = slice(start, start + batch_size)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..tasks.causal import special_tokens, tokenize_texts
+
 
 @dataclass(frozen=True)
 class TokenizedExamples:
@@ -72,8 +74,7 @@ def encode_examples(texts: Sequence[str], tokenizer: Any, max_length: int) -> To
     Raises:
         ValueError: If no text has a token.
     """
-    encoded = tokenizer(list(texts), truncation=True, max_length=max_length, return_special_tokens_mask=True)
-    examples = list(zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True))
+    examples = _tokenize(texts, tokenizer, max_length)
     length = max((len(ids) for ids, _ in examples), default=0)
     input_ids = torch.zeros(len(examples), length, dtype=torch.long)
     mask, scored = torch.zeros_like(input_ids), torch.zeros(len(examples), length, dtype=torch.bool)
@@ -86,6 +87,17 @@ def encode_examples(texts: Sequence[str], tokenizer: Any, max_length: int) -> To
             f"All {len(examples)} texts are empty after tokenization. Pass texts with at least one token."
         )
     return TokenizedExamples(input_ids, mask, scored)
+
+
+def _tokenize(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of each text, and a mask that is 1 for special tokens."""
+    if tokenizer.is_fast:
+        encoded = tokenizer(list(texts), truncation=True, max_length=max_length, return_special_tokens_mask=True)
+        return list(zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True))
+    before, after = special_tokens(tokenizer)
+    num_kept = max(0, max_length - len(before) - len(after))
+    rows = [ids[:num_kept] for ids in tokenize_texts(texts, tokenizer)]
+    return [([*before, *ids, *after], [1] * len(before) + [0] * len(ids) + [1] * len(after)) for ids in rows]
 
 
 def remove_shared_texts(
@@ -115,7 +127,7 @@ def remove_shared_texts(
     """
 
     def keys(text: str) -> set[Any]:
-        ids = tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
+        ((ids, _),) = _tokenize([text], tokenizer, max_length)
         return {" ".join(text.casefold().split()), tuple(ids)}
 
     known = {key for text in attacker for key in keys(text)}

@@ -22,6 +22,7 @@ from ..tasks.metrics import Bleu, Rouge
 from .attackers import Attacker, LearnedDecoder, NearestState, PrefixSearch, word_embeddings
 from .config import AuditConfig
 from .examples import TokenizedExamples
+from .part_inputs import head_states
 
 
 # Number of examples that are run through a head at a time.
@@ -82,14 +83,9 @@ def build_head(model: PreTrainedModel, head_blocks: int) -> Part:
             Number of blocks after the embedding.
 
     Raises:
-        ValueError: If the cut does not fit the model, or if the blocks of the model do not support a cache.
+        ValueError: If the cut does not fit the model.
     """
     layout = layout_of(model.config)
-    if layout.runner is not None:
-        raise ValueError(
-            f"The blocks of {type(model).__name__} do not support a cache, which the audit requires. Load the same"
-            " weights as GlmForCausalLM."
-        )
     cut = Cut(int(getattr(model.config, layout.num_blocks)), head_blocks)
     head = Part(model.config, cut, "head", layout, type(model))
     head.assign_parameters(model.state_dict(keep_vars=True))
@@ -117,7 +113,7 @@ def sent_states(head: Part, examples: TokenizedExamples, wire: Wire) -> torch.Te
     received = []
     batches = zip(examples.input_ids.split(_BATCH_SIZE), examples.attention_mask.split(_BATCH_SIZE), strict=True)
     for ids, mask in batches:
-        states = head(ids.to(device), mask.to(device), use_cache=False).logits
+        states = head_states(head, ids.to(device), mask.to(device))
         received.append(wire.decode(wire.encode(states), len(states), torch.float32) * mask[:, :, None])
     return torch.cat(received).to(device)
 
@@ -210,9 +206,15 @@ def score(tokenizer: Any, guessed: torch.Tensor, examples: TokenizedExamples) ->
         `dict[str, float]`: `token_recall`, `rouge1`, `rouge2`, `rougeL` and `bleu4`, as fractions of 1.
     """
     hits = (guessed == examples.input_ids)[examples.scored]
+    # A model can have more word embeddings than the tokenizer has tokens.
+    num_tokens = len(tokenizer)
     texts: list[list[str]] = [
         [
-            tokenizer.decode(example_ids[scored], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            tokenizer.decode(
+                example_ids[scored & (example_ids < num_tokens)].tolist(),
+                skip_special_tokens=True,
+                clean_up_tokenization_spaces=False,
+            )
             for example_ids, scored in zip(ids, examples.scored, strict=True)
         ]
         for ids in (guessed, examples.input_ids)

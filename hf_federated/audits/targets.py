@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from ..split import LocalLink, Part, SplitModel, Wire
 from ..split.messages import Backward, Hidden
 from .examples import TokenizedExamples
+from .part_inputs import answer_inputs, as_answers, context_end, model_inputs
 
 
 # Number of examples that are attacked at a time.
@@ -132,7 +133,7 @@ def _match_token(
     step = _STEP_SIZE * states[:, -1].norm(dim=1, keepdim=True) * direction
     moved = torch.cat([states, states])
     moved[:, -1] += torch.cat([step, -step])
-    up, down = tail(moved, use_cache=False, logits_to_keep=1).logits[:, -1].chunk(2)
+    up, down = _last_logits(tail, moved).chunk(2)
     candidates = (down - up).topk(min(num_candidates, up.shape[1]), dim=1).indices
     gradients = _candidate_gradients(tail, states, candidates)
     similarity = cosine_similarity(gradients, gradient[:, None], dim=2)
@@ -149,12 +150,14 @@ def _candidate_gradients(tail: Part, states: torch.Tensor, candidates: torch.Ten
     Returns:
         `torch.Tensor`: Gradients of shape `(num_examples, num_candidates, hidden)`.
     """
-    cache = tail.new_cache()
-    if states.shape[1] > 1:
-        tail(states[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    cache, length = tail.new_cache(), states.shape[1]
+    if length > 1:
+        inputs = answer_inputs(tail, len(states), length - 1)
+        tail(states[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs)
     with torch.enable_grad():
         last = states[:, -1:].clone().requires_grad_()
-        logits = tail(last, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        inputs = answer_inputs(tail, len(states), length, seen=length - 1)
+        logits = tail(last, past_key_values=cache, use_cache=True, logits_to_keep=1, **inputs).logits[:, -1]
         losses = [cross_entropy(logits, candidates[:, index], reduction="sum") for index in range(candidates.shape[1])]
         gradients = [torch.autograd.grad(loss, last, retain_graph=True)[0][:, 0] for loss in losses]
     return torch.stack(gradients, 1)
@@ -163,8 +166,14 @@ def _candidate_gradients(tail: Part, states: torch.Tensor, candidates: torch.Ten
 def _target_gradient(tail: Part, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Compute the gradient of the cross entropy at the last position with respect to all hidden states."""
     states = states.clone().requires_grad_()
-    logits = tail(states, use_cache=False, logits_to_keep=1).logits[:, -1]
+    logits = _last_logits(tail, states)
     return torch.autograd.grad(cross_entropy(logits, tokens, reduction="sum"), states)[0]
+
+
+def _last_logits(tail: Part, states: torch.Tensor) -> torch.Tensor:
+    """Return the logits of the last position, of shape `(num_examples, vocabulary)`."""
+    inputs = answer_inputs(tail, *states.shape[:2])
+    return tail(states, use_cache=False, logits_to_keep=1, **inputs).logits[:, -1]
 
 
 def attack_targets(
@@ -207,6 +216,7 @@ def attack_targets(
     tail = SplitModel.from_model(model, 0, tail_blocks).client_tail.eval()
     split = SplitModel.from_model(trained_model, 0, tail_blocks, wire_dtype=wire_dtype).eval()
     device = split.client_tail.model.device
+    examples = as_answers(examples, model.config)
     trainable = [
         parameter
         for each_model in (model, trained_model)
@@ -221,6 +231,7 @@ def attack_targets(
             ids = examples.input_ids[start : start + _BATCH_SIZE].to(device)
             mask = examples.attention_mask[start : start + _BATCH_SIZE].to(device)
             labels = ids.masked_fill(mask == 0, -100)
+            labels[:, : len(context_end(model.config))] = -100
             if targets == "last":
                 is_last = torch.arange(ids.shape[1], device=device) == mask.sum(1, keepdim=True) - 1
                 labels = labels.masked_fill(~is_last, -100)
@@ -255,7 +266,7 @@ def _exchanged_tensors(
 
     assert isinstance(split.boundary.link, LocalLink)
     split.boundary.link.watch = watch
-    split(ids, attention_mask=mask, labels=labels).loss.backward()
+    split(**model_inputs(split, ids, mask), labels=labels).loss.backward()
     _, sent, received, _ = messages
     wire: Wire = split.boundary.wire
     encoded = (Hidden.from_bytes(sent).hidden, Backward.from_bytes(received).gradient)

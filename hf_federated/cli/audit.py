@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset, Value
 from peft import PeftConfig, PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -37,6 +37,7 @@ from hf_federated.experiments.recipe import parse_recipe
 from hf_federated.experiments.recipe_fields import check_names
 from hf_federated.experiments.recipe_yaml import read_values
 from hf_federated.utils.optional_packages import require_packages
+from hf_federated.utils.remote_code import load_causal_model, load_repository_tokenizer
 
 
 # Suffixes of the file names of recipes.
@@ -63,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> 
     parser.add_argument("--split", help="the split to use (default: train, or else the first split)")
     parser.add_argument("--revision", help="branch, tag or commit of a dataset on the Hub")
     parser.add_argument("--model-revision", help="branch, tag or commit of a model on the Hub")
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code in the repository of the model and the tokenizer, which ChatGLM needs",
+    )
     parser.add_argument(
         "--victim-model",
         metavar="MODEL",
@@ -109,12 +115,13 @@ def audit(arguments: argparse.Namespace) -> None:
     _check_device(config.device)
     texts = load_texts(arguments)
     with command_errors(arguments.model), hub_errors("MODEL", arguments.model):
-        tokenizer = AutoTokenizer.from_pretrained(arguments.model, revision=arguments.model_revision)
-        model = _load_model(arguments.model, arguments.model_revision)
+        code = {"trust_remote_code": True} if arguments.trust_remote_code else {}
+        tokenizer = load_repository_tokenizer(arguments.model, revision=arguments.model_revision, **code)
+        model = _load_model(arguments.model, arguments.model_revision, code)
     victim_model = None
     if arguments.victim_model is not None:
         with command_errors(f"--victim-model {arguments.victim_model}"):
-            victim_model = _load_model(arguments.victim_model, None)
+            victim_model = _load_model(arguments.victim_model, None, code)
     with command_errors(arguments.model):
         order = np.random.default_rng(config.seed).permutation(len(texts))
         shuffled = [texts[number] for number in order]
@@ -152,6 +159,10 @@ def _audit_recipe(arguments: argparse.Namespace) -> None:
     """Attack the payloads of a recipe's clients. A recipe without the section `audit` is audited as configured."""
     if arguments.data is not None:
         raise CommandError(f"audit: a recipe names its data. Remove {arguments.data}.")
+    if arguments.trust_remote_code:
+        raise CommandError(
+            "--trust-remote-code is for MODEL and DATA. Set model.kwargs={trust_remote_code: true} in the recipe."
+        )
     values = read_values(arguments.model, arguments.overrides)
     values["audit"] = values.get("audit") or {}
     check_names(values)
@@ -202,12 +213,12 @@ def _print_inversion(inversion: Inversion) -> None:
     print(f"{setting}: {100 * inversion.token_recall:.1f} % of the tokens", flush=True)
 
 
-def _load_model(name: str, revision: str | None) -> PreTrainedModel:
-    """Load a model, or the base model of an adapter with the adapter merged."""
+def _load_model(name: str, revision: str | None, code: dict[str, Any]) -> PreTrainedModel:
+    """Load a model, or the base model of an adapter with the adapter merged. `code` permits code of the repository."""
     # The model is in float32, because the audit measures the effect of lower precision with `wire_dtypes`.
-    options = {"dtype": torch.float32, "use_safetensors": True}
+    options = {"dtype": torch.float32, "use_safetensors": True, **code}
     if find_adapter_config_file(name, revision=revision) is None:
-        return AutoModelForCausalLM.from_pretrained(name, revision=revision, **options)
+        return load_causal_model(name, revision=revision, **options)
     # Require the safetensors file, because PEFT would unpickle an adapter without it.
     cached_file(name, SAFETENSORS_WEIGHTS_NAME, revision=revision)
     config = PeftConfig.from_pretrained(name, revision=revision)
@@ -216,7 +227,7 @@ def _load_model(name: str, revision: str | None) -> PreTrainedModel:
             f"{name} is an adapter with prefixes, which are not part of the attacked hidden states. Audit the model"
             " without the prefixes."
         )
-    base = AutoModelForCausalLM.from_pretrained(config.base_model_name_or_path, revision=config.revision, **options)
+    base: Any = load_causal_model(config.base_model_name_or_path, revision=config.revision, **options)
     return PeftModel.from_pretrained(base, name, revision=revision).merge_and_unload()
 
 

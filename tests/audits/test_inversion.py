@@ -189,13 +189,6 @@ def test_cut_deeper_than_the_model_raises():
         invert(tiny(), word_tokenizer(), ATTACKER, VICTIMS, dataclasses.replace(QUICK, head_blocks=[0, 4]))
 
 
-def test_model_without_cache_support_raises():
-    model = tiny()
-    model.config.model_type = "chatglm"
-    with pytest.raises(ValueError, match="do not support a cache, which the audit requires"):
-        build_head(model, 1)
-
-
 def test_texts_without_a_token_raise():
     with pytest.raises(ValueError, match="All 2 texts are empty after tokenization"):
         encode_examples(["", " "], word_tokenizer(), 12)
