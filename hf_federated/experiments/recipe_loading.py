@@ -21,6 +21,7 @@ from hf_federated.experiments.raw_data import RawData, load_raw_data
 from hf_federated.experiments.recipe import Recipe
 from hf_federated.experiments.recipe_schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe_sections import ModelSection
+from hf_federated.split import LAYOUTS, layout_of
 from hf_federated.tasks import (
     LanguageModeling,
     QuestionAnswering,
@@ -199,9 +200,22 @@ def load_model(model: ModelSection, task: Task, tokenizer: Any, seed: int) -> Pr
         return loaded
     task_type = TaskType.CAUSAL_LM if _is_causal(task) else LORA_TASKS.get(type(task))
     section, cls = ("model.lora", LoraConfig) if model.lora is not None else ("model.prefix", PrefixTuningConfig)
-    config = build(section, cls, {"task_type": task_type, **(model.lora or model.prefix or {})})
+    sizes = _prefix_sizes(loaded.config) if model.prefix is not None else {}
+    config = build(section, cls, {"task_type": task_type, **sizes, **(model.lora or model.prefix or {})})
     with recipe_errors(section):
         return get_peft_model(loaded, config)
+
+
+def _prefix_sizes(config: Any) -> dict[str, int]:
+    """Sizes of prefixes that PEFT cannot read from the config of a model outside of `transformers` (ChatGLM2)."""
+    layout = LAYOUTS.get(config.model_type)
+    if layout is None or layout.runner is None:
+        return {}
+    layout = layout_of(config)
+    assert layout.runner is not None  # all generations of ChatGLM have a runner
+    num_heads, head_size = layout.runner.key_value_heads(config)
+    num_layers = int(getattr(config, layout.num_blocks))
+    return {"num_layers": num_layers, "num_attention_heads": num_heads, "token_dim": num_heads * head_size}
 
 
 def load_client_specs(

@@ -123,7 +123,7 @@ def test_slow_tokenizer_is_truncated_before_its_special_tokens(tmp_path):
         assert tokenizer.decode(ids[scored].tolist()).strip() in "a warm film in Paris yes"
 
 
-@GENERATIONS
+@pytest.mark.parametrize("generation", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_command_audits_code_of_a_repository_only_if_permitted(generation, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     texts = [f"{'aeioubcdf'[number]} warm film in Paris" for number in range(9)]

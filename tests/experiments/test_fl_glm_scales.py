@@ -104,6 +104,15 @@ def test_paper_scale_names_the_models_and_settings_of_the_paper(recipe):
         assert (training["learning_rate"], training["warmup_steps"], training["weight_decay"]) == (2e-2, 0, 0.0)
 
 
+def test_prefixes_have_the_size_of_grouped_keys_and_values(tmp_path):
+    """ChatGLM2 has fewer heads of keys and values than heads of queries, in a field that PEFT does not read."""
+    model = write_repository(tmp_path / "model", 2, TEXTS)
+    (tmp_path / "data").mkdir()
+    runs = planned_runs("wic", "paper", model, write_data("wic", tmp_path / "data"))
+    result = measure_run(runs[0].values, runs[0].method, tmp_path / "run")
+    assert result["bytes_up"] > 0
+
+
 SOME = [
     ("summaries", "paper", "Client-batch"),
     ("wic", "paper", "Serial, averaged"),
