@@ -1,0 +1,258 @@
+"""Measures all model families that can be split, and writes the table in `docs/reference/split-families.md`.
+
+python tests/split/family_table.py
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+
+ROOT = Path(__file__).parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from chatglm_layouts import chatglm  # noqa: E402  # the path is set above
+from decoders import DECODERS, batch, decoder  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from test_split_adapters import ADAPTERS, EXPERTS, NO_PREFIX, create_adapted  # noqa: E402
+from test_split_chatglm import chatglm_input_ids, with_prefixes  # noqa: E402
+
+from hf_federated import SplitModel  # noqa: E402
+from hf_federated.split import LAYOUTS  # noqa: E402
+
+
+PAGE = ROOT / "docs" / "reference" / "split-families.md"
+_MARKERS = re.compile(r"(?<=<!-- families: begin -->\n\n).*?(?=\n<!-- families: end -->)", re.DOTALL)
+# A split model with a larger difference does not compute what the whole model computes.
+TOLERANCE = 1e-5
+CUTS = [(1, 1), (0, 1), (2, 2), (1, 2)]
+PADDINGS = (None, "left", "right")
+NAMES = {
+    "chatglm": "ChatGLM-6B",
+    "chatglm2": "ChatGLM2-6B, ChatGLM3-6B",
+    "cohere": "Command R",
+    "cohere2": "Command R7B, Command A",
+    "falcon": "Falcon",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 (text)",
+    "glm": "GLM-4-9B",
+    "glm4": "GLM-4-0414",
+    "gpt2": "GPT-2",
+    "gpt_neox": "GPT-NeoX, Pythia",
+    "granite": "Granite 3",
+    "llama": "Llama, SmolLM, SmolLM2",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "olmo2": "OLMo 2",
+    "opt": "OPT",
+    "phi3": "Phi-3, Phi-4",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-MoE",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "smollm3": "SmolLM3",
+    "stablelm": "StableLM",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table: what was measured of a family."""
+
+    family: str
+    model_class: str
+    logits: float
+    gradients: float
+    lora: str
+    prefixes: str
+    generation: str
+
+    @classmethod
+    def joined(cls, rows: Iterable[Row]) -> Row:
+        """Join the rows of several configs of a family: the largest differences, and all distinct words."""
+        rows = list(rows)
+        values = []
+        for field in fields(cls):
+            column = [getattr(row, field.name) for row in rows]
+            values.append(
+                max(column) if isinstance(column[0], float) else "; ".join(sorted(set(column), reverse=True))
+            )
+        return cls(*values)
+
+    def text(self) -> str:
+        """Format the row in Markdown."""
+        numbers = ["0" if value == 0 else f"{value:.0e}" for value in (self.logits, self.gradients)]
+        cells = [self.family, f"`{self.model_class}`", *numbers, self.lora, self.prefixes, self.generation]
+        return f"| {' | '.join(cells)} |"
+
+
+def families() -> dict[str, list[str]]:
+    """The small models of `decoders.py` by the key of their layout. ChatGLM has other small models."""
+    models: dict[str, list[str]] = {}
+    for name, config in DECODERS.items():
+        models.setdefault(config().model_type, []).append(name)
+    return models
+
+
+def measure(key: str) -> Row:
+    """Measure a family."""
+    if key.startswith("chatglm"):
+        return _measure_chatglm(key)
+    return Row.joined(_measure_decoder(key, name) for name in families()[key])
+
+
+def largest(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    """Return the largest difference between tensors of the same names."""
+    assert actual.keys() == expected.keys()
+    return max(float((actual[name] - value).abs().max()) for name, value in expected.items())
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Take the gradients of a model."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def _compare(full_model: Any, split: SplitModel, inputs: dict[str, Any], **kwargs: Any) -> tuple[float, float]:
+    """Return the largest difference of logits and gradients. The models share their parameters."""
+    expected = full_model(**inputs, **kwargs)
+    expected.loss.backward()
+    expected_gradients = gradients(full_model)
+    output = split(**inputs)
+    output.loss.backward()
+    tokens = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    difference = float((output.logits - expected.logits)[tokens].abs().max())
+    return difference, largest(gradients(full_model), expected_gradients)
+
+
+def _compare_adapter(name: str, kind: str) -> float:
+    """Return the largest difference of the logits, and of the gradients of an adapter, to PEFT on the full model."""
+    split, full_model = create_adapted(name, ADAPTERS[kind](name))
+    found = 0.0
+    for padding in PADDINGS:
+        inputs = batch(padding)
+        expected, output = full_model(**inputs), split(**inputs)
+        expected.loss.backward()
+        output.loss.backward()
+        tokens = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+        found = max(found, float((output.logits - expected.logits)[tokens].abs().max()))
+        expected_gradients = gradients(full_model)
+        if kind == "prefix":
+            actual = [part.prefix.encoder.embedding.weight.grad for part in split.parts]
+            (expected_gradient,) = expected_gradients.values()
+            found = max(found, float((torch.cat(actual, dim=1) - expected_gradient).abs().max()))
+        else:
+            trained = [pair for part in split.parts for pair in part.named_original_parameters()]
+            named = {f"base_model.model.{name}": p.grad for name, p in trained if p.grad is not None}
+            found = max(found, largest(named, expected_gradients))
+        split.zero_grad()
+    return found
+
+
+def _generates_equally(full_model: PreTrainedModel, split: SplitModel) -> bool:
+    """Whether greedy generation with a cache gives the same tokens, with and without left padding."""
+    equal = []
+    for padding in (None, "left"):
+        inputs = batch(padding)
+        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+        settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+        expected = full_model.generate(inputs["input_ids"], **settings)
+        equal.append(torch.equal(split.generate(inputs["input_ids"], **settings), expected))
+    return all(equal)
+
+
+def _yes(passed: bool, exception: str = "") -> str:
+    return f"yes{exception}" if passed else "no"
+
+
+def _measure_decoder(key: str, name: str) -> Row:
+    full_model = decoder(name)
+    logits = gradient = 0.0
+    for cut in CUTS:
+        split = SplitModel.from_model(full_model, *cut)
+        for padding in PADDINGS:
+            found = _compare(full_model, split, batch(padding), use_cache=False)
+            logits, gradient = max(logits, found[0]), max(gradient, found[1])
+    # PEFT adapts the experts as parameters, or not at all.
+    experts = ", not the experts" if name in EXPERTS or "moe" in name else ""
+    if name in NO_PREFIX:
+        prefixes = "Falcon-7B: no"
+    else:
+        prefixes = _yes(_compare_adapter(name, "prefix") <= TOLERANCE)
+    return Row(
+        NAMES[key],
+        type(full_model).__name__,
+        logits,
+        gradient,
+        _yes(_compare_adapter(name, "lora") <= TOLERANCE, experts),
+        prefixes,
+        _yes(all(_generates_equally(full_model, SplitModel.from_model(full_model, *cut)) for cut in CUTS)),
+    )
+
+
+def _measure_chatglm(key: str) -> Row:
+    generation = 1 if key == "chatglm" else 2
+    ids = chatglm_input_ids()
+    inputs = {"input_ids": ids, "labels": ids}
+    found = []
+    for cut in CUTS:
+        full_model = chatglm(generation)
+        found.append(_compare(full_model, SplitModel.from_model(full_model, *cut), inputs))
+
+    def logits_equal(full_model: Callable[..., Any], split: SplitModel, **kwargs: Any) -> bool:
+        return bool((full_model(input_ids=ids, **kwargs).logits - split(ids).logits).abs().max() <= TOLERANCE)
+
+    lora = LoraConfig(r=2, target_modules=["query_key_value", "mlp"], init_lora_weights=False)
+    adapted = get_peft_model(chatglm(generation), lora).eval()
+    full_model = chatglm(generation)
+    split = SplitModel.from_model(full_model, 2, 1)
+    expected = ids
+    for _ in range(6):
+        expected = torch.cat([expected, full_model(expected).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    generated = split.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    prefix = with_prefixes(split, 3)
+    return Row(
+        NAMES[key],
+        "ChatGLMForConditionalGeneration",
+        max(logits for logits, _ in found),
+        max(gradient for _, gradient in found),
+        _yes(logits_equal(adapted, SplitModel.from_model(adapted, 2, 1))),
+        _yes(logits_equal(full_model, split, prefix=prefix)),
+        _yes(torch.equal(generated, expected)),
+    )
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Format the table in Markdown."""
+    head = (
+        "| models | class | logits | gradients | LoRA | prefix tuning | generation |\n|---|---|---|---|---|---|---|\n"
+    )
+    return head + "".join(f"{row.text()}\n" for row in rows)
+
+
+def page_table() -> str:
+    """Return the table of the page."""
+    found = _MARKERS.search(PAGE.read_text(encoding="utf-8"))
+    assert found is not None
+    return found.group()
+
+
+if __name__ == "__main__":
+    measured = []
+    for layout in sorted(LAYOUTS, key=lambda key: NAMES[key].lower()):
+        measured.append(measure(layout))
+        print(measured[-1].text(), flush=True)
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(_MARKERS.sub(lambda _: table(measured), text), encoding="utf-8")
