@@ -46,8 +46,7 @@ def write_repository(folder: Path, generation: int, texts: Iterable[str], num_la
 
     As in ChatGLM-6B's repository, a model of the first generation has no entry for `AutoModelForCausalLM`.
     """
-    from sentencepiece import SentencePieceProcessor
-
+    sentencepiece = pytest.importorskip("sentencepiece")
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = sentencepiece_model(texts, generation)
     (folder / "ice_text.model").write_bytes(vocabulary)
@@ -57,7 +56,7 @@ def write_repository(folder: Path, generation: int, texts: Iterable[str], num_la
     (folder / "modeling_chatglm.py").write_text(code, encoding="utf-8")
     shutil.copy(HERE / "chatglm_tokenizer.py", folder / "tokenization_chatglm.py")
     model_name, tokenizer_name = CLASSES[generation]
-    pieces = SentencePieceProcessor(model_proto=vocabulary)
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=vocabulary)
     names = {"bos": "<sop>", "eos": "<eop>", "pad": "<pad>", "mask": "[MASK]", "gmask": "[gMASK]"}
     ids = {f"{name}_token_id": pieces.piece_to_id(token) for name, token in names.items()}
     if generation == 2:
