@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -19,6 +20,10 @@ from .cut import Cut, Role
 from .families import layout_of
 from .layouts import AttentionInputs, BlockRunner, Layout, PastKeyValues, placeholder
 from .prefix import Prefix
+
+
+# Names of the functions of `torch.nn.init`, which `transformers` wraps, and of the methods of tensors.
+_RANDOM_INITIALIZATIONS = ("kaiming_uniform_", "normal_", "uniform_")
 
 
 class Part(nn.Module):
@@ -72,7 +77,7 @@ class Part(nn.Module):
         if role != "head":
             for name, value in self.layout.head_settings.items():
                 setattr(part_config, name, value)
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _SkippedInitialization():
             if model_class is None:
                 model = AutoModelForCausalLM.from_config(part_config)
             else:
@@ -307,6 +312,20 @@ class Part(nn.Module):
     def dtype(self) -> torch.dtype:
         """Dtype of the floating-point weights."""
         return next(parameter.dtype for parameter in self.model.parameters() if parameter.is_floating_point())
+
+
+class _SkippedInitialization(TorchFunctionMode):
+    """Skips the random initialization of parameters on the meta device, which takes longer than creating them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _RANDOM_INITIALIZATIONS:
+            tensor: torch.Tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 def _check_router_losses(config: PretrainedConfig) -> None:
