@@ -15,12 +15,14 @@ from split_runs import arguments, whole_model
 
 from hf_federated import SplitConfig, SplitFederatedTrainer, SplitModel
 from hf_federated.adapters.copying import copy_model
+from hf_federated.messages.serialization import packed_kind
 from hf_federated.security.encrypted_link import EncryptedLink, EncryptedServer
 from hf_federated.security.encrypted_session import ClientSession, ServerSession
 from hf_federated.security.keys import Identity
 from hf_federated.security.peer_envelopes import PeerEnvelopes
 from hf_federated.split.boundary import Boundary
 from hf_federated.split_training.config import run_digest
+from hf_federated.split_training.messages import Bundle, as_bytes
 from hf_federated.split_training.server import TrainingServer
 from hf_federated.split_training.server_model import ServerModel
 
@@ -36,6 +38,13 @@ def identity(name: str) -> Identity:
     return IDENTITIES[name]
 
 
+def unbundled(blob: bytes) -> list[bytes]:
+    """The messages that travel in one exchange."""
+    if packed_kind(blob) != Bundle.kind:
+        return [blob]
+    return [as_bytes(message) for message in Bundle.from_bytes(blob).messages]
+
+
 class DirectLink:
     """Link to a server in the same process."""
 
@@ -46,7 +55,8 @@ class DirectLink:
 
     def exchange(self, blob: bytes) -> bytes:
         if self.watch is not None:
-            self.watch(blob)
+            for message in unbundled(blob):
+                self.watch(message)
         return self.server.answer(self.client_id, blob)
 
     def end_step(self) -> None:

@@ -75,6 +75,8 @@ class Boundary:
         total_targets (`int`, *optional*):
             Number of this client's target tokens in the step, by which the client's loss is divided. The attribute is
             set if several clients share a server step. The client then sends the gradients of the summed loss.
+        squared_norm_of_body (`float`, *optional*):
+            Squared norm of the gradients of the server's blocks in the step, if the server has sent it.
         defers_backward (`bool`):
             Whether a backward pass stops at the cut layer, so that `finish_backward` must complete the pass. A client
             must not wait for other clients inside a backward pass, because on a GPU one thread runs the backward
@@ -87,6 +89,7 @@ class Boundary:
         self.client_id = client_id
         self.step = 0
         self.total_targets: int | None = None
+        self.squared_norm_of_body: float | None = None
         self.defers_backward = False
         self._micro_step = 0
         self._num_targets = 0
@@ -108,6 +111,7 @@ class Boundary:
             self.link.end_step()
         self.step = step
         self.total_targets = total_targets
+        self.squared_norm_of_body = None
         self._micro_step = self._num_targets = 0
         self._deferred.clear()
 
@@ -222,6 +226,7 @@ class Boundary:
             message = Backward(client_id, step, micro_step, summed, num_targets=context.num_targets)
         answer = Gradient.from_bytes(self.link.exchange(message.to_bytes()))
         _check_micro_batch(answer.micro_batch_id, context.micro_batch_id)
+        self.squared_norm_of_body = answer.squared_norm
         states = self.wire.decode(answer.gradient, len(gradient), context.dtype).to(context.device)
         return states if total is None else states / max(total, 1)
 

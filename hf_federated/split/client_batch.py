@@ -13,14 +13,11 @@ a backward pass in another thread raises an error.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
-
-from ..utils.random import set_torch_state, torch_state
 from .body import BodyServer
+from .lockstep import LockstepRunner
 from .messages import Backward, Forget, Forward, read_request
 
 
@@ -60,16 +57,7 @@ class ClientBatchRunner:
 
     def __init__(self, server: BodyServer) -> None:
         self.server = server
-        self._changed = threading.Condition()
-        # Clients that have not finished, in order.
-        self._active: list[str] = []
-        self._turn: str | None = None
-        self._failed = False
-        self._cancelled = False
-        self._threads: dict[str, int | None] = {}
-        # Messages of the clients that wait at the cut layer.
-        self._messages: dict[str, Forward | Backward] = {}
-        self._answers: dict[str, bytes | Exception] = {}
+        self._lockstep = LockstepRunner(self._run_server)
 
     def link(self, client_id: str) -> ClientBatchLink:
         """Create a client's link to the server."""
@@ -93,128 +81,24 @@ class ClientBatchRunner:
                 gradients before the next optimizer step.
             RuntimeError: If there are no clients, or another `run` is in progress.
         """
-        if not work or self._threads:
-            raise RuntimeError(
-                f"ClientBatchRunner.run() was called with {len(work)} clients, or during another run. It needs at "
-                "least one client, and only one run at a time is possible."
-            )
-        results: dict[str, T] = {}
-        failures: dict[str, BaseException] = {}
-        self._active = list(work)
-        self._turn = self._active[0]
-        random_state, num_targets = torch_state(), self.server.num_targets
-        threads = [
-            threading.Thread(
-                target=self._run_client, args=(name, function, results, failures, torch.is_grad_enabled())
-            )
-            for name, function in work.items()
-        ]
-        self._threads = dict(zip(work, [None] * len(work), strict=True))
+        num_targets = self.server.num_targets
         try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            # After an interrupt of this thread, the clients stop at the cut layer.
-            with self._changed:
-                self._cancelled = True
-                self._changed.notify_all()
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
-            if failures:
-                self.server.num_targets = num_targets
-                self.server.drop_micro_batches(work)
-            self._failed, self._turn, self._cancelled = False, None, False
-            self._threads, self._active = {}, []
-            self._messages.clear()
-            self._answers.clear()
-            set_torch_state(random_state)
-        for name in work:
-            if name in failures and not isinstance(failures[name], _StepCancelledError):
-                raise failures[name]
-        return results
+            return self._lockstep.run(work)
+        except BaseException:
+            self.server.num_targets = num_targets
+            self.server.drop_micro_batches(work)
+            raise
 
-    def _run_client(
-        self,
-        client_id: str,
-        function: Callable[[], T],
-        results: dict[str, T],
-        failures: dict[str, BaseException],
-        grad: bool,
-    ) -> None:
-        """Run one client's function in its thread."""
-        self._threads[client_id] = threading.get_ident()
-        with self._changed:
-            self._changed.wait_for(lambda: self._cancelled or self._turn == client_id)
-        try:
-            self._check_not_cancelled()
-            with torch.set_grad_enabled(grad):
-                results[client_id] = function()
-        except BaseException as error:
-            failures[client_id] = error
-        with self._changed:
-            if client_id in failures:
-                self._failed = True
-                for waiting in self._messages:
-                    self._answers[waiting] = _StepCancelledError()
-                self._messages.clear()
-            next_client = self._next_client(client_id)
-            self._active.remove(client_id)
-            self._pass_turn(next_client if next_client != client_id else None)
+    def is_running(self, client_id: str) -> bool:
+        """Whether the work of a client is in progress."""
+        return self._lockstep.is_active(client_id)
 
     def exchange(self, client_id: str, message: Forward | Backward) -> bytes:
         """Wait at the cut layer until all clients have sent a message, and return the server's answer."""
-        if self._threads[client_id] != threading.get_ident():
-            raise RuntimeError(
-                f"The backward pass of client {client_id!r} reached the cut layer in another thread. On a GPU one "
-                "thread runs the backward passes of all clients, which would wait for each other. Set "
-                "boundary.defers_backward, and call boundary.finish_backward() after the backward pass."
-            )
-        state = torch_state()
-        with self._changed:
-            self._check_not_cancelled()
-            self._messages[client_id] = message
-            self._pass_turn(self._next_client(client_id))
-            self._changed.wait_for(lambda: self._cancelled or self._turn == client_id)
-            if self._cancelled:
-                raise _StepCancelledError()
-            set_torch_state(state)
-            answer = self._answers.pop(client_id)
-        if isinstance(answer, Exception):
-            raise answer
+        answer: bytes = self._lockstep.exchange(client_id, message)
         return answer
 
-    def _check_not_cancelled(self) -> None:
-        if self._cancelled or self._failed:
-            raise _StepCancelledError()
-
-    def _next_client(self, client_id: str) -> str:
-        index = self._active.index(client_id)
-        return self._active[(index + 1) % len(self._active)]
-
-    def _pass_turn(self, client_id: str | None) -> None:
-        """Pass the turn to a client that can continue. If all clients wait at the cut layer, answer them first."""
-        if self._active and all(name in self._messages for name in self._active):
-            self._answer()
-            client_id = self._active[0]
-        elif client_id is not None:
-            # Skip the clients that wait at the cut layer.
-            while client_id in self._messages:
-                client_id = self._next_client(client_id)
-        self._turn = client_id
-        self._changed.notify_all()
-
-    def _answer(self) -> None:
-        messages = [self._messages[name] for name in self._active]
-        try:
-            self._answers = dict(zip(self._active, self._run_server(messages), strict=True))
-        except Exception as error:
-            self._answers = dict.fromkeys(self._active, error)
-        self._messages.clear()
-
-    def _run_server(self, messages: list[Any]) -> list[bytes]:
+    def _run_server(self, messages: Sequence[Any]) -> list[bytes]:
         if all(isinstance(message, Forward) for message in messages):
             return [answer.to_bytes() for answer in self.server.forward_batch(messages)]
         if all(isinstance(message, Backward) for message in messages):
@@ -255,16 +139,9 @@ class ClientBatchLink:
                 "link for each client."
             )
         # A client may drop a cache at any time, without waiting for the other clients.
-        if isinstance(message, Forget) or self.client_id not in self.runner._active:
+        if isinstance(message, Forget) or not self.runner.is_running(self.client_id):
             return self.runner.server.answer(blob)
         return self.runner.exchange(self.client_id, message)
 
     def end_step(self) -> None:
         """Do nothing at the end of an optimizer step."""
-
-
-class _StepCancelledError(RuntimeError):
-    """Raised in the work of a client after another client of the server step failed, or after an interrupt."""
-
-    def __init__(self) -> None:
-        super().__init__("Another client of the server step failed, or the step was interrupted.")

@@ -255,11 +255,15 @@ class Gradient(SplitMessage):
     Args:
         gradient (`dict[str, torch.Tensor]`):
             Gradient of shape `(batch · sequence, hidden)`, encoded by [`~split.Wire`].
+        squared_norm (`float`, *optional*):
+            Squared norm of the gradients of the server's blocks, in the answer to the last gradient of a step. The
+            client then knows the norm by which all parties clip. It is `None` if other parties contribute to the norm.
     """
 
     kind: ClassVar[str] = "split_gradient"
 
     gradient: dict[str, torch.Tensor]
+    squared_norm: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

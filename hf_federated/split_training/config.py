@@ -16,6 +16,7 @@ from transformers import PretrainedConfig, TrainingArguments
 
 from ..config import SavedConfig, ShareOrCount
 from ..messages.quantization import TRAVEL_DTYPES
+from ..split.body import MAX_GRAPHS
 
 
 STRATEGIES = ("serial", "client_batch", "server_hierarchical")
@@ -92,6 +93,10 @@ class SplitConfig(SavedConfig):
             server.
         rotate_keys_every (`int`, *optional*, defaults to `100`): Number of optimizer steps of a client after which its
             encryption keys are replaced.
+        micro_batches_in_flight (`int`, *optional*, defaults to `8`): Number of micro-batches of an optimizer step
+            (`gradient_accumulation_steps`) that a networked client sends together. A step of as many micro-batches
+            costs two round trips. The server holds the activations of its blocks for this number of micro-batches,
+            and the client those of its first blocks. At most 64. It does not change the results.
         min_clients (`int` or `float`, *optional*, defaults to `1`): Number of clients, or their share as a float, with
             which a networked run continues after other clients failed. The steps of a failed client are skipped. With
             `1.0` the run ends when a client fails, and can be resumed with all clients.
@@ -134,6 +139,9 @@ class SplitConfig(SavedConfig):
         default=False, metadata={"help": "Encrypt the messages between client and server (extra: split)."}
     )
     rotate_keys_every: int = field(default=100, metadata={"help": "Steps of a client between key rotations."})
+    micro_batches_in_flight: int = field(
+        default=8, metadata={"help": "Micro-batches of a step that a networked client sends together (at most 64)."}
+    )
     min_clients: ShareOrCount = field(
         default=1, metadata={"help": "Clients, or their share, with which a networked run continues if others fail."}
     )
@@ -154,6 +162,12 @@ class SplitConfig(SavedConfig):
         if self.steps_per_turn is not None and self.strategy != "serial":
             raise ValueError(
                 f"`steps_per_turn` applies to strategy='serial' only, not to {self.strategy!r}. Leave it out."
+            )
+        in_flight = self.micro_batches_in_flight
+        if type(in_flight) is not int or not 1 <= in_flight <= MAX_GRAPHS:
+            raise ValueError(
+                f"micro_batches_in_flight={in_flight!r}, but it must be a number of micro-batches from 1 to "
+                f"{MAX_GRAPHS}."
             )
         share_or_count = self.min_clients
         if not (type(share_or_count) is int and share_or_count >= 1) and not (

@@ -36,6 +36,15 @@ SERVER = "server"
 TrainClient = Callable[["ClientParty", Any], torch.Tensor]
 
 
+def seed_of_micro_batch(seed: int, client_id: str, step: int, micro_batch: int) -> int:
+    """
+    Return the seed of the random numbers that a client draws for a micro-batch.
+
+    Micro-batches have separate seeds, so that a networked client can compute them in another order.
+    """
+    return derived_seed(seed, "client", client_id, step, *([micro_batch] if micro_batch else []))
+
+
 class ClientParty(Party):
     """
     A client with its head and tail.
@@ -155,11 +164,7 @@ class SplitFederation:
             client.model.boundary.begin_step(step, total_targets)
 
         def make_task(client: ClientParty) -> Callable[[], torch.Tensor]:
-            def run() -> torch.Tensor:
-                seed_generators(derived_seed(self.seed, "client", client.client_id, step))
-                return train(client, batches[client.client_id])
-
-            return run
+            return lambda: train(client, batches[client.client_id])
 
         with isolated_rng(self.seed):
             if self._client_batch is not None:
@@ -182,6 +187,25 @@ class SplitFederation:
         return torch.stack(
             [losses[client_id] * (weight / total_weight) for client_id, weight in nonzero_weights.items()]
         ).sum()
+
+    def seed_micro_batch(self, client_id: str, micro_batch: int) -> None:
+        """
+        Seed the random numbers of a micro-batch.
+
+        Args:
+            client_id (`str`): The client.
+            micro_batch (`int`): Number of the micro-batch in the step, from 0.
+        """
+        seed_generators(seed_of_micro_batch(self.seed, client_id, self.step, micro_batch))
+
+    def run_micro_batches(self, functions: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """
+        Run the forward and backward passes of the micro-batches of a client in a step, one after the other.
+
+        Args:
+            functions (`Sequence[Callable]`): The passes of each micro-batch.
+        """
+        return [function() for function in functions]
 
     def _clipping_groups(self, participants: Sequence[ClientParty]) -> list[list[str]]:
         """Return the groups of parties that clip by one norm: a server body and the clients that use this body."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..messages.serialization import packed_kind
 from ..security.encrypted_link import EncryptedLink, EncryptedServer, ServerConnection
 from ..security.encrypted_session import ClientSession, Identity, ServerSession
 from ..split.boundary import Link
-from .messages import LateReply, PeerRemovedReply
+from .messages import Bundle, LateReply, PeerRemovedReply, as_tensor, as_view
 
 
+# Size of a bundle of messages, which is in memory as a whole. Larger messages are sent separately.
+MAX_BUNDLE_BYTES = 1 << 28
 # Arguments: client id, bytes sent, bytes received.
 RecordBytes = Callable[[str, int, int], None]
 
@@ -112,16 +115,35 @@ class PeerRemovedError(RuntimeError):
     """Raised when the other client of a request was removed from the run."""
 
 
+@dataclass(frozen=True)
+class _Deferred:
+    """
+    A message that is sent with the next one.
+
+    Args:
+        message (`bytes`): The serialized message.
+        on_answer (`Callable`): Called with the serialized answer.
+    """
+
+    message: bytes
+    on_answer: Callable[[bytes | memoryview], object]
+
+
 class RunLink:
     """
     A client's link to the server of a networked run, for hidden states, gradients and control messages.
 
+    A control message whose answer is not needed at once waits for the next message, and both travel in one exchange.
+
     Args:
         link ([`~split.Link`]): The link that transfers the messages.
+        client_id (`str`): The client.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, client_id: str) -> None:
         self.link = link
+        self.client_id = client_id
+        self._deferred: list[_Deferred] = []
 
     def exchange(self, blob: bytes) -> bytes | memoryview:
         """
@@ -131,13 +153,51 @@ class RunLink:
             LateError: If the step continues without this client.
             PeerRemovedError: If the other client of the request was removed from the run.
         """
-        answer = self.link.exchange(blob)
-        kind = packed_kind(answer)
-        if kind == LateReply.kind:
-            raise LateError("The step continues without this client.")
-        if kind == PeerRemovedReply.kind:
-            raise PeerRemovedError(f"Client {PeerRemovedReply.from_bytes(answer).peer!r} was removed from the run.")
-        return answer
+        return self.exchange_all([blob])[0]
+
+    def exchange_all(self, blobs: Sequence[bytes]) -> list[bytes | memoryview]:
+        """
+        Send the deferred messages and further messages, which the server processes in this order.
+
+        Args:
+            blobs (`Sequence[bytes]`): The messages.
+
+        Returns:
+            `list[bytes]`: The answers to `blobs`.
+
+        Raises:
+            LateError: If the step continues without this client.
+            PeerRemovedError: If the other client of a request was removed from the run.
+            ValueError: If the server did not answer all messages.
+        """
+        deferred, self._deferred = self._deferred, []
+        answers: list[bytes | memoryview] = []
+        for bundled in _bundles([*(item.message for item in deferred), *blobs]):
+            answers += self._exchange_bundle(bundled)
+        for item, answer in zip(deferred, answers, strict=False):
+            item.on_answer(answer)
+        return answers[len(deferred) :]
+
+    def _exchange_bundle(self, blobs: Sequence[bytes]) -> list[bytes | memoryview]:
+        if len(blobs) == 1:
+            answers = [self.link.exchange(blobs[0])]
+        else:
+            bundle = Bundle(self.client_id, [as_tensor(blob) for blob in blobs])
+            received = Bundle.from_bytes(self.link.exchange(bundle.to_bytes()))
+            answers = [as_view(answer) for answer in received.messages]
+        for answer in answers:
+            kind = packed_kind(answer)
+            if kind == LateReply.kind:
+                raise LateError("The step continues without this client.")
+            if kind == PeerRemovedReply.kind:
+                raise PeerRemovedError(
+                    f"Client {PeerRemovedReply.from_bytes(answer).peer!r} was removed from the run."
+                )
+        if len(answers) != len(blobs):
+            raise ValueError(
+                f"The server answered {len(answers)} of {len(blobs)} messages of client {self.client_id!r}."
+            )
+        return answers
 
     def end_step(self) -> None:
         """Report the end of an optimizer step."""
@@ -146,3 +206,33 @@ class RunLink:
     def request(self, message: Any, answer: type[Any]) -> Any:
         """Send a control message and return its deserialized answer."""
         return answer.from_bytes(self.exchange(message.to_bytes()))
+
+    def defer(self, message: Any, answer: type[Any], on_answer: Callable[[Any], object] = lambda answer: None) -> None:
+        """
+        Send a control message with the next message.
+
+        Args:
+            message (`ControlMessage`): The message.
+            answer (`type`): Class of the answer.
+            on_answer (`Callable`, *optional*): Called with the deserialized answer.
+        """
+        self._deferred.append(_Deferred(message.to_bytes(), lambda blob: on_answer(answer.from_bytes(blob))))
+
+    def flush(self) -> None:
+        """Send the deferred messages, if there are any. Raises the errors of `exchange_all`."""
+        if self._deferred:
+            self.exchange_all([])
+
+
+def _bundles(blobs: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """Group messages so that a bundle has at most `MAX_BUNDLE_BYTES`, or one message."""
+    group: list[bytes] = []
+    num_bytes = 0
+    for blob in blobs:
+        if group and num_bytes + len(blob) > MAX_BUNDLE_BYTES:
+            yield group
+            group, num_bytes = [], 0
+        group.append(blob)
+        num_bytes += len(blob)
+    if group:
+        yield group

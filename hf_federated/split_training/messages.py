@@ -17,6 +17,7 @@ import torch
 
 from ..messages import Serializable
 from ..messages.fields import MAX_COUNT, Count, MaxEntries, Range, check_fields
+from ..split.body import MAX_GRAPHS
 from ..split.messages import REQUESTS, read_one_of
 
 
@@ -41,7 +42,7 @@ class ControlMessage(Serializable):
             raise ValueError(f"{self.kind}: {error}") from error
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            tensors = value.values() if isinstance(value, dict) else [value]
+            tensors = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
             for tensor in tensors:
                 if isinstance(tensor, torch.Tensor) and (tensor.dtype != torch.uint8 or tensor.ndim != 1):
                     raise ValueError(
@@ -277,8 +278,29 @@ class Finish(ControlMessage):
     step: Count
 
 
+# Largest number of messages in a bundle: the micro-batches in flight, and what begins and ends a step.
+MAX_BUNDLED = MAX_GRAPHS + 8
+
+
+@dataclass(frozen=True)
+class Bundle(ControlMessage):
+    """
+    Several messages in one exchange, or their answers.
+
+    The server processes the messages in order. If an answer is a [`LateReply`], [`PeerRemovedReply`] or
+    [`ResendReply`], the server does not process the following messages, and the bundle of the answers ends with it.
+
+    Args:
+        messages (`list[torch.Tensor]`): The serialized messages or answers; each uint8 of shape `(num_bytes,)`.
+    """
+
+    kind: ClassVar[str] = "split_bundle"
+
+    messages: Annotated[list[torch.Tensor], MaxEntries(MAX_BUNDLED)]
+
+
 CONTROL_MESSAGES: dict[str, type[ControlMessage]] = {
-    message.kind: message for message in (Join, BeginStep, EndStep, SendEnvelope, FetchEnvelope, Finish)
+    message.kind: message for message in (Join, BeginStep, EndStep, SendEnvelope, FetchEnvelope, Finish, Bundle)
 }
 
 
@@ -293,6 +315,15 @@ def read_message(blob: bytes | memoryview) -> Any:
         ValueError: If the message is damaged, has an unknown kind, or has a field that is not declared.
     """
     return read_one_of(blob, {**CONTROL_MESSAGES, **REQUESTS})
+
+
+# Kinds of the answers after which the server does not process the other messages of a bundle.
+STOPPING_KINDS = (LateReply.kind, PeerRemovedReply.kind, ResendReply.kind)
+
+
+def as_view(value: torch.Tensor) -> memoryview:
+    """Return the bytes of a uint8 tensor of a message, without a copy."""
+    return value.numpy().data
 
 
 def as_tensor(value: bytes) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from ..messages.serialization import packed_kind
 from ..security.encrypted_link import EncryptedLink
 from ..security.peer_envelopes import PeerEnvelopes
 from ..split.model import SplitModel
-from ..utils.random import derived_seed, isolated_rng, seed_generators
+from ..utils.random import isolated_rng, seed_generators
 from .averaging import InvalidPartsError, PartAverage, change_limit, change_norm, check_handover
 from .checks import check_same_run
 from .config import SplitConfig
-from .in_process import ClientParty, TrainClient
+from .in_process import ClientParty, TrainClient, seed_of_micro_batch
 from .link_wrappers import LateError, PeerRemovedError, RunLink, with_byte_counting
 from .messages import (
     BeginStep,
@@ -37,7 +37,8 @@ from .messages import (
     as_bytes,
     as_tensor,
 )
-from .optimization import JointOptimizer, Party
+from .micro_batches import MicroBatchLink, MicroBatchRunner
+from .optimization import JointOptimizer, Party, total_norm
 from .step_plan import StepPlan
 
 
@@ -82,8 +83,11 @@ class NetworkedFederation:
         self.client_ids: list[str] = []
         self.num_late = 0
         self._is_sealed = isinstance(model.boundary.link, EncryptedLink)
-        self._link = RunLink(with_byte_counting(model.boundary.link, self.client_id, self._record_bytes))
-        model.boundary.link = self._link
+        self._link = RunLink(
+            with_byte_counting(model.boundary.link, self.client_id, self._record_bytes), self.client_id
+        )
+        self._micro_batches = MicroBatchRunner(self._link, model)
+        model.boundary.link = MicroBatchLink(self._link, self._micro_batches)
         model.boundary.defers_backward = config.strategy == "client_batch"
         self.client = ClientParty(self.client_id, model)
         # Optimizer steps of each client in an epoch.
@@ -165,12 +169,10 @@ class NetworkedFederation:
         try:
             self._receive_parts()
             own_batches = batches[self.client_id]
-            self._link.request(
-                BeginStep(self.client_id, step, len(own_batches), num_examples[self.client_id]), BeginStepReply
-            )
+            begin = BeginStep(self.client_id, step, len(own_batches), num_examples[self.client_id])
+            self._link.defer(begin, BeginStepReply)
             boundary.begin_step(step, num_targets[self.client_id] if boundary.defers_backward else None)
             with isolated_rng(self.seed):
-                seed_generators(derived_seed(self.seed, "client", self.client_id, step))
                 loss = train(self.client, own_batches)
         except LateError:
             self._skip_step()
@@ -179,6 +181,10 @@ class NetworkedFederation:
         optimizer.groups = [[self.client.name]]
         self._recent_losses.append(loss.detach())
         return loss
+
+    def seed_micro_batch(self, client_id: str, micro_batch: int) -> None:
+        """Seed the random numbers of a micro-batch, as [`SplitFederation.seed`]."""
+        seed_generators(seed_of_micro_batch(self.seed, client_id, self.step, micro_batch))
 
     def replace_logged_losses(self, logs: dict[str, float]) -> None:
         """
@@ -213,12 +219,31 @@ class NetworkedFederation:
             `float`: The norm, or `None` if the step continues without this client and the client must not take the
             step.
         """
+        message = EndStep(self.client_id, self.step, squared_norm)
+        norm_of_body = self.model.boundary.squared_norm_of_body
+        if norm_of_body is not None:
+            norm = total_norm([norm_of_body, squared_norm])
+            # The server ends the run if the norm is not finite.
+            if math.isfinite(norm):
+                self._link.defer(message, EndStepReply, lambda reply: self._check_norm(reply, norm))
+                return norm
         try:
-            reply: EndStepReply = self._link.request(EndStep(self.client_id, self.step, squared_norm), EndStepReply)
+            reply: EndStepReply = self._link.request(message, EndStepReply)
         except LateError:
             self._skip_step()
             return None
         return reply.norm
+
+    def _check_norm(self, reply: EndStepReply, norm: float) -> None:
+        if reply.norm != norm:
+            raise ValueError(
+                f"The server clipped the gradients of step {reply.step} by the norm {reply.norm!r}, but client "
+                f"{self.client_id!r} by {norm!r}. Use the same version of the library on the server and the clients."
+            )
+
+    def run_micro_batches(self, functions: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+        """Run the forward and backward passes of the micro-batches of a step, as [`SplitFederation`]."""
+        return self._micro_batches.run_all(functions, self.config.micro_batches_in_flight)
 
     def _request_or_send_parts(self, message: Any, answer: type[Any]) -> Any:
         """Send a request that waits for other clients, and send them this client's parts if they need them."""
@@ -264,6 +289,9 @@ class NetworkedFederation:
             # Wait for the step. The client then evaluates and saves the server's body of this step.
             self._is_late = False
             self._request_or_send_parts(BeginStep(self.client_id, num_steps, 0, 0), BeginStepReply)
+        if num_steps == self.max_steps or self.client_id not in self._participants(num_steps):
+            # The other clients wait for the end of the step.
+            self._link.flush()
         average_every = self.config.average_every
         if average_every is not None and num_steps % average_every == 0:
             self.average()
@@ -436,6 +464,7 @@ class NetworkedFederation:
 
     def state(self) -> dict[str, Any]:
         """Return the state of the run for a checkpoint, in addition to the state of the client."""
+        self._link.flush()  # The server saves its checkpoint at the end of the step.
         return {
             "config": self.config.to_dict(),
             "client_id": self.client_id,

@@ -27,12 +27,13 @@ class StepProgress:
     Progress of the clients within one optimizer step.
 
     Args:
-        is_batched (`bool`): Whether the server batches the micro-batches of all clients. A client then finishes a
-            micro-batch before it starts the next one.
+        window (`int`, *optional*): Number of micro-batches in flight, if the server batches the micro-batches of all
+            clients. All clients then send the messages of a step in one order: the hidden states of a window of
+            micro-batches, their gradients, and then the next window.
     """
 
-    def __init__(self, is_batched: bool) -> None:
-        self._is_batched = is_batched
+    def __init__(self, window: int | None) -> None:
+        self._window = window
         self._announced: dict[str, BeginStep] = {}
         # For each client: the examples of its micro-batches in order, and the micro-batches with a gradient.
         self._num_examples: dict[str, list[int]] = {}
@@ -95,16 +96,29 @@ class StepProgress:
                     f"Client {client_id!r} sent micro-batch {message.micro_step} at step {message.step}, but "
                     f"micro-batch {len(num_examples)} is next."
                 )
-            if self._is_batched and len(num_examples) != len(with_gradient):
+            if self._window is not None and len(with_gradient) < message.micro_step // self._window * self._window:
                 raise ValueError(
                     f"Client {client_id!r} sent micro-batch {message.micro_step} at step {message.step} before the "
-                    "gradient of the previous micro-batch."
+                    f"gradients of the previous micro-batches. At most {self._window} micro-batches are in flight."
                 )
         elif message.micro_step >= len(num_examples) or message.micro_step in with_gradient:
             raise ValueError(
                 f"Client {client_id!r} sent a gradient of micro-batch {message.micro_step} at step {message.step}, "
                 "but no such micro-batch waits for a gradient."
             )
+        elif self._window is not None:
+            first = message.micro_step // self._window * self._window
+            expected = min(first + self._window, announced.num_batches)
+            if message.micro_step != len(with_gradient) or len(num_examples) < expected:
+                raise ValueError(
+                    f"Client {client_id!r} sent the gradient of micro-batch {message.micro_step} at step "
+                    f"{message.step}, but must first send the micro-batches before {expected} and the gradients of "
+                    "the earlier ones."
+                )
+
+    def has_all_gradients(self, client_id: str) -> bool:
+        """Whether the gradients of all announced micro-batches of a client were answered."""
+        return len(self._with_gradient.get(client_id, ())) == self._announced[client_id].num_batches
 
     def record(self, message: Forward | Backward) -> None:
         """Record a message that was answered."""

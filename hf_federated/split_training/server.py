@@ -21,10 +21,24 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..messages.serialization import packed_kind
 from ..split.messages import Backward, Forget, Forward
 from .checks import check_join
 from .envelope_relay import EnvelopeRelay
-from .messages import BeginStep, EndStep, FetchEnvelope, Finish, Join, JoinReply, SendEnvelope, read_message
+from .messages import (
+    STOPPING_KINDS,
+    BeginStep,
+    Bundle,
+    EndStep,
+    FetchEnvelope,
+    Finish,
+    Join,
+    JoinReply,
+    SendEnvelope,
+    as_tensor,
+    as_view,
+    read_message,
+)
 from .run_state import ClientRemovedError, RunFailedError, RunState
 from .server_model import ServerModel
 from .step_coordinator import StepCoordinator
@@ -117,6 +131,8 @@ class TrainingServer:
         message = read_message(blob)
         if message.client_id != client_id:
             raise ValueError(f"Client {client_id!r} sent a message in the name of {message.client_id!r}.")
+        if isinstance(message, Bundle):
+            return self._answer_bundle(client_id, message)
         with self.state.condition:
             self.state.check(client_id)
             if client_id in self.state.finished_clients and not isinstance(message, Forget):
@@ -128,6 +144,18 @@ class TrainingServer:
                 # The client may have waited for longer than a deadline.
                 self.state.last_message_at[client_id] = time.monotonic()
         return b"" if answer is None else bytes(answer.to_bytes())
+
+    def _answer_bundle(self, client_id: str, bundle: Bundle) -> bytes:
+        """Answer the messages of a bundle in order, until an answer stops the client."""
+        answers = []
+        for content in bundle.messages:
+            message = as_view(content)
+            if packed_kind(message) == Bundle.kind:
+                raise ValueError(f"Client {client_id!r} sent a bundle in a bundle.")
+            answers.append(self._answer(client_id, message))
+            if packed_kind(answers[-1]) in STOPPING_KINDS:
+                break
+        return Bundle(client_id, [as_tensor(answer) for answer in answers]).to_bytes()
 
     def _log_rejection(self, client_id: str, error: ValueError) -> None:
         """Log a rejected message. Later messages of the same client are not logged, so that it cannot fill the log."""

@@ -127,6 +127,10 @@ class ServerModel:
                 self.parties[name].zero_grad()
                 server.num_targets = 0
 
+    def squared_norm(self, client_id: str) -> float:
+        """Squared norm of the gradients of the body that a client uses."""
+        return self.parties[self._party_names[client_id]].squared_norm()
+
     def train_step(
         self, step: int, squared_norms: Mapping[str, float], num_examples: Mapping[str, int]
     ) -> dict[str, float]:

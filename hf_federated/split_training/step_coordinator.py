@@ -18,6 +18,7 @@ body.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..split.body import ClientFaultError
-from ..split.messages import Backward, Forget, Forward
+from ..split.messages import Backward, Forget, Forward, Gradient
 from .envelope_relay import EnvelopeRelay
 from .gradient_bounds import GradientBounds
 from .messages import BeginStep, BeginStepReply, EndStep, EndStepReply, LateReply, ResendReply
@@ -66,7 +67,8 @@ class StepCoordinator:
         self._deadline = deadline
         self._is_batched = server_model.split.strategy == "client_batch"
         self._bounds = GradientBounds()
-        self._progress = StepProgress(self._is_batched)
+        self._window = server_model.split.micro_batches_in_flight if self._is_batched else None
+        self._progress = StepProgress(self._window)
         self._late_clients: set[str] = set()
         self._batches: dict[tuple[str, int], RequestBatch] = {}
         # Clients with a message that a body processes outside of a batch.
@@ -154,7 +156,15 @@ class StepCoordinator:
             self._bounds.check_gradients(self._state.step, sensitivities)
             return server.backward_batch(messages)
 
-        return self._run_body("backward", message, server.check_backward, backward_batch)
+        reply = self._run_body("backward", message, server.check_backward, backward_batch)
+        # The client completes the norm by itself, unless other clients contribute to it or the step may end without
+        # this client.
+        if isinstance(reply, Gradient) and not self._is_batched and self._deadline is None:
+            if self._progress.has_all_gradients(message.client_id):
+                with self._state.computing():
+                    squared_norm = self._server_model.squared_norm(message.client_id)
+                return dataclasses.replace(reply, squared_norm=squared_norm)
+        return reply
 
     def forget(self, message: Forget) -> None:
         """Drop a cache of a client."""
@@ -372,7 +382,7 @@ class StepCoordinator:
         self._state.step += 1
         self._active_at = time.monotonic()
         self._late_clients, self._batches = set(), {}
-        self._progress = StepProgress(self._is_batched)
+        self._progress = StepProgress(self._window)
         self._state.condition.notify_all()
 
     def _skip_step(self, client_id: str) -> None:

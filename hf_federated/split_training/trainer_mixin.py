@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -392,11 +392,21 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         return self.accelerator.autocast()
 
     def _train_client(self, client: ClientParty, batches: list[Any], num_items: torch.Tensor | int | None) -> Any:
-        losses = []
-        for batch in batches:
-            self.current_gradient_accumulation_steps = len(batches)
-            losses.append(super().training_step(client.model, batch, num_items))
-            client.model.boundary.finish_backward()
+        federation = self._federation
+        assert federation is not None
+        training_step = super().training_step
+
+        def make_task(number: int, batch: Any) -> Callable[[], torch.Tensor]:
+            def run() -> torch.Tensor:
+                federation.seed_micro_batch(client.client_id, number)
+                self.current_gradient_accumulation_steps = len(batches)
+                loss = training_step(client.model, batch, num_items)
+                client.model.boundary.finish_backward()
+                return loss
+
+            return run
+
+        losses = federation.run_micro_batches([make_task(number, batch) for number, batch in enumerate(batches)])
         client.model.boundary.check_targets()
         return torch.stack(losses).sum()
 

@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,6 +63,19 @@ def set_torch_state(state: list[torch.Tensor]) -> None:
     torch.set_rng_state(state[0])
     for accelerator_state in state[1:]:
         torch.get_device_module().set_rng_state(accelerator_state)
+
+
+def generator_states() -> tuple[Any, Any, list[torch.Tensor]]:
+    """Return the states of the global generators of Python, numpy and torch."""
+    return random.getstate(), np.random.get_state(), torch_state()
+
+
+def set_generator_states(states: tuple[Any, Any, list[torch.Tensor]]) -> None:
+    """Restore the states that `generator_states` returned."""
+    python_state, numpy_state, torch_states = states
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    set_torch_state(torch_states)
 
 
 @contextmanager

@@ -107,6 +107,7 @@ def test_card_mentions_every_field_of_control_messages(tmp_path):
         "is_broadcast": "whether the parameters are for all other clients",
         "peer": "the server names it to the clients that wait for it",
         "recipients": "sees the sender, the receiver",
+        "messages": "",  # a bundle of the other messages
     }
     kinds = [
         *CONTROL_MESSAGES.values(),

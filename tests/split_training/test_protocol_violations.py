@@ -35,12 +35,13 @@ def config_of(strategy):
     return SplitConfig(strategy=strategy, average_every=None if strategy == "serial" else 2, min_clients=1.0)
 
 
-def train_with_attack(tmp_path, strategy, attack, until=None, **changes):
+def train_with_attack(tmp_path, strategy, attack, until=None, micro_batches_in_flight=8, **changes):
     """
     Train a run whose second client runs `attack` instead of a step. The first client can wait for an event before its
     step.
     """
-    run = Run(tmp_path, clients_of(2, 2), config_of(strategy), LORA, **changes)
+    split = dataclasses.replace(config_of(strategy), micro_batches_in_flight=micro_batches_in_flight)
+    run = Run(tmp_path, clients_of(2, 2), split, LORA, **changes)
     first = run.trainers["client 0"]
     if until is not None:
         first.training_step = lambda *args: until.wait(30) and type(first).training_step(first, *args)
@@ -214,8 +215,16 @@ def test_micro_batch_cannot_start_before_previous_gradient(tmp_path):
         tokens = send_micro_batch(trainer, 2, backward=False)
         trainer.model(tokens, labels=tokens)
 
-    run = train_with_attack(tmp_path, "client_batch", skip, deadline=1.0)
-    assert "at step 0 before the gradient of the previous micro-batch" in str(run.errors["client 1"])
+    run = train_with_attack(tmp_path, "client_batch", skip, deadline=1.0, micro_batches_in_flight=1)
+    assert "before the gradients of the previous micro-batches. At most 1" in str(run.errors["client 1"])
+
+
+def test_gradient_cannot_arrive_before_the_micro_batches_of_its_window(tmp_path):
+    def hurry(run, trainer, *args):
+        send_micro_batch(trainer, 2, backward=True)
+
+    run = train_with_attack(tmp_path, "client_batch", hurry, deadline=1.0)
+    assert "must first send the micro-batches before 2" in str(run.errors["client 1"])
 
 
 def test_micro_batches_and_gradients_are_accepted_once_and_in_order(tmp_path):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from networked import DirectLink, Run
+from networked import DirectLink, Run, unbundled
 from split_runs import LORA, STRATEGIES, clients_of
 
 from hf_federated import SplitConfig
@@ -20,12 +20,14 @@ from hf_federated.split.messages import Backward, Forward
 from hf_federated.split_training import StepPlan
 from hf_federated.split_training.messages import (
     BeginStep,
+    Bundle,
     EndStep,
     FetchEnvelope,
     Finish,
     Join,
     JoinReply,
     SendEnvelope,
+    as_tensor,
     read_message,
 )
 from hf_federated.split_training.pending_messages import RequestBatch
@@ -39,9 +41,13 @@ class ReplacingLink(DirectLink):
         self.replace = replace
 
     def exchange(self, blob):
-        message = read_message(blob) if self.client_id == "client 1" else None
-        answer = None if message is None else self.replace(self.server, message)
-        return super().exchange(blob) if answer is None else answer
+        if self.client_id != "client 1":
+            return super().exchange(blob)
+        answers = []
+        for sent in unbundled(blob):
+            answer = self.replace(self.server, read_message(sent))
+            answers.append(super().exchange(sent) if answer is None else answer)
+        return answers[0] if len(answers) == 1 else Bundle("client 1", list(map(as_tensor, answers))).to_bytes()
 
 
 def train_with_replaced_messages(tmp_path, strategy, replace, clients=2, **changes):

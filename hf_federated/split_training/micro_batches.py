@@ -1,0 +1,127 @@
+"""`MicroBatchRunner`: the micro-batches of an optimizer step of a networked client, whose messages travel together.
+
+A client computes its first blocks for all micro-batches of a window and sends the hidden states in one exchange. It
+then computes its last blocks and the gradients at the cut layer for all of them, and sends these in a second exchange.
+This is the schedule of GPipe (Huang et al., 2019, https://arxiv.org/abs/1811.06965) with the first blocks, the server
+and the last blocks as stages. A step therefore costs two round trips, and not two for each micro-batch. Gradients are
+added in the order of the micro-batches, so the results equal those of micro-batches in turn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from ..split.lockstep import LockstepRunner
+from ..split.model import SplitModel
+from .link_wrappers import RunLink
+
+
+T = TypeVar("T")
+
+
+class MicroBatchRunner(LockstepRunner):
+    """
+    Runs the micro-batches of a client together.
+
+    Args:
+        link ([`RunLink`]): The client's link to the server.
+        model ([`SplitModel`]): The client's head and tail. Its boundary must use the link of this runner.
+    """
+
+    def __init__(self, link: RunLink, model: SplitModel) -> None:
+        super().__init__(link.exchange_all, "micro-batch")
+        self._link = link
+        self._model = model
+        tail = set(map(id, model.client_tail.parameters()))
+        # Both parts add gradients to a shared parameter, such as tied embeddings. The gradients of each turn are kept,
+        # and added in the order of the micro-batches.
+        self._shared = [parameter for parameter in model.client_head.parameters() if id(parameter) in tail]
+        self._gradients: dict[str, list[list[torch.Tensor | None]]] = {}
+
+    def exchange(self, name: str, message: bytes) -> bytes | memoryview:
+        answer: bytes | memoryview = super().exchange(name, message)
+        return answer
+
+    def run_all(self, functions: Sequence[Callable[[], T]], window: int) -> list[T]:
+        """
+        Run the micro-batches of a step.
+
+        Args:
+            functions (`Sequence[Callable]`): The forward and backward pass of each micro-batch.
+            window (`int`): Number of micro-batches in flight.
+
+        Returns:
+            `list`: The return values.
+
+        Raises:
+            Exception: The error of the first micro-batch that fails.
+        """
+        results: list[T] = []
+        for start in range(0, len(functions), window):
+            group = functions[start : start + window]
+            if len(group) == 1:
+                results.append(group[0]())
+                continue
+            boundary = self._model.boundary
+            deferred, boundary.defers_backward = boundary.defers_backward, True
+            before = [parameter.grad for parameter in self._shared]
+            try:
+                results += self.run({str(start + number): function for number, function in enumerate(group)}).values()
+                self._add_shared_gradients(before, in_one_pass=not deferred)
+            finally:
+                boundary.defers_backward = deferred
+                self._gradients = {}
+        return results
+
+    def _enter(self, name: str) -> None:
+        for parameter in self._shared:
+            parameter.grad = None
+
+    def _leave(self, name: str) -> None:
+        self._gradients.setdefault(name, []).append([parameter.grad for parameter in self._shared])
+
+    @torch.no_grad()
+    def _add_shared_gradients(self, before: Sequence[torch.Tensor | None], in_one_pass: bool) -> None:
+        """
+        Add the gradients of the shared parameters in the order of micro-batches in turn.
+
+        Args:
+            before (`Sequence[torch.Tensor]`): The gradients before this window.
+            in_one_pass (`bool`): Whether the backward pass of one micro-batch goes through both parts. Autograd then
+                adds their gradients to each other first.
+        """
+        for number, (parameter, total) in enumerate(zip(self._shared, before, strict=True)):
+            for turns in self._gradients.values():
+                gradients = [gradient for turn in turns if (gradient := turn[number]) is not None]
+                if in_one_pass and gradients:
+                    gradients = [functools.reduce(torch.add, gradients)]
+                for gradient in gradients:
+                    total = gradient if total is None else total.add_(gradient)
+            parameter.grad = total
+
+
+class MicroBatchLink:
+    """
+    A client's link to the server, on which the messages of micro-batches wait for each other.
+
+    Args:
+        link ([`RunLink`]): The link to the server.
+        runner ([`MicroBatchRunner`]): The runner of the micro-batches.
+    """
+
+    def __init__(self, link: RunLink, runner: MicroBatchRunner) -> None:
+        self._link = link
+        self._runner = runner
+
+    def exchange(self, blob: bytes) -> bytes | memoryview:
+        """Send a message and return the answer. Raises the errors of [`RunLink.exchange`]."""
+        name = self._runner.name_of_thread()
+        return self._link.exchange(blob) if name is None else self._runner.exchange(name, blob)
+
+    def end_step(self) -> None:
+        """Report the end of an optimizer step."""
+        self._link.end_step()
