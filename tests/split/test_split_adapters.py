@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 
+import peft
 import pytest
 import torch
 from decoders import MORE_DECODERS, NUM_BLOCKS, batch, decoder, slow
+from packaging.version import Version
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, get_peft_model
 
 from hf_federated import SplitModel
@@ -27,6 +29,10 @@ ATTENTION = {
 EXPERTS = ["mixtral", "qwen3_moe"]
 # PEFT creates prefixes for all query heads, but the blocks of this family have one key/value head.
 NO_PREFIX = ["falcon"]
+# PEFT 0.19 raises an IndexError for prefixes of these families.
+NO_PREFIX_IN_OLD_PEFT = ["gemma2", "gemma3"]
+if Version(peft.__version__) < Version("0.21"):
+    NO_PREFIX += NO_PREFIX_IN_OLD_PEFT
 ADAPTERS = {
     "prefix": lambda name: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     "lora": lambda name: LoraConfig(
@@ -156,7 +162,8 @@ def test_adapters_that_peft_or_a_split_model_does_not_support_raise_error():
     with pytest.raises(ValueError, match="share one key/value head"):
         split.add_adapter(ADAPTERS["prefix"]("falcon"))
     split = SplitModel.from_model(decoder("mixtral"))
-    with pytest.raises(ValueError, match="adapts the experts"):
+    # Older versions of PEFT do not find "all-linear" modules in a model with experts.
+    with pytest.raises(ValueError, match="adapts the experts|not found in the base model"):
         split.add_adapter(ADAPTERS["lora"]("llama"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from family_table import NAMES, PAGE, TOLERANCE, Row, families, measure, page_table
+from test_split_adapters import NO_PREFIX
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_federated.split import LAYOUTS
@@ -33,6 +34,8 @@ def test_table_has_a_row_for_each_layout_with_its_class():
 def test_family_is_as_exact_as_the_table_says(key):
     if key not in families() and not key.startswith("chatglm"):
         pytest.skip("The installed version of transformers lacks this model type.")
+    if set(families().get(key, [])) & set(NO_PREFIX) - {"falcon"}:
+        pytest.skip("The installed version of PEFT does not support prefixes of this family.")
     row, expected = measure(key), page_rows()[NAMES[key]]
     # Other machines round differently.
     assert max(row.logits, row.gradients) <= TOLERANCE, f"Run tests/split/family_table.py to update {PAGE}."

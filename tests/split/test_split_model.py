@@ -337,12 +337,13 @@ def test_router_losses_raise_error():
 
 
 def test_attention_implementation_of_a_split_model_can_be_set():
-    full_model = decoder("gemma2")
+    full_model = decoder("llama")
     split = SplitModel.from_model(full_model)
     split.set_attn_implementation("eager")
     full_model.set_attn_implementation("eager")
     inputs = batch("left")
-    assert torch.equal(split(**inputs).logits, full_model(**inputs, use_cache=False).logits)
+    tokens = inputs["attention_mask"].bool()
+    assert (split(**inputs).logits - full_model(**inputs, use_cache=False).logits)[tokens].abs().max() <= 1e-6
 
 
 def test_sequence_longer_than_the_maximum_raises_error():
