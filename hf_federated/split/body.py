@@ -7,17 +7,19 @@ gradient it has not received yet, and the key/value caches of unfinished generat
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 from torch.nn.utils import get_total_norm
 from transformers import DynamicCache
 
-from ..utils.random import derived_seed, isolated_rng
+from ..utils.random import derived_seed, generator_states, isolated_rng
 from .layouts import AttentionInputs
 from .messages import (
     Backward,
@@ -49,6 +51,9 @@ class ClientFaultError(ValueError):
         self.client_ids = list(client_ids)
         self.is_recoverable = is_recoverable
 
+
+# Held while a body draws random numbers. The generators belong to the process.
+_GENERATORS = threading.RLock()
 
 # Maximum number of graphs and caches per client. If a client exceeds a maximum, its oldest graph or cache is dropped.
 MAX_GRAPHS = 64
@@ -100,6 +105,8 @@ class BodyServer:
         self._graphs: OrderedDict[MicroBatchId, _Graph] = OrderedDict()
         self._caches: OrderedDict[tuple[str, int], DynamicCache] = OrderedDict()
         self._norms: dict[str, _BoundaryNorms] = {}
+        # Whether a forward pass draws random numbers in training. `None` before the first one.
+        self._draws_random_numbers: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy. A copy has no graphs and no caches."""
@@ -182,10 +189,7 @@ class BodyServer:
         if self.body.model.training != first.training:  # setting the mode of many small modules is slow
             self.body.train(first.training)
         inputs.requires_grad_(first.grad)
-        random_numbers: Any = contextlib.nullcontext()
-        if self.seed is not None and first.training:
-            random_numbers = isolated_rng(derived_seed(self.seed, "body", *first.micro_batch_id))
-        with random_numbers, torch.set_grad_enabled(first.grad), _autocast(inputs.device, first.autocast):
+        with self._random_numbers(first), torch.set_grad_enabled(first.grad), _autocast(inputs.device, first.autocast):
             outputs = self.body(inputs, mask, positions, cache, contexts, use_cache=cache is not None).logits
         if first.grad:
             _check_outputs(messages, _split_by_client(outputs.detach(), sizes))
@@ -194,6 +198,23 @@ class BodyServer:
             Hidden(*message.micro_batch_id, hidden=self.wire.encode(client_outputs))
             for message, client_outputs in zip(messages, _split_by_client(outputs, sizes), strict=True)
         ]
+
+    @contextlib.contextmanager
+    def _random_numbers(self, message: Forward) -> Iterator[None]:
+        """
+        Seed the random numbers of a forward pass.
+
+        The first pass shows whether the body draws random numbers. If not, later passes neither seed the generators of
+        the process nor wait for the passes of other bodies, which use the same generators.
+        """
+        if self.seed is None or not message.training or self._draws_random_numbers is False:
+            yield
+            return
+        with _GENERATORS, isolated_rng(derived_seed(self.seed, "body", *message.micro_batch_id)):
+            before = generator_states()
+            yield
+            if self._draws_random_numbers is None:
+                self._draws_random_numbers = not _are_equal_states(before, generator_states())
 
     def backward_batch(self, messages: Sequence[Backward]) -> list[Gradient]:
         """
@@ -233,7 +254,9 @@ class BodyServer:
             )
         self._drop(graph)
         trained = [parameter for parameter in self.body.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(graph.outputs, [graph.inputs, *trained], gradient, allow_unused=True)
+        # Activation checkpointing runs a part of the forward pass again, with the same random numbers.
+        with contextlib.nullcontext() if self._draws_random_numbers is False else _GENERATORS:
+            gradients = torch.autograd.grad(graph.outputs, [graph.inputs, *trained], gradient, allow_unused=True)
         if not _are_finite([tensor for tensor in gradients if tensor is not None]):
             raise _overflow_error(graph, client_gradients, _split_by_client(gradients[0], graph.sizes))
         for parameter, parameter_gradient in zip(trained, gradients[1:], strict=True):
@@ -438,6 +461,16 @@ class BodyServer:
                 "sequences. Generate from the beginning."
             )
         return cache
+
+
+def _are_equal_states(first: Any, second: Any) -> bool:
+    """Whether the states of all generators are equal."""
+    (python, numpy, torch_states), (other_python, other_numpy, other_torch_states) = first, second
+    return bool(
+        python == other_python
+        and all(map(np.array_equal, numpy, other_numpy))
+        and all(map(torch.equal, torch_states, other_torch_states))
+    )
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 from collections.abc import Mapping
 
 from ..split.body import ClientFaultError
@@ -119,15 +120,19 @@ class _Reference:
 
     def __init__(self, typical: float) -> None:
         self._typical = typical
+        # Bodies of several clients compute in parallel.
+        self._lock = threading.Lock()
         self._first: dict[str, float] = {}
         self._largest: dict[str, float] = {}
 
     def limit(self, client_id: str, values: Mapping[str, float]) -> float:
         """Return the largest accepted number of a client, from the history and the numbers of the other clients."""
-        largest = {name: max(value, self._largest.get(name, 0.0)) for name, value in values.items()}
-        others = [value for name, value in {**self._largest, **largest}.items() if name != client_id and value > 0]
+        with self._lock:
+            previous, first = dict(self._largest), self._first.get(client_id, 0.0)
+        largest = {name: max(value, previous.get(name, 0.0)) for name, value in values.items()}
+        others = [value for name, value in {**previous, **largest}.items() if name != client_id and value > 0]
         if len(others) < 2:
-            return MAX_RATIO * max(self._typical, self._first.get(client_id, 0.0), *others)
+            return MAX_RATIO * max(self._typical, first, *others)
         # The larger of two middle numbers: a hostile client that sends tiny numbers must not exclude honest clients.
         return MAX_RATIO * statistics.median_high(others)
 
@@ -149,7 +154,8 @@ class _Reference:
         self.record(values)
 
     def record(self, values: Mapping[str, float]) -> None:
-        for client_id, value in values.items():
-            if value > 0:
-                self._first.setdefault(client_id, value)
-                self._largest[client_id] = max(value, self._largest.get(client_id, 0.0))
+        with self._lock:
+            for client_id, value in values.items():
+                if value > 0:
+                    self._first.setdefault(client_id, value)
+                    self._largest[client_id] = max(value, self._largest.get(client_id, 0.0))

@@ -1,8 +1,9 @@
 """
 State of a networked run that all threads of the server share: its clients, its step, and how it ends.
 
-A short lock guards the state. A second lock guards the bodies: it is held while a body computes, and the state is not
-locked meanwhile. Presence, heartbeats and control messages therefore never wait for the computation of another client.
+A short lock guards the state. Each body has a lock that is held while the body computes, and the state is not locked
+meanwhile. Presence, heartbeats and control messages therefore never wait for the computation of another client. The
+bodies of `"server_hierarchical"` compute in parallel.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from transformers.utils import logging
 
@@ -58,9 +59,8 @@ class RunState:
         self.removed: dict[str, str] = {}
         self.finished_clients: set[str] = set()
         self.last_message_at = dict.fromkeys(self.client_ids, time.monotonic())
-        # One lock for all bodies, because a computation sets the random state of the process. Bodies that compute in
-        # parallel need a lock each and their own generators.
-        self._body_lock = threading.Lock()
+        # The lock of each body, by the client whose messages it processes. Clients that share a body share its lock.
+        self._body_locks = {client_id: threading.Lock() for client_id in self.client_ids}
 
     @property
     def active_clients(self) -> list[str]:
@@ -129,12 +129,31 @@ class RunState:
             self.condition.wait()
         self.check(client_id)
 
+    def share_bodies(self, names: Mapping[str, str]) -> None:
+        """
+        Set which clients share a body.
+
+        Args:
+            names (`Mapping[str, str]`): Name of the body of each client, by client id.
+        """
+        locks = {name: threading.Lock() for name in names.values()}
+        self._body_locks = {client_id: locks[name] for client_id, name in names.items()}
+
     @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Release the lock of the state, and hold the lock of the bodies."""
+    def computing(self, client_id: str | None = None) -> Iterator[None]:
+        """
+        Release the lock of the state, and hold the lock of a body.
+
+        Args:
+            client_id (`str`, *optional*): The client that uses the body. By default all bodies are locked.
+        """
+        locks = self._body_locks.values() if client_id is None else [self._body_locks[client_id]]
         self.condition.release()
         try:
-            with self._body_lock:
+            with contextlib.ExitStack() as stack:
+                # All threads take the locks in the same order.
+                for lock in dict.fromkeys(locks):
+                    stack.enter_context(lock)
                 yield
         finally:
             self.condition.acquire()

@@ -75,6 +75,7 @@ class TrainingServer:
         self.deadline = deadline
         self.server_model = server_model
         self.state = RunState(self.client_ids, split.resolve_min_clients(len(self.client_ids)))
+        self.state.share_bodies(server_model.party_names)
         self.finished = self.state.finished
         self._relay = EnvelopeRelay(self.state, split, deadline)
         self._steps = StepCoordinator(self.state, server_model, self._relay, deadline)

@@ -45,6 +45,7 @@ class ServerModel:
 
     Attributes:
         parties (`dict[str, Party]`): Each body with its optimizer, by name.
+        party_names (`dict[str, str]`): Name of the body of each client, by client id.
         body_servers (`dict[str, BodyServer]`): The server of each client's messages, by client id.
         max_steps (`int`): Number of optimizer steps of the run; 0 before `prepare`.
     """
@@ -66,13 +67,11 @@ class ServerModel:
         self.max_steps = 0
         enable_checkpointing(body, args)
         has_replicas = split.strategy == "server_hierarchical"
-        self._party_names = {
-            client_id: f"{SERVER}/{client_id}" if has_replicas else SERVER for client_id in client_ids
-        }
-        parts = {name: copy_model(body) if has_replicas else body for name in self._party_names.values()}
+        self.party_names = {client_id: f"{SERVER}/{client_id}" if has_replicas else SERVER for client_id in client_ids}
+        parts = {name: copy_model(body) if has_replicas else body for name in self.party_names.values()}
         servers = {name: BodyServer(part, wire, split.resolve_seed(args)) for name, part in parts.items()}
         self.parties = {name: Party(name, part, None) for name, part in parts.items()}
-        self.body_servers = {client_id: servers[name] for client_id, name in self._party_names.items()}
+        self.body_servers = {client_id: servers[name] for client_id, name in self.party_names.items()}
         # Examples trained since the last average of the bodies.
         self._num_examples = dict.fromkeys(client_ids, 0)
 
@@ -119,9 +118,9 @@ class ServerModel:
         Args:
             client_ids (`Sequence[str]`): The clients.
         """
-        used = {name for client_id, name in self._party_names.items() if client_id not in client_ids}
+        used = {name for client_id, name in self.party_names.items() if client_id not in client_ids}
         for client_id in client_ids:
-            server, name = self.body_servers[client_id], self._party_names[client_id]
+            server, name = self.body_servers[client_id], self.party_names[client_id]
             server.drop_micro_batches([client_id])
             if name not in used:
                 self.parties[name].zero_grad()
@@ -129,7 +128,7 @@ class ServerModel:
 
     def squared_norm(self, client_id: str) -> float:
         """Squared norm of the gradients of the body that a client uses."""
-        return self.parties[self._party_names[client_id]].squared_norm()
+        return self.parties[self.party_names[client_id]].squared_norm()
 
     def train_step(
         self, step: int, squared_norms: Mapping[str, float], num_examples: Mapping[str, int]
@@ -152,10 +151,10 @@ class ServerModel:
             ValueError: If the gradients of a body or of its clients are not finite. In this case no body is updated.
         """
         norms: dict[str, float] = {}
-        names = list(dict.fromkeys(self._party_names[client_id] for client_id in squared_norms))
+        names = list(dict.fromkeys(self.party_names[client_id] for client_id in squared_norms))
         for name in names:
             party = self.parties[name]
-            members = [client_id for client_id in squared_norms if self._party_names[client_id] == name]
+            members = [client_id for client_id in squared_norms if self.party_names[client_id] == name]
             self.body_servers[members[0]].average_gradients()
             norm = total_norm([party.squared_norm(), *(squared_norms[client_id] for client_id in members)])
             if not math.isfinite(norm):
@@ -166,7 +165,7 @@ class ServerModel:
             norms |= dict.fromkeys(members, norm)
         # Update the bodies after all norms are checked. If the run ends here, all bodies are at the same step.
         for name in names:
-            member = next(client_id for client_id in squared_norms if self._party_names[client_id] == name)
+            member = next(client_id for client_id in squared_norms if self.party_names[client_id] == name)
             self.parties[name].step(norms[member], self.args.max_grad_norm)
         for scheduler in self._schedulers:
             scheduler.step()
@@ -187,7 +186,7 @@ class ServerModel:
         """Return the mean of all bodies, weighted by the examples of their clients since the last average."""
         mean = WeightedMean()
         for client_id, num_examples in averaging_weights(self._num_examples).items():
-            mean.add(self.parties[self._party_names[client_id]].state(), num_examples)
+            mean.add(self.parties[self.party_names[client_id]].state(), num_examples)
         return mean.finalize()
 
     # ---- Files

@@ -137,7 +137,7 @@ class StepCoordinator:
         """Run the forward pass of the body. Messages without a gradient do not belong to a step."""
         server = self._server_model.body_servers[message.client_id]
         if not message.grad:
-            with self._state.computing():
+            with self._state.computing(message.client_id):
                 return server.forward(message)
 
         def forward_batch(messages: Sequence[Forward]) -> Sequence[Any]:
@@ -161,14 +161,14 @@ class StepCoordinator:
         # this client.
         if isinstance(reply, Gradient) and not self._is_batched and self._deadline is None:
             if self._progress.has_all_gradients(message.client_id):
-                with self._state.computing():
+                with self._state.computing(message.client_id):
                     squared_norm = self._server_model.squared_norm(message.client_id)
                 return dataclasses.replace(reply, squared_norm=squared_norm)
         return reply
 
     def forget(self, message: Forget) -> None:
         """Drop a cache of a client."""
-        with self._state.computing():
+        with self._state.computing(message.client_id):
             self._server_model.body_servers[message.client_id].answer(message.to_bytes())
 
     def end_step(self, message: EndStep) -> Any:
@@ -232,7 +232,7 @@ class StepCoordinator:
             return LateReply(client_id, message.step)
         self._progress.check(message)
         try:
-            with self._exclusively(client_id, kind, message), self._state.computing():
+            with self._exclusively(client_id, kind, message), self._state.computing(client_id):
                 # Check each message on its own, so that only its sender receives the error.
                 if self._is_batched:
                     self._server_model.check_batchable(message)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from networked import DirectLink, Run
-from split_runs import LORA, clients_of, rows_of
+from split_runs import LORA, clients_of, rows_of, whole_model
 
 from hf_federated import SplitConfig
 from hf_federated.split_training.messages import Finish, Join, SendEnvelope, as_tensor
@@ -71,3 +71,46 @@ def test_run_continues_if_a_client_is_lost_during_a_computation(strategy, tmp_pa
 def test_evaluation_of_a_client_waits_for_no_client(tmp_path):
     run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, eval_dataset=rows_of(5))
     assert run.trainers["client 0"].evaluate()["eval_loss"] > 0
+
+
+def test_bodies_of_different_clients_compute_at_the_same_time(tmp_path):
+    """Each body waits inside its first forward pass until the other body computes too."""
+    split = SplitConfig(strategy="server_hierarchical", average_every=2)
+    run = Run(tmp_path, clients_of(4, 4), split, LORA)
+    barrier = threading.Barrier(2)
+    for server in run.server.server_model.body_servers.values():
+        forward_batch, passes = server.forward_batch, []
+
+        def forward_at_the_same_time(messages, forward_batch=forward_batch, passes=passes):
+            passes.append(1)
+            # The first pass holds the generators of the process, because the body may draw random numbers.
+            if len(passes) == 2:
+                barrier.wait(20)
+            return forward_batch(messages)
+
+        server.forward_batch = forward_at_the_same_time
+    run.train()
+    assert not run.errors
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_only_a_body_that_draws_random_numbers_holds_the_generators(dropout, tmp_path):
+    split = SplitConfig(strategy="server_hierarchical", average_every=2)
+    run = Run(tmp_path, clients_of(4, 4), split, LORA, model=whole_model(attention_dropout=dropout))
+    run.train()
+    assert not run.errors
+    bodies = run.server.server_model.body_servers.values()
+    assert {server._draws_random_numbers for server in bodies} == {dropout > 0}
+
+
+def test_parallel_bodies_give_the_weights_of_bodies_in_turn(tmp_path):
+    split = SplitConfig(strategy="server_hierarchical", average_every=2)
+    values = []
+    for is_parallel in (True, False):
+        run = Run(tmp_path / str(is_parallel), clients_of(6, 5, 4), split, model=whole_model())
+        if not is_parallel:
+            run.server.state.share_bodies(dict.fromkeys(run.server.client_ids, "one"))
+        run.train()
+        assert not run.errors
+        values.append(run.values())
+    assert all(value.equal(values[1][party][name]) for party in values[0] for name, value in values[0][party].items())
