@@ -105,7 +105,8 @@ def batch_messages(record: SplitRecord) -> str:
         " attention mask as bits (if an example was padded), the position ids (if they do not follow from the"
         f" mask),{context} and whether dropout, gradients and autocast were enabled.{num_targets} Each message"
         " contains the name of the client, the optimizer step and the index of the batch within the step. During"
-        " generation, messages also contain the number of a key/value cache and the number of positions in the cache."
+        " generation, messages also contain the number of a key/value cache, the number of positions in the cache and,"
+        " with beam search, the beam that each sequence continues."
     )
 
 

@@ -438,7 +438,7 @@ class BodyServer:
                 self._drop(oldest)
 
     def _cache(self, message: Forward) -> DynamicCache | None:
-        """Return the cache that a message uses, if any."""
+        """Return the cache that a message uses, if any, in the order of the message's sequences."""
         if message.cache_id is None:
             return None
         key = (message.client_id, message.cache_id)
@@ -460,6 +460,8 @@ class BodyServer:
                 f"The message has {message.batch_size} sequences, but the cache has {len(cache.layers[0].keys)} "
                 "sequences. Generate from the beginning."
             )
+        if message.reorder is not None:
+            cache.reorder_cache(message.reorder.long())
         return cache
 
 

@@ -125,6 +125,7 @@ class Boundary:
         seen: int = 0,
         context_lengths: torch.Tensor | None = None,
         num_targets: int | None = None,
+        reorder: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """
         Run the server's blocks on hidden states. The result is part of the autograd graph.
@@ -142,6 +143,9 @@ class Boundary:
             num_targets (`int`, *optional*):
                 Number of target tokens of this micro-batch. The number is sent to the server if `total_targets` is
                 set.
+            reorder (`torch.Tensor`, *optional*):
+                Shape `(batch,)`. The server's cache is reordered before the call: sequence `i` continues the cached
+                sequence `reorder[i]`.
 
         Returns:
             `torch.Tensor`: Hidden states after the server's blocks, with the shape and dtype of `hidden`.
@@ -164,6 +168,7 @@ class Boundary:
             "autocast": autocast,
             "cache_id": cache_id,
             "seen": seen,
+            "reorder": None if reorder is None else reorder.to("cpu", torch.int32),
         }
         # Without a gradient there is no backward pass, so the micro-batch is not counted.
         self._micro_step += header["grad"]

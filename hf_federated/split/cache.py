@@ -39,6 +39,8 @@ class SplitCache(DynamicCache):
         self.is_broken = False
         # All tokens, if the layout's runner computes positions from the tokens. The tokens stay with the client.
         self.tokens: torch.Tensor | None = None
+        # The order of the sequences since the last call, which the next call sends to the server.
+        self._reorder: torch.Tensor | None = None
         weakref.finalize(self, boundary.drop, self.cache_id)
 
     def begin_call(self, num_sequences: int) -> None:
@@ -83,16 +85,45 @@ class SplitCache(DynamicCache):
         """Return the number of tokens in the cache."""
         return self.length
 
-    def _raise_unsupported(self, *args: Any, **kwargs: Any) -> Any:
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """
-        Raise an error for operations that rearrange the cache.
+        Reorder the sequences, for beam search. The server reorders its part with the next call of the model.
+
+        Args:
+            beam_idx (`torch.Tensor`):
+                Integer tensor of shape `(num_sequences,)`. Sequence `i` becomes a copy of sequence `beam_idx[i]`.
 
         Raises:
-            ValueError: Always. The server cannot rearrange its part of the cache.
+            ValueError: If the shape differs.
+        """
+        if self.num_sequences is None:
+            return
+        if beam_idx.shape != (self.num_sequences,):
+            raise ValueError(
+                f"beam_idx has shape {tuple(beam_idx.shape)}, but the cache has {self.num_sequences} sequences. Pass "
+                f"a tensor of shape ({self.num_sequences},)."
+            )
+        self.head.reorder_cache(beam_idx)
+        self.tail.reorder_cache(beam_idx)
+        if self.tokens is not None:
+            self.tokens = self.tokens[beam_idx]
+        self._reorder = beam_idx if self._reorder is None else self._reorder[beam_idx]
+
+    def take_reorder(self) -> torch.Tensor | None:
+        """Return the order that the server has not received yet, and forget it."""
+        reorder, self._reorder = self._reorder, None
+        return reorder
+
+    def _raise_unsupported(self, *args: Any, **kwargs: Any) -> Any:
+        """
+        Raise an error for operations that copy or cut the cache.
+
+        Raises:
+            ValueError: Always. The server cannot copy or cut its part of the cache.
         """
         raise ValueError(
-            "The cache of a split model cannot be copied, cut or reordered, because the server holds a part of it. "
-            "Generate with greedy search or sampling, from the beginning."
+            "The cache of a split model cannot be copied or cut, because the server holds a part of it. Generate "
+            "from the beginning."
         )
 
-    reorder_cache = crop = reset = batch_repeat_interleave = batch_select_indices = __deepcopy__ = _raise_unsupported
+    crop = reset = batch_repeat_interleave = batch_select_indices = __deepcopy__ = _raise_unsupported

@@ -6,12 +6,22 @@ from typing import Any
 
 import torch
 from transformers import GenerationMixin
-from transformers.generation import GenerationMode
 
 from .._compat import prepare_generation_config
 from .boundary import Boundary
 from .cache import SplitCache
 from .parts import Part
+
+
+_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+# What to change if another mode is requested.
+_ADVICE = {
+    "assisted_generation": "Remove the arguments of assisted generation",
+    "constrained_beam_search": "Remove constraints and force_words_ids",
+    "contrastive_search": "Remove penalty_alpha",
+    "dola_generation": "Remove dola_layers",
+    "group_beam_search": "Set num_beam_groups=1",
+}
 
 
 class SplitGenerationMixin(GenerationMixin):
@@ -27,24 +37,21 @@ class SplitGenerationMixin(GenerationMixin):
 
     def generate(self, inputs: torch.Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """
-        Generate text with greedy search or sampling, and a cache in every part. The text stays with the client.
+        Generate text with greedy search, sampling or beam search, and a cache in every part.
 
-        The arguments are the arguments of `GenerationMixin.generate`.
+        The arguments are the arguments of `GenerationMixin.generate`. The text stays with the client. All prompts are
+        one exchange with the server, and each further token of all sequences is one exchange. In beam search, the
+        server also receives the beam that each sequence continues.
 
         Raises:
             ValueError: If another generation mode or a cache other than a dynamic cache is requested.
         """
         settings, _ = prepare_generation_config(self, generation_config, **kwargs)
-        mode = settings.get_generation_mode(kwargs.get("assistant_model"))
-        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            advice = (
-                "Remove the arguments of assisted generation"
-                if mode == GenerationMode.ASSISTED_GENERATION
-                else "Set num_beams=1"
-            )
+        mode = settings.get_generation_mode(kwargs.get("assistant_model")).value
+        if mode not in _MODES:
             raise ValueError(
-                f"The generation mode is {mode.value}, but a split model supports only greedy search and sampling. "
-                f"{advice}."
+                f"The generation mode is {mode}, but a split model supports only greedy search, sampling and "
+                f"beam search. {_ADVICE.get(mode, 'Remove its arguments')}."
             )
         if settings.cache_implementation not in (None, "dynamic"):
             raise ValueError(

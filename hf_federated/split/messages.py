@@ -1,9 +1,9 @@
 """Messages between the client and the server of a split model. Nothing else is sent.
 
 The messages contain hidden states, their gradients, the attention mask as bits, positions if the server cannot derive
-them, and the header fields that each class declares. No field contains token ids, labels or a loss. A message with an
-undeclared field raises an error that names the field. A tensor whose dtype or shape does not fit its field also raises
-an error.
+them, the order of the sequences in beam search, and the header fields that each class declares. No field contains
+token ids, labels or a loss. A message with an undeclared field raises an error that names the field. A tensor whose
+dtype or shape does not fit its field also raises an error.
 """
 
 from __future__ import annotations
@@ -113,6 +113,9 @@ class Forward(SplitMessage):
         grad (`bool`): Whether the client will send the gradient.
         autocast (`str`, *optional*): The client's autocast dtype.
         cache_id (`int`, *optional*): The server's key/value cache to use, during generation.
+        reorder (`torch.Tensor`, *optional*):
+            int32 tensor of shape `(batch,)`, for beam search: sequence `i` of the batch continues sequence
+            `reorder[i]` of the cache.
     """
 
     kind: ClassVar[str] = "split_forward"
@@ -128,6 +131,7 @@ class Forward(SplitMessage):
     grad: bool = False
     autocast: str | None = None
     cache_id: int | None = None
+    reorder: torch.Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -163,6 +167,7 @@ class Forward(SplitMessage):
             ("mask", self.mask, torch.uint8),
             ("position_ids", self.position_ids, torch.int32),
             ("context_lengths", self.context_lengths, torch.int32),
+            ("reorder", self.reorder, torch.int32),
         ):
             if tensor is not None and not (isinstance(tensor, torch.Tensor) and tensor.dtype == dtype):
                 raise ValueError(f"{self.kind}: {name} must be {dtype}, but is {_describe(tensor)}.")
@@ -195,6 +200,17 @@ class Forward(SplitMessage):
                 f"{self.kind}: context_lengths has shape {tuple(self.context_lengths.shape)}, but "
                 f"{self.batch_size} sequences need shape ({self.batch_size},)."
             )
+        if self.reorder is not None:
+            self._check_reorder(self.reorder)
+
+    def _check_reorder(self, reorder: torch.Tensor) -> None:
+        if reorder.shape != (self.batch_size,) or reorder.min() < 0 or reorder.max() >= self.batch_size:
+            raise ValueError(
+                f"{self.kind}: reorder must have shape ({self.batch_size},) and values from 0 to "
+                f"{self.batch_size - 1}, but is {_describe(reorder)}, values {reorder.flatten()[:8].tolist()}."
+            )
+        if not self.seen:
+            raise ValueError(f"{self.kind}: reorder was sent for a cache without positions. Send it with seen > 0.")
 
 
 @dataclass(frozen=True)

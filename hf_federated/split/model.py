@@ -450,6 +450,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
             training=self.training,
             cache_id=None if past_key_values is None else past_key_values.cache_id,
             seen=seen,
+            reorder=None if past_key_values is None else past_key_values.take_reorder(),
             context_lengths=contexts,
             num_targets=self._count_targets(labels, loss_arguments.get("shift_labels")),
         )

@@ -123,11 +123,6 @@ def check_split_arguments(
             "an optimizer that steps with all parties and has no evaluation mode, such as 'adamw_torch'",
         ),
         (
-            (getattr(args, "generation_num_beams", None) or 1) > 1,
-            "generation_num_beams greater than 1",
-            "1, because a split model generates greedily or by sampling",
-        ),
-        (
             not args.accelerator_config.use_seedable_sampler,
             "use_seedable_sampler=False",
             "True, because the seed determines the order of each client's examples",

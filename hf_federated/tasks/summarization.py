@@ -48,7 +48,8 @@ class Summarization(Task):
     [`~Summarization.for_evaluation`] keeps only the prompts. `Seq2SeqTrainer` (or `federate(Seq2SeqTrainer)`) with
     `predict_with_generate=True` generates from these prompts, which are padded on the left. [`~Task.load_model`] sets
     the maximum number of generated tokens in the model's generation config. To change it, pass `max_new_tokens` to
-    `evaluate`. The metrics are ROUGE-1, ROUGE-2 and ROUGE-L against all targets of an example.
+    `evaluate`. The training argument `generation_num_beams` sets the number of beams (default: greedy search). The
+    metrics are ROUGE-1, ROUGE-2 and ROUGE-L against all targets of an example.
 
     In this setup, `eval_loss` is the loss on the last token of the prompt. The trainer computes a loss because it
     needs labels. The value does not measure the quality of the summaries.

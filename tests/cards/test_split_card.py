@@ -118,6 +118,7 @@ def test_card_names_every_field_of_the_messages(record):
         "grad": "gradients",
         "autocast": "autocast were enabled",
         "cache_id": "the number of a key/value cache",
+        "reorder": "the beam that each sequence continues",
         "gradient": "sent the gradient of its loss",
         "num_targets": "the number of target tokens",
     }

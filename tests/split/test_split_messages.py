@@ -133,6 +133,14 @@ def test_message_with_labels_raises_error_on_the_server():
         ({"autocast": "load"}, "autocast must be bfloat16 or float16, but is 'load'"),
         ({"context_lengths": torch.ones(3, dtype=torch.int32)}, "context_lengths has shape \\(3,\\), but 2 sequences"),
         ({"position_ids": torch.ones(2, 3)}, "position_ids must be torch.int32"),
+        ({"reorder": torch.zeros(2)}, "reorder must be torch.int32, but is a tensor of torch.float32"),
+        ({"reorder": torch.zeros(3, dtype=torch.int32), "cache_id": 1, "seen": 2}, "reorder must have shape \\(2,\\)"),
+        (
+            {"reorder": torch.tensor([0, 2], dtype=torch.int32), "cache_id": 1, "seen": 2},
+            "reorder must have shape \\(2,\\) and values from 0 to 1, .* values \\[0, 2\\]",
+        ),
+        ({"reorder": torch.tensor([-1, 0], dtype=torch.int32), "cache_id": 1, "seen": 2}, "values from 0 to 1"),
+        ({"reorder": torch.zeros(2, dtype=torch.int32), "cache_id": 1}, "Send it with seen > 0"),
         ({"position_ids": torch.ones(2, 4, dtype=torch.int32)}, "position_ids has shape \\(2, 4\\)"),
     ],
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -188,10 +189,26 @@ def test_unsupported_training_arguments_are_rejected(changes, message, tmp_path)
         SplitFederatedTrainer(whole_model(), arguments(tmp_path, **changes), train_dataset=rows_of(0))
 
 
-def test_beam_search_is_rejected_by_the_constructor(tmp_path):
-    args = Seq2SeqTrainingArguments(str(tmp_path), generation_num_beams=2, report_to=[], use_cpu=True)
-    with pytest.raises(ValueError, match="A split trainer does not support generation_num_beams"):
-        split_federate(Seq2SeqTrainer)(whole_model(), args, train_dataset=rows_of(0))
+@pytest.mark.parametrize("num_clients", [1, 2])
+def test_evaluation_with_beams_generates_the_texts_of_the_unsplit_model(num_clients, tmp_path):
+    rows = rows_of(0, 6, 5)
+    generated = []
+    for number, base_class in enumerate((Seq2SeqTrainer, split_federate(Seq2SeqTrainer))):
+        args = Seq2SeqTrainingArguments(
+            str(tmp_path / str(number)),
+            generation_num_beams=3,
+            generation_max_length=12,
+            predict_with_generate=True,
+            per_device_eval_batch_size=4,
+            report_to=[],
+            use_cpu=True,
+        )
+        train = rows if number == 0 else clients_of(*[6] * num_clients)
+        model = whole_model(pad_token_id=0, initializer_range=0.5)  # small weights give almost equal beams
+        trainer = base_class(model, args, train_dataset=train)
+        generated.append(trainer.predict(rows).predictions)
+    assert np.array_equal(*generated)
+    assert not np.array_equal(trainer.predict(rows, num_beams=1).predictions, generated[0])
 
 
 class OptimizerWithModes(torch.optim.SGD):
@@ -260,8 +277,8 @@ def test_unsupported_generation_modes_name_an_alternative():
     split = SplitModel.from_model(whole_model())
     with pytest.raises(ValueError, match="Remove the arguments of assisted generation"):
         split.generate(torch.tensor([[3, 4]]), prompt_lookup_num_tokens=2)
-    with pytest.raises(ValueError, match="Set num_beams=1"):
-        split.generate(torch.tensor([[3, 4]]), num_beams=2)
+    with pytest.raises(ValueError, match="Set num_beam_groups=1"):
+        split.generate(torch.tensor([[3, 4]]), num_beams=2, num_beam_groups=2)
 
 
 def test_split_sft_trainer_with_an_old_trl_names_both_versions(monkeypatch):
