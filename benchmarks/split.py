@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="cpu or cuda, for all parties")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--wire-dtype", default="auto", help="auto (dtype of the model), bfloat16, float16 or int8")
+    parser.add_argument("--wire-dtype", default="auto", help="auto (dtype of the model), or a dtype of Wire")
     parser.add_argument("--output", help="JSON file for the results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

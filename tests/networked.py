@@ -125,7 +125,12 @@ class Run:
         eval_dataset: Any = None,
         **changes: Any,
     ) -> None:
-        model = SplitModel.from_model(whole_model() if model is None else model, split.head_blocks, split.tail_blocks)
+        model = SplitModel.from_model(
+            whole_model() if model is None else model,
+            split.head_blocks,
+            split.tail_blocks,
+            wire_dtype=split.wire_dtype,
+        )
         if adapter is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(1)

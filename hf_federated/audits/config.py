@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..messages.quantization import TRAVEL_DTYPES
+from ..split.wire import WIRE_DTYPES
 
 
 ATTACKERS = ("nearest", "decoder", "transformer", "search")
@@ -35,7 +35,8 @@ class AuditConfig:
             Attackers to run: any of `"nearest"`, `"decoder"`, `"transformer"` and `"search"`. The module
             `hf_federated.audits.attackers` describes them. `"search"` checks the proposals of the other attackers.
         wire_dtypes (`list[str]`, *optional*, defaults to `["float32"]`):
-            Dtypes of the sent hidden states: any of `"float32"`, `"float16"`, `"bfloat16"` and `"int8"`.
+            Dtypes of the sent hidden states: any of `"float32"`, `"float16"`, `"bfloat16"`, `"int8"`, `"int4"` and
+            `"topk"`.
         num_attacker_rows (`int`, *optional*, defaults to `300`):
             Number of examples of the colluding client.
         num_victim_rows (`int`, *optional*, defaults to `50`):
@@ -100,7 +101,7 @@ class AuditConfig:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ValueError(f"{name}={values} is not allowed. Set it to a non-empty list without duplicates.")
-        for name, allowed in (("attackers", ATTACKERS), ("wire_dtypes", tuple(TRAVEL_DTYPES))):
+        for name, allowed in (("attackers", ATTACKERS), ("wire_dtypes", WIRE_DTYPES)):
             unknown = [value for value in getattr(self, name) if value not in allowed]
             if unknown:
                 raise ValueError(

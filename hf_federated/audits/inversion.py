@@ -114,7 +114,8 @@ def sent_states(head: Part, examples: TokenizedExamples, wire: Wire) -> torch.Te
     batches = zip(examples.input_ids.split(_BATCH_SIZE), examples.attention_mask.split(_BATCH_SIZE), strict=True)
     for ids, mask in batches:
         states = head_states(head, ids.to(device), mask.to(device))
-        received.append(wire.decode(wire.encode(states), len(states), torch.float32) * mask[:, :, None])
+        restored = wire.decode(wire.encode(states), len(states), states.shape[-1], torch.float32)
+        received.append(restored * mask[:, :, None])
     return torch.cat(received).to(device)
 
 

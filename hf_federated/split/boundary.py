@@ -232,7 +232,7 @@ class Boundary:
         answer = Gradient.from_bytes(self.link.exchange(message.to_bytes()))
         _check_micro_batch(answer.micro_batch_id, context.micro_batch_id)
         self.squared_norm_of_body = answer.squared_norm
-        states = self.wire.decode(answer.gradient, len(gradient), context.dtype).to(context.device)
+        states = self.wire.decode(answer.gradient, len(gradient), gradient.shape[-1], context.dtype).to(context.device)
         return states if total is None else states / max(total, 1)
 
     def drop(self, cache_id: int) -> None:
@@ -271,7 +271,7 @@ class _ServerBody(torch.autograd.Function):
         _check_micro_batch(answer.micro_batch_id, message.micro_batch_id)
         ctx.boundary, ctx.micro_batch_id, ctx.num_targets = boundary, message.micro_batch_id, num_targets
         ctx.dtype, ctx.device = hidden.dtype, hidden.device
-        return boundary.wire.decode(answer.hidden, len(hidden), hidden.dtype).to(hidden.device)
+        return boundary.wire.decode(answer.hidden, len(hidden), hidden.shape[-1], hidden.dtype).to(hidden.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

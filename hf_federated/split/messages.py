@@ -309,11 +309,13 @@ class Forget(Serializable):
             )
 
 
-# Allowed dtypes of encoded hidden states and gradients: floats, or int8 with a scale and a zero point per position.
+# Allowed dtypes of encoded hidden states and gradients: floats, int8 or 4-bit integers with scales and zero points, or
+# the largest values with the bits of their places.
 _ENCODED: dict[str, tuple[torch.dtype, ...]] = {
-    "values": (torch.float32, torch.float16, torch.bfloat16, torch.int8),
+    "values": (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8),
     "scale": (torch.float32,),
     "zero_point": (torch.float32,),
+    "kept": (torch.uint8,),
 }
 
 

@@ -142,7 +142,8 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
             model_class (`type[PreTrainedModel]`, *optional*):
                 The model class of a checkpoint, if `AutoModelForCausalLM` has no class for it.
             wire_dtype (`str`, *optional*, defaults to `"auto"`):
-                The dtype in which hidden states are sent: `"float32"`, `"bfloat16"`, `"float16"` or `"int8"`.
+                The dtype in which hidden states and gradients are sent: `"float32"`, `"bfloat16"`, `"float16"`,
+                `"int8"`, `"int4"` or `"topk"`, as in [`~split.Wire`].
                 `"auto"` selects the dtype of the model at the time of the split, or `"float32"` for a wider dtype. A
                 later `.to(dtype)` does not change the wire dtype.
             client_id (`str`, *optional*, defaults to `"client"`): Id of the client that owns head and tail.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from ..messages.quantization import TRAVEL_DTYPES, dequantize_rows, quantize_rows
+from .compression import dequantize_groups, keep_largest, num_groups, num_kept, quantize_groups, restore_largest
+
+
+WIRE_DTYPES = (*TRAVEL_DTYPES, "int4", "topk")
 
 
 @dataclass(frozen=True)
@@ -16,9 +21,15 @@ class Wire:
 
     Args:
         dtype (`str`, *optional*, defaults to `"float32"`):
-            `"float32"`, `"float16"`, `"bfloat16"`, or `"int8"` with a scale and a zero point for each position.
-            `"float16"` rounds gradients below 3e-8 to zero. The error of `"int8"` is at most 1/510 of the range of the
-            values at a position.
+            `"float32"`, `"float16"`, `"bfloat16"`, `"int8"`, `"int4"` or `"topk"`.
+
+            - `"float16"` rounds gradients below 3e-8 to zero.
+            - `"int8"` sends a scale and a zero point for each position. The error is at most 1/510 of the range of the
+              values at a position.
+            - `"int4"` sends a scale and a zero point for each group of 64 values of a position: 5 bits a value. The
+              error is at most 1/30 of the range of a group.
+            - `"topk"` sends the quarter of the values of a position with the largest magnitudes in `bfloat16`, and a
+              bit for each value: 5 bits a value. The other values become zero.
 
     Raises:
         ValueError: If the dtype is unknown.
@@ -32,7 +43,8 @@ class Wire:
     >>> wire = Wire("bfloat16")
     >>> wire.num_bytes(batch_size=2, sequence_length=10, hidden_size=64)
     2560
-    >>> wire.decode(wire.encode(torch.ones(2, 10, 64)), batch_size=2, dtype=torch.float32).shape
+    >>> encoded = wire.encode(torch.ones(2, 10, 64))
+    >>> wire.decode(encoded, batch_size=2, hidden_size=64, dtype=torch.float32).shape
     torch.Size([2, 10, 64])
     ```
     """
@@ -40,8 +52,8 @@ class Wire:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if self.dtype not in TRAVEL_DTYPES:
-            raise ValueError(f"Unknown wire dtype {self.dtype!r}. Choose one of {', '.join(TRAVEL_DTYPES)}.")
+        if self.dtype not in WIRE_DTYPES:
+            raise ValueError(f"Unknown wire dtype {self.dtype!r}. Choose one of {', '.join(WIRE_DTYPES)}.")
 
     @classmethod
     def for_weights(cls, dtype: torch.dtype, wire_dtype: str = "auto") -> Wire:
@@ -66,45 +78,42 @@ class Wire:
             states (`torch.Tensor`): Floating-point tensor of shape `(batch, sequence, hidden)`, on any device.
 
         Returns:
-            `dict[str, torch.Tensor]`: CPU tensors. `values` of shape `(batch · sequence, hidden)`, and for `"int8"`
-            also `scale` and `zero_point` of shape `(batch · sequence,)`.
+            `dict[str, torch.Tensor]`: CPU tensors with one row for each of the `batch · sequence` positions: `values`,
+            and for some dtypes other tensors, as `layout` gives them.
         """
         rows = states.detach().flatten(0, 1)
-        if self.dtype == "int8":
-            return {name: values.cpu() for name, values in quantize_rows(rows.float()).items()}
-        return {"values": rows.to("cpu", TRAVEL_DTYPES[self.dtype])}
+        if self.dtype in TRAVEL_DTYPES and self.dtype != "int8":
+            return {"values": rows.to("cpu", TRAVEL_DTYPES[self.dtype])}
+        compress = {"int8": quantize_rows, "int4": quantize_groups, "topk": keep_largest}[self.dtype]
+        return {name: values.cpu() for name, values in compress(rows.float()).items()}
 
-    def decode(self, encoded: dict[str, torch.Tensor], batch_size: int, dtype: torch.dtype) -> torch.Tensor:
+    def decode(
+        self, encoded: dict[str, torch.Tensor], batch_size: int, hidden_size: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         """
         Decode received hidden states or gradients.
 
         Args:
             encoded (`dict[str, torch.Tensor]`): The received tensors. They are untrusted input.
             batch_size (`int`): Number of sequences in the batch.
+            hidden_size (`int`): Number of values of a position.
             dtype (`torch.dtype`): The dtype of the result.
 
         Returns:
             `torch.Tensor`: CPU tensor of shape `(batch, sequence, hidden)`.
 
         Raises:
-            ValueError: If the wire dtype of the tensors differs, or the values are not finite.
+            ValueError: If the wire dtype or the hidden size of the tensors differs, or the values are not finite.
         """
+        self._check(encoded, hidden_size)
         values = encoded["values"]
-        expected = {"values", "scale", "zero_point"} if self.dtype == "int8" else {"values"}
-        if encoded.keys() != expected or values.dtype != TRAVEL_DTYPES[self.dtype]:
-            raise ValueError(
-                f"Received hidden states encoded as {sorted(encoded)} of dtype {values.dtype}, but this party expects "
-                f"wire dtype {self.dtype}. Set the same wire dtype for both parties."
-            )
-        for name in expected - {"values"}:
-            if encoded[name].shape != values.shape[:1]:
-                raise ValueError(
-                    f"{name} has shape {tuple(encoded[name].shape)}, but it must have one value for each of "
-                    f"{len(values)} positions."
-                )
+        # A position with non-finite values has a NaN scale and decodes to NaN, which the check below rejects.
         if self.dtype == "int8":
-            # A position with non-finite values has a NaN scale and decodes to NaN, which the check below rejects.
             values = dequantize_rows(encoded)
+        elif self.dtype == "int4":
+            values = dequantize_groups(encoded, hidden_size)
+        elif self.dtype == "topk":
+            values = restore_largest(encoded, hidden_size)
         values = values.to(dtype)
         if len(values) % batch_size:
             raise ValueError(f"{len(values)} positions cannot be divided into {batch_size} sequences of equal length.")
@@ -116,7 +125,38 @@ class Wire:
             )
         return values.unflatten(0, (batch_size, -1))
 
+    def layout(self, hidden_size: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return the dtype of each encoded tensor, and its shape without the dimension of the positions."""
+        if self.dtype == "int4":
+            groups = (torch.float32, (num_groups(hidden_size),))
+            return {"values": (torch.uint8, (-(-hidden_size // 2),)), "scale": groups, "zero_point": groups}
+        if self.dtype == "topk":
+            return {
+                "values": (torch.bfloat16, (num_kept(hidden_size),)),
+                "kept": (torch.uint8, (-(-hidden_size // 8),)),
+            }
+        values = (TRAVEL_DTYPES[self.dtype], (hidden_size,))
+        if self.dtype == "int8":
+            return {"values": values, "scale": (torch.float32, ()), "zero_point": (torch.float32, ())}
+        return {"values": values}
+
     def num_bytes(self, batch_size: int, sequence_length: int, hidden_size: int) -> int:
         """Return the size in bytes of one message's hidden states or gradients, without the message header."""
-        scale = 8 if self.dtype == "int8" else 0
-        return batch_size * sequence_length * (hidden_size * TRAVEL_DTYPES[self.dtype].itemsize + scale)
+        layout = self.layout(hidden_size).values()
+        return batch_size * sequence_length * sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout)
+
+    def _check(self, encoded: dict[str, torch.Tensor], hidden_size: int) -> None:
+        """Check names, dtypes and shapes of received tensors."""
+        layout, values = self.layout(hidden_size), encoded["values"]
+        if encoded.keys() != layout.keys() or any(encoded[name].dtype != layout[name][0] for name in layout):
+            raise ValueError(
+                f"Received hidden states encoded as {sorted(encoded)} of dtype {values.dtype}, but this party expects "
+                f"wire dtype {self.dtype}. Set the same wire dtype for both parties."
+            )
+        for name, (_, shape) in layout.items():
+            if encoded[name].shape != (len(values), *shape):
+                raise ValueError(
+                    f"{name} has shape {tuple(encoded[name].shape)}, but {len(values)} positions of hidden size "
+                    f"{hidden_size} need shape {(len(values), *shape)}. Load client and server parts from the same "
+                    "model."
+                )

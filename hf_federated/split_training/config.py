@@ -15,8 +15,8 @@ from peft import PeftConfig
 from transformers import PretrainedConfig, TrainingArguments
 
 from ..config import SavedConfig, ShareOrCount
-from ..messages.quantization import TRAVEL_DTYPES
 from ..split.body import MAX_GRAPHS
+from ..split.wire import WIRE_DTYPES
 
 
 STRATEGIES = ("serial", "client_batch", "server_hierarchical")
@@ -133,7 +133,10 @@ class SplitConfig(SavedConfig):
     tail_blocks: int = field(default=1, metadata={"help": "Number of last blocks, which the clients keep."})
     wire_dtype: str = field(
         default="auto",
-        metadata={"help": "Dtype in which hidden states are sent.", "choices": ["auto", *TRAVEL_DTYPES]},
+        metadata={
+            "help": "Dtype or compression of sent hidden states and gradients.",
+            "choices": ["auto", *WIRE_DTYPES],
+        },
     )
     encryption: bool = field(
         default=False, metadata={"help": "Encrypt the messages between client and server (extra: split)."}
@@ -150,7 +153,7 @@ class SplitConfig(SavedConfig):
     )
 
     def __post_init__(self) -> None:
-        for name, allowed in (("strategy", STRATEGIES), ("wire_dtype", ("auto", *TRAVEL_DTYPES))):
+        for name, allowed in (("strategy", STRATEGIES), ("wire_dtype", ("auto", *WIRE_DTYPES))):
             if getattr(self, name) not in allowed:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not supported; choose one of {', '.join(allowed)}."

@@ -43,7 +43,9 @@ def test_attacked_states_equal_the_states_that_a_server_receives(dtype):
     split.boundary.link.watch = lambda request, reply: messages.append(request)
     with torch.no_grad():
         split(VICTIMS.input_ids, attention_mask=VICTIMS.attention_mask)
-    received = Wire(dtype).decode(Forward.from_bytes(messages[0]).hidden, len(VICTIMS), torch.float32)
+    received = Wire(dtype).decode(
+        Forward.from_bytes(messages[0]).hidden, len(VICTIMS), model.config.hidden_size, torch.float32
+    )
     states = sent_states(build_head(model, 2), VICTIMS, Wire(dtype))
     assert torch.equal(states, received * VICTIMS.attention_mask[:, :, None])
 
@@ -202,7 +204,7 @@ def test_texts_without_a_token_raise():
         ({"head_blocks": [-1]}, "head_blocks contains -1. Set all its values to at least 0"),
         ({"attackers": ["oracle"]}, "unknown values: oracle. Choose from nearest, decoder, transformer, search"),
         ({"attackers": ["search"]}, "has no proposals to check"),
-        ({"wire_dtypes": ["int4"]}, "wire_dtypes contains unknown values: int4"),
+        ({"wire_dtypes": ["int2"]}, "wire_dtypes contains unknown values: int2"),
         ({"num_attacker_rows": 0}, "num_attacker_rows=0 is too small. Set it to at least 1"),
         ({"num_steps": 0}, "num_steps=0 is too small. Set it to at least 1"),
         ({"max_length": 1}, "max_length=1 is too small. Set it to at least 2"),

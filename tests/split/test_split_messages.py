@@ -14,6 +14,7 @@ from hf_federated import SplitModel
 from hf_federated.messages.serialization import pack, unpack
 from hf_federated.split import Backward, Forward, Hidden, LocalLink, Wire
 from hf_federated.split.messages import pack_mask, unpack_mask
+from hf_federated.split.wire import WIRE_DTYPES
 
 
 def traffic(split: SplitModel, **inputs: torch.Tensor) -> list[bytes]:
@@ -58,15 +59,17 @@ def test_messages_contain_no_token_ids_labels_or_loss():
             assert secret.int().numpy().tobytes() not in blob
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("dtype", WIRE_DTYPES)
 def test_num_bytes_matches_the_size_of_the_messages(dtype):
     split = SplitModel.from_model(decoder("llama"), wire_dtype=dtype)
     batch_size, length, hidden = 4, 37, 32
     inputs = batch("right", batch_size=batch_size, length=length)
     blobs = traffic(split, **inputs)
-    bytes_per_value = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1 + 8 / hidden}[dtype]
+    bytes_per_value = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1 + 8 / hidden}
+    # Four bits and 8 bytes for the only group. Two bytes for a quarter of the values, and a bit for each value.
+    bytes_per_value |= {"int4": 1 / 2 + 8 / hidden, "topk": 1 / 4 * 2 + 1 / 8}
     # Two messages with hidden states, two with gradients, the bits of the mask, and the headers.
-    states = 4 * batch_size * length * hidden * bytes_per_value
+    states = 4 * batch_size * length * hidden * bytes_per_value[dtype]
     bits = batch_size * math.ceil(length / 8)
     headers = [len(blob) - sum(tensor.nbytes for tensor in load(blob).values()) for blob in blobs]
     assert sum(map(len, blobs)) == states + bits + sum(headers)
@@ -152,8 +155,10 @@ def test_invalid_message_field_raises_error(changes, message):
 def test_wrong_number_of_scales_raises_error():
     encoded = Wire("int8").encode(torch.randn(1, 6, 4))
     encoded["scale"] = encoded["scale"][:1]
-    with pytest.raises(ValueError, match="scale has shape \\(1,\\), .* each of 6 positions"):
-        Wire("int8").decode(encoded, 1, torch.float32)
+    with pytest.raises(
+        ValueError, match="scale has shape \\(1,\\), but 6 positions of hidden size 4 need shape \\(6,\\)"
+    ):
+        Wire("int8").decode(encoded, 1, 4, torch.float32)
 
 
 def test_invalid_micro_batch_id_raises_error():
@@ -190,7 +195,7 @@ def test_server_rejects_invalid_messages_and_answers_later_messages():
         (forward_message(cache_id=5, seen=3).to_bytes(), "no cache of 3 positions"),
         (
             forward_message(hidden={"values": torch.zeros(6, 31)}).to_bytes(),
-            "size 31, but the body has hidden size 32",
+            "shape \\(6, 31\\), but 6 positions of hidden size 32 need shape \\(6, 32\\)",
         ),
         (forward_message(hidden={"values": torch.zeros(6, 32).half()}).to_bytes(), "same wire dtype"),
         (forward_message(hidden={"values": torch.full((6, 32), math.nan)}).to_bytes(), "not finite"),

@@ -31,8 +31,10 @@ def config_of(strategy, **changes):
         (config_of("client_batch"), None, False),
         (config_of("client_batch"), None, True),
         (SplitConfig(average_every=2, steps_per_turn=1), LORA, False),
+        (config_of("serial", wire_dtype="int4"), LORA, False),
+        (config_of("client_batch", wire_dtype="topk"), LORA, False),
     ],
-    ids=[*STRATEGIES, "client_batch-all", "client_batch-tied", "serial-averaged"],
+    ids=[*STRATEGIES, "client_batch-all", "client_batch-tied", "serial-averaged", "serial-int4", "client_batch-topk"],
 )
 def test_networked_run_gives_identical_weights_to_run_in_one_process(split, adapter, tied, tmp_path):
     clients = clients_of(5, 3, 4)

@@ -47,7 +47,7 @@ def test_config_parses_with_training_arguments_and_loads_from_disk(tmp_path):
         ({"strategy": "client_batch", "steps_per_turn": 2}, "applies to strategy='serial' only"),
         ({"tail_blocks": 0}, "at least the last block"),
         ({"head_blocks": -1}, "number of blocks"),
-        ({"wire_dtype": "int4"}, "choose one of auto"),
+        ({"wire_dtype": "int2"}, "choose one of auto"),
     ],
 )
 def test_invalid_config_field_is_rejected(settings, message):

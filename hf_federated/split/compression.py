@@ -1,0 +1,120 @@
+"""Lossy compression of the rows of a matrix: 4-bit integers in groups, and the largest values of each row.
+
+Both compress each row independently of other rows, and keep no state. Keeping the largest values is the operator of
+[Alistarh et al., 2018](https://arxiv.org/abs/1809.10505).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch.nn import functional
+
+from .messages import pack_mask, unpack_mask
+
+
+# Number of neighboring values that share a scale and a zero point.
+GROUP_SIZE = 64
+# Share of the values of a row that `keep_largest` keeps.
+KEPT_SHARE = 0.25
+_STEPS = 15
+
+
+def num_groups(width: int) -> int:
+    """Return the number of groups of a row. The last group may be shorter than `GROUP_SIZE`."""
+    return math.ceil(width / GROUP_SIZE)
+
+
+def num_kept(width: int) -> int:
+    """Return the number of values of a row that `keep_largest` keeps."""
+    return math.ceil(width * KEPT_SHARE)
+
+
+def quantize_groups(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """
+    Quantize groups of `GROUP_SIZE` neighboring values to 4 bits: the integer `n` represents `zero_point + scale · n`.
+
+    Args:
+        rows (`torch.Tensor` of shape `(N, C)`): Rows to quantize, float32.
+
+    Returns:
+        `dict[str, torch.Tensor]`: `values` of shape `(N, ceil(C / 2))`, uint8, two integers in each byte, the first in
+        the lower bits; `scale` and `zero_point` of shape `(N, ceil(C / GROUP_SIZE))`, float32. The scale of a group
+        with NaN or infinite values is NaN, so the group is NaN after [`dequantize_groups`].
+    """
+    width = rows.shape[1]
+    padding = num_groups(width) * GROUP_SIZE - width
+    # The repeated last value does not change the range of the last group.
+    groups = functional.pad(rows, (0, padding), mode="replicate").unflatten(1, (-1, GROUP_SIZE))  # (N, groups, size)
+    low, high = groups.amin(dim=2), groups.amax(dim=2)
+    scale = (high - low) / _STEPS
+    scale = torch.where(scale.isfinite(), scale, torch.nan)
+    divisor = torch.where(scale > 0, scale, 1)
+    steps = ((groups - low.unsqueeze(2)) / divisor.unsqueeze(2)).round().clamp(0, _STEPS)
+    # The integer that replaces NaN has no effect, because the scale of its group is NaN.
+    integers = functional.pad(steps.nan_to_num().to(torch.uint8).flatten(1)[:, :width], (0, width % 2))
+    return {"values": integers[:, ::2] | integers[:, 1::2] << 4, "scale": scale, "zero_point": low}
+
+
+def dequantize_groups(encoded: Mapping[str, torch.Tensor], width: int) -> torch.Tensor:
+    """
+    Restore the rows that [`quantize_groups`] quantized.
+
+    The error of each value is at most half of 1/15 of the range of its group.
+
+    Args:
+        encoded (`Mapping[str, torch.Tensor]`): `values`, `scale` and `zero_point` from [`quantize_groups`].
+        width (`int`): Number of values of a row.
+
+    Returns:
+        `torch.Tensor` of shape `(N, width)`: Restored rows, float32.
+    """
+    values = encoded["values"]
+    integers = torch.stack((values & 15, values >> 4), dim=2).flatten(1)[:, :width].float()
+    scale, zero_point = (
+        encoded[name].repeat_interleave(GROUP_SIZE, dim=1)[:, :width] for name in ("scale", "zero_point")
+    )
+    return zero_point + scale * integers
+
+
+def keep_largest(rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """
+    Keep the values of each row with the largest magnitudes, and the bits that give their places.
+
+    Args:
+        rows (`torch.Tensor` of shape `(N, C)`): Rows, float32.
+
+    Returns:
+        `dict[str, torch.Tensor]`: `values` of shape `(N, ceil(C · KEPT_SHARE))`, bfloat16, in the order of the row;
+        `kept` of shape `(N, ceil(C / 8))`, uint8, with a set bit for each kept value.
+    """
+    num_values = num_kept(rows.shape[1])
+    indices = rows.abs().topk(num_values, dim=1).indices
+    kept = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, indices, True)
+    return {"values": rows[kept].view(-1, num_values).to(torch.bfloat16), "kept": pack_mask(kept)}
+
+
+def restore_largest(encoded: Mapping[str, torch.Tensor], width: int) -> torch.Tensor:
+    """
+    Restore the rows from which [`keep_largest`] kept values. The other values are zero.
+
+    Args:
+        encoded (`Mapping[str, torch.Tensor]`): `values` and `kept` from [`keep_largest`].
+        width (`int`): Number of values of a row.
+
+    Returns:
+        `torch.Tensor` of shape `(N, width)`: Restored rows, float32.
+
+    Raises:
+        ValueError: If the number of set bits of a row is not the number of its values.
+    """
+    values, kept = encoded["values"], unpack_mask(encoded["kept"], width).bool()
+    counts = kept.sum(dim=1)
+    if (counts != values.shape[1]).any():
+        raise ValueError(
+            f"The number of set bits of a position ranges from {int(counts.min())} to {int(counts.max())}, but each "
+            f"position must have {values.shape[1]} set bits, one for each sent value."
+        )
+    return torch.zeros(kept.shape).masked_scatter_(kept, values.float())

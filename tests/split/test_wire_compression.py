@@ -1,0 +1,142 @@
+"""4-bit groups and largest values: errors against float64 arithmetic, sizes, generation, and invalid tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from decoders import batch, decoder
+
+from hf_federated import SplitModel
+from hf_federated.split import Wire
+from hf_federated.split.wire import WIRE_DTYPES
+
+
+# Shapes without and with an incomplete group, byte and quarter.
+WIDTHS = [1, 3, 63, 64, 130]
+
+
+def states_of(width: int, positions: int = 5) -> torch.Tensor:
+    """Hidden states whose positions and groups have very different ranges."""
+    generator = torch.Generator().manual_seed(width)
+    states = torch.randn(1, positions, width, generator=generator)
+    return (states + torch.arange(width) // 64) * 10.0 ** torch.arange(-9, positions - 9).view(1, -1, 1)
+
+
+def restored(dtype: str, states: torch.Tensor) -> torch.Tensor:
+    wire = Wire(dtype)
+    return wire.decode(wire.encode(states), len(states), states.shape[-1], torch.float32)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_four_bit_values_are_the_nearest_of_16_levels_in_float64(width):
+    states = states_of(width)
+    actual = restored("int4", states).double()
+    for group in range(0, width, 64):
+        exact = states[..., group : group + 64].double()
+        low, high = exact.amin(dim=-1, keepdim=True), exact.amax(dim=-1, keepdim=True)
+        levels = low + (high - low) * torch.arange(16, dtype=torch.float64) / 15  # (1, positions, 16)
+        nearest = (exact.unsqueeze(-1) - levels.unsqueeze(-2)).abs().amin(dim=-1)
+        error = (actual[..., group : group + 64] - exact).abs()
+        # Float32 rounds the range, the levels and the result.
+        rounding = 1e-6 * (high - low) + 3e-7 * torch.maximum(low.abs(), high.abs())
+        assert (error <= nearest + rounding).all()
+        assert (error <= (high - low) / 30 + rounding).all()
+
+
+def test_four_bit_values_of_a_constant_group_are_exact():
+    states = torch.full((2, 3, 100), -7.3)
+    assert torch.equal(restored("int4", states), states)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_quarter_of_the_values_is_kept_in_bfloat16(width):
+    states = states_of(width)
+    actual = restored("topk", states)
+    num_kept = math.ceil(width / 4)
+    for row, exact in zip(actual.flatten(0, 1), states.flatten(0, 1), strict=True):
+        largest = set(sorted(range(width), key=lambda place: -abs(exact[place].item()))[:num_kept])
+        expected = [exact[place].bfloat16().item() if place in largest else 0.0 for place in range(width)]
+        assert row.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", ["int4", "topk"])
+def test_a_position_is_compressed_independently_of_other_positions(dtype):
+    """Cached generation, several micro-batches in flight, and batches of several clients depend on this."""
+    states = torch.randn(3, 4, 70, generator=torch.Generator().manual_seed(0))
+    together = restored(dtype, states)
+    for position in range(4):
+        assert torch.equal(restored(dtype, states[:, position : position + 1]), together[:, position : position + 1])
+
+
+@pytest.mark.parametrize("dtype", ["int4", "topk"])
+def test_compressed_messages_have_a_sixth_of_the_bytes_of_float32(dtype):
+    assert Wire(dtype).num_bytes(2, 10, 576) * 32 == Wire("float32").num_bytes(2, 10, 576) * 5
+    encoded = Wire(dtype).encode(torch.randn(2, 10, 130))
+    assert sum(tensor.nbytes for tensor in encoded.values()) == Wire(dtype).num_bytes(2, 10, 130)
+
+
+@pytest.mark.parametrize("dtype", WIRE_DTYPES)
+def test_generation_and_loss_with_and_without_cache_are_equal(dtype):
+    split = SplitModel.from_model(decoder("llama"), wire_dtype=dtype).eval()
+    inputs = batch("left")
+    settings = {"attention_mask": inputs["attention_mask"], "max_new_tokens": 8, "do_sample": False}
+    cached, uncached = (
+        split.generate(inputs["input_ids"], use_cache=use_cache, eos_token_id=None, **settings)
+        for use_cache in (True, False)
+    )
+    assert torch.equal(cached, uncached)
+    losses = [split(**inputs).loss, decoder("llama").eval()(**inputs).loss]
+    assert torch.allclose(*losses, rtol=0.1)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "topk"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_raise_an_error(dtype, value):
+    states = torch.ones(1, 2, 70)
+    states[0, 1, 3] = value
+    with pytest.raises(ValueError, match="not finite"):
+        restored(dtype, states)
+
+
+def filled(encoded: dict[str, torch.Tensor], name: str, value: float) -> dict[str, torch.Tensor]:
+    return {**encoded, name: torch.full_like(encoded[name], value)}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change", "message"),
+    [
+        ("int4", lambda sent: filled(sent, "scale", math.inf), "not finite"),
+        ("int4", lambda sent: filled(sent, "scale", 3e38), "not finite"),
+        ("int4", lambda sent: filled(sent, "zero_point", math.nan), "not finite"),
+        ("int4", lambda sent: {**sent, "scale": sent["scale"][:, :1]}, "scale has shape \\(6, 1\\), .* \\(6, 2\\)"),
+        ("int4", lambda sent: {**sent, "scale": sent["scale"][:1]}, "scale has shape \\(1, 2\\), .* \\(6, 2\\)"),
+        (
+            "int4",
+            lambda sent: {**sent, "values": sent["values"][:, 1:]},
+            "values has shape \\(6, 34\\), .* \\(6, 35\\)",
+        ),
+        ("int4", lambda sent: {**sent, "scale": sent["scale"].half()}, "same wire dtype"),
+        ("int4", lambda sent: {"values": sent["values"]}, "same wire dtype"),
+        ("topk", lambda sent: filled(sent, "values", math.inf), "not finite"),
+        ("topk", lambda sent: filled(sent, "kept", 0), "ranges from 0 to 0, .* must have 18 set bits"),
+        ("topk", lambda sent: filled(sent, "kept", 255), "ranges from 70 to 70, .* must have 18 set bits"),
+        # The bits after the last value do not count.
+        ("topk", lambda sent: {**sent, "kept": sent["kept"].roll(1, dims=1)}, "must have 18 set bits"),
+        ("topk", lambda sent: {**sent, "kept": sent["kept"][:, :1]}, "kept has shape \\(6, 1\\), .* \\(6, 9\\)"),
+        (
+            "topk",
+            lambda sent: {**sent, "values": sent["values"][:, :1]},
+            "values has shape \\(6, 1\\), .* \\(6, 18\\)",
+        ),
+        ("topk", lambda sent: {**sent, "values": sent["values"].float()}, "same wire dtype"),
+    ],
+)
+def test_invalid_compressed_tensors_raise_an_error(dtype, change, message):
+    states = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(0))
+    states[..., -6:] += 10  # the largest values are at the end
+    encoded = Wire(dtype).encode(states)
+    Wire(dtype).decode(encoded, 2, 70, torch.float32)
+    with pytest.raises(ValueError, match=message):
+        Wire(dtype).decode(change(encoded), 2, 70, torch.float32)
