@@ -36,6 +36,15 @@ COMMANDS = {
         "Execute the runs in the section benchmark of a recipe, and compare them with published results. A recipe can "
         "run code, see `hf-federated train --help`.",
     ),
+    "estimate": Command(
+        "estimate",
+        "estimate",
+        "estimate the memory, the bytes and the time of a recipe",
+        "Estimate the parameters, the memory of the server and of a client, the bytes and round trips of a round or "
+        "of an optimizer step, and the time at a given speed of devices and connections. The weights of models are "
+        "not loaded. The data are read only if they are local and a number of clients, examples or labels is neither "
+        "given nor part of the recipe. A recipe can run code, see `hf-federated train --help`.",
+    ),
     "partition": Command(
         "partition",
         "partition",

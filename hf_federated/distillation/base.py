@@ -220,6 +220,17 @@ class Distillation(Settings):
         """
         return {}
 
+    def extra_shapes(self, num_rows: int, num_positions: int, num_classes: int) -> dict[str, tuple[int, ...]]:
+        """
+        Shapes of the tensors of `expected_extra`, float32, to compute the size of an update without a model.
+
+        Args:
+            num_rows (`int`): Number of public examples.
+            num_positions (`int`): Number of predictions for all public examples.
+            num_classes (`int`): Number of classes.
+        """
+        return {}
+
     def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
         """
         Check the tensors that a client sent in addition to its parameters.

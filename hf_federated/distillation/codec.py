@@ -156,6 +156,17 @@ class PredictionCodec:
             )
         return values
 
+    def empty(self, num_rows: int, num_classes: int) -> dict[str, torch.Tensor]:
+        """
+        Return what `encode` returns for some rows, on the meta device, to compute the size of a message.
+
+        Args:
+            num_rows (`int`): `N`.
+            num_classes (`int`): `C`.
+        """
+        layout = self._layout(num_rows, num_classes)
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in layout.items()}
+
     def num_bytes_per_row(self, num_classes: int) -> int:
         """
         Number of bytes of the tensors that are sent for each prediction, without the header of the message.

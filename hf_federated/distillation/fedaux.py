@@ -213,8 +213,12 @@ class FedAUX(Distillation):
 
     # ---- Server side
 
+    def extra_shapes(self, num_rows: int, num_positions: int, num_classes: int) -> dict[str, tuple[int, ...]]:
+        return {WEIGHTED_LOGITS: (num_positions, num_classes), CERTAINTY: (num_rows,)}
+
     def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:
-        return {WEIGHTED_LOGITS: torch.empty(server.shape), CERTAINTY: torch.empty(server.num_rows)}
+        shapes = self.extra_shapes(server.num_rows, *server.shape)
+        return {name: torch.empty(shape) for name, shape in shapes.items()}
 
     def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
         # The mean score is a divisor and must not be 0. A negative or huge score would suppress the other clients.

@@ -91,9 +91,14 @@ class FedDF(Distillation):
     client_class: ClassVar[type[DistillationClient]] = FedDFClient
     ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_lr", "prediction_dtype", "top_k")
 
+    def extra_shapes(self, num_rows: int, num_positions: int, num_classes: int) -> dict[str, tuple[int, ...]]:
+        return {PUBLIC_LOGITS: (num_positions, num_classes)}
+
     def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:
         # All clients have the server's tokenizer, so it drops the same words for all of them.
-        return {PUBLIC_LOGITS: torch.empty(server.num_agreed(server.all_rows), server.student.num_classes)}
+        num_agreed = server.num_agreed(server.all_rows)
+        shapes = self.extra_shapes(server.num_rows, num_agreed, server.student.num_classes)
+        return {name: torch.empty(shape) for name, shape in shapes.items()}
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         return self.train_server(cohort.extra.mean_of(PUBLIC_LOGITS), cohort.round, server)

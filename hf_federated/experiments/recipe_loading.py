@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset
-from peft import LoraConfig, PrefixTuningConfig, TaskType, get_peft_model
-from transformers import PreTrainedModel, TrainingArguments, set_seed
+from peft import LoraConfig, PeftConfig, PrefixTuningConfig, TaskType, get_peft_model
+from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments, set_seed
 
 from hf_federated.clients import ClientSpec
 from hf_federated.data import FederatedDataset
@@ -196,14 +196,33 @@ def load_model(model: ModelSection, task: Task, tokenizer: Any, seed: int) -> Pr
                 )
         else:
             loaded = task.load_model(model.name_or_path, revision=model.revision, **kwargs)
-    if model.lora is None and model.prefix is None:
+    config = adapter_config(model, task, loaded.config)
+    if config is None:
         return loaded
+    with recipe_errors("model.prefix" if model.lora is None else "model.lora"):
+        return get_peft_model(loaded, config)
+
+
+def adapter_config(model: ModelSection, task: Task, model_config: PretrainedConfig) -> PeftConfig | None:
+    """
+    Build the PEFT config that `model.lora` or `model.prefix` describes, or `None` if neither is set.
+
+    Args:
+        model ([`ModelSection`]): The section `model` of a recipe.
+        task ([`Task`]): The task, which determines the task type of the adapter.
+        model_config (`PretrainedConfig`): The config of the model.
+
+    Raises:
+        RecipeError: If a field is invalid.
+    """
+    if model.lora is None and model.prefix is None:
+        return None
     task_type = TaskType.CAUSAL_LM if _is_causal(task) else LORA_TASKS.get(type(task))
     section, cls = ("model.lora", LoraConfig) if model.lora is not None else ("model.prefix", PrefixTuningConfig)
-    sizes = _prefix_sizes(loaded.config) if model.prefix is not None else {}
-    config = build(section, cls, {"task_type": task_type, **sizes, **(model.lora or model.prefix or {})})
-    with recipe_errors(section):
-        return get_peft_model(loaded, config)
+    sizes = _prefix_sizes(model_config) if model.prefix is not None else {}
+    values = {"task_type": task_type, **sizes, **(model.lora or model.prefix or {})}
+    config: PeftConfig = build(section, cls, values)
+    return config
 
 
 def _prefix_sizes(config: Any) -> dict[str, int]:

@@ -19,6 +19,7 @@ from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForTokenClassification,
     EvalPrediction,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -201,6 +202,16 @@ class LanguageModeling(Task):
         kept = features.remove_columns("input_ids")
         return concatenate_datasets([kept, Dataset.from_dict(masked)], axis=1)
 
+    def needs_causal_attention(self, config: PretrainedConfig) -> bool:
+        """
+        Whether the objective is causal and the model is an encoder, whose attention must become causal.
+
+        Args:
+            config (`PretrainedConfig`): The config of the model.
+        """
+        is_encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        return self.objective == "causal" and is_encoder
+
     def load_model(self, name_or_path: str, **kwargs: Any) -> PreTrainedModel:
         """
         Load the pretrained model with its language modeling head. See [`Task.load_model`].
@@ -212,7 +223,7 @@ class LanguageModeling(Task):
             config = AutoConfig.from_pretrained(
                 name_or_path, revision=kwargs.get("revision"), **code_arguments(kwargs)
             )
-            if type(config) in MODEL_FOR_MASKED_LM_MAPPING and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            if self.needs_causal_attention(config):
                 kwargs["is_decoder"] = True
         return super().load_model(name_or_path, **kwargs)
 

@@ -1,0 +1,315 @@
+"""The result of an estimate, and the time that follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_federated.experiments.estimate.round_messages import Exchange, total_bytes
+from hf_federated.experiments.estimate.sizes import EstimateOptions
+from hf_federated.experiments.estimate.step_cost import StepCost
+
+
+@dataclass(frozen=True)
+class PartyEstimate:
+    """
+    Parameters and memory of a party in training.
+
+    Args:
+        name (`str`): Name of the party, such as `"client"`.
+        num_parameters (`int`): Number of parameters. A shared parameter counts once.
+        num_trainable (`int`): Number of trainable parameters.
+        weights (`int`): Bytes of parameters and buffers.
+        gradients (`int`): Bytes of gradients.
+        optimizer_state (`int`, *optional*): Bytes of the state of the optimizer. `None` if it is not known.
+        activations (`int`): Bytes of activations at the end of the forward pass.
+        exchanged (`int`): Bytes of exchanged tensors that the party keeps, such as sums of updates.
+        total (`int`): Largest number of bytes at the same time. It can be less than the sum, because gradients replace
+            activations during the backward pass.
+    """
+
+    name: str
+    num_parameters: int
+    num_trainable: int
+    weights: int
+    gradients: int
+    optimizer_state: int | None
+    activations: int
+    exchanged: int
+    total: int
+
+    @classmethod
+    def training(cls, name: str, cost: StepCost, exchanged: int = 0) -> PartyEstimate:
+        """
+        Create the estimate of a party that takes training steps.
+
+        Args:
+            name (`str`): Name of the party.
+            cost ([`StepCost`]): Cost of a step.
+            exchanged (`int`, *optional*, defaults to `0`): Bytes of exchanged tensors that the party keeps.
+        """
+        return cls(
+            name,
+            cost.num_parameters,
+            cost.num_trainable,
+            cost.weights,
+            cost.gradients,
+            cost.optimizer_state,
+            cost.activations,
+            exchanged,
+            cost.total + exchanged,
+        )
+
+
+@dataclass(frozen=True)
+class UnitTime:
+    """
+    Seconds of a round, an optimizer step or a generated token. A number is `None` if an option is missing.
+
+    Args:
+        client (`float`, *optional*): Computation on a client. Clients compute at the same time.
+        server (`float`, *optional*): Computation on the server.
+        transfer (`float`, *optional*): Transfer of the bytes of a client.
+        waiting (`float`, *optional*): Waiting for round trips.
+    """
+
+    client: float | None
+    server: float | None
+    transfer: float | None
+    waiting: float | None
+
+    @property
+    def total(self) -> float:
+        """The sum of the known numbers."""
+        return sum(value for value in (self.client, self.server, self.transfer, self.waiting) if value is not None)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a number is known."""
+        return any(value is not None for value in (self.client, self.server, self.transfer, self.waiting))
+
+
+@dataclass(frozen=True)
+class UnitEstimate:
+    """
+    Messages and computation of a round, an optimizer step or a generated token.
+
+    Args:
+        name (`str`): `"round"`, `"optimizer step"`, `"prompt"` or `"generated token"`.
+        num_clients (`int`): Number of clients that take part.
+        exchanges (`list[Exchange]`): The exchanges of one client.
+        bytes_down (`int`): Bytes from the server to all clients.
+        bytes_up (`int`): Bytes from all clients to the server.
+        round_trips (`int`): Number of exchanges of one client, one after the other.
+        client_flops (`int`, *optional*): Floating point operations of a client.
+        server_flops (`int`, *optional*): Floating point operations of the server, for all clients.
+    """
+
+    name: str
+    num_clients: int
+    exchanges: list[Exchange]
+    bytes_down: int
+    bytes_up: int
+    round_trips: int
+    client_flops: int | None = None
+    server_flops: int | None = None
+
+    def time(self, options: EstimateOptions) -> UnitTime:
+        """
+        Compute the time at a given speed of devices and connections.
+
+        Each client has its own connection, and the server's connection is not a limit. A round trip takes twice the
+        latency. Computation, transfer and waiting do not overlap.
+
+        Args:
+            options ([`EstimateOptions`]): Bandwidth, latency and throughput.
+        """
+        server_tflops = options.tflops if options.server_tflops is None else options.server_tflops
+        transfer = None
+        if options.bandwidth_mbit is not None:
+            transfer = sum(total_bytes(self.exchanges)) * 8 / (options.bandwidth_mbit * 1e6)
+        waiting = None
+        if options.latency_ms is not None:
+            waiting = self.round_trips * 2 * options.latency_ms / 1e3
+        return UnitTime(
+            _seconds(self.client_flops, options.tflops), _seconds(self.server_flops, server_tflops), transfer, waiting
+        )
+
+
+def _seconds(flops: int | None, tflops: float | None) -> float | None:
+    return None if flops is None or tflops is None else flops / (tflops * 1e12)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """
+    The estimate of a recipe.
+
+    Args:
+        family (`str`): `"averaging"`, `"distillation"` or `"split"`.
+        method (`str`): The algorithm or the strategy.
+        parties (`list[PartyEstimate]`): The parties.
+        units (`list[UnitEstimate]`): The round, or the optimizer step and the generated token. The first one is what
+            training repeats.
+        num_clients (`int`, *optional*): Number of clients.
+        num_units (`int`, *optional*): Number of rounds or optimizer steps of the run.
+        run_bytes_down (`int`, *optional*): Bytes from the server to all clients in the run.
+        run_bytes_up (`int`, *optional*): Bytes from all clients to the server in the run.
+        average_bytes (`int`, *optional*): For a split model: size of the parameters that a client sends and receives
+            for an average or a handover.
+        notes (`list[str]`): What the numbers assume.
+    """
+
+    family: str
+    method: str
+    parties: list[PartyEstimate]
+    units: list[UnitEstimate]
+    num_clients: int | None
+    num_units: int | None
+    run_bytes_down: int | None = None
+    run_bytes_up: int | None = None
+    average_bytes: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def run_seconds(self, options: EstimateOptions) -> float | None:
+        """
+        Compute the seconds of all rounds or optimizer steps of the run, or `None` if a number is missing.
+
+        Args:
+            options ([`EstimateOptions`]): Bandwidth, latency and throughput.
+        """
+        time = self.units[0].time(options)
+        return None if self.num_units is None or not time.is_known else self.num_units * time.total
+
+    def to_dict(self, options: EstimateOptions) -> dict[str, Any]:
+        """
+        Return all numbers as JSON values.
+
+        Args:
+            options ([`EstimateOptions`]): Bandwidth, latency and throughput.
+        """
+        values = dataclasses.asdict(self)
+        for unit, estimated in zip(values["units"], self.units, strict=True):
+            time = estimated.time(options)
+            unit["seconds"] = {**dataclasses.asdict(time), "total": time.total if time.is_known else None}
+        return {**values, "run_seconds": self.run_seconds(options), "options": dataclasses.asdict(options)}
+
+
+def describe(estimate: Estimate, options: EstimateOptions) -> list[str]:
+    """
+    Describe an estimate as tables of text.
+
+    Args:
+        estimate ([`Estimate`]): The estimate.
+        options ([`EstimateOptions`]): Bandwidth, latency and throughput.
+    """
+    clients = "" if estimate.num_clients is None else f", {_count(estimate.num_clients, 'client')}"
+    lines = [f"{estimate.family}: {estimate.method}{clients}", "", "Memory in training"]
+    header = ("", "parameters", "trained", "weights", "gradients", "optimizer", "activations", "exchanged", "total")
+    rows = [
+        (
+            party.name,
+            _number(party.num_parameters),
+            _number(party.num_trainable),
+            *(
+                _size(value)
+                for value in (
+                    party.weights,
+                    party.gradients,
+                    party.optimizer_state,
+                    party.activations,
+                    party.exchanged,
+                    party.total,
+                )
+            ),
+        )
+        for party in estimate.parties
+    ]
+    lines += [*_table([header, *rows]), ""]
+    for unit in estimate.units:
+        lines += [*_describe_unit(unit, options), ""]
+    lines += _describe_run(estimate, options)
+    return lines + [f"- {note}" for note in estimate.notes]
+
+
+def _describe_unit(unit: UnitEstimate, options: EstimateOptions) -> list[str]:
+    lines = [f"One {unit.name}, {_count(unit.num_clients, 'client')}"]
+    rows = [
+        (item.name, str(item.count), _size(item.bytes_down * item.count), _size(item.bytes_up * item.count))
+        for item in unit.exchanges
+    ]
+    down, up = total_bytes(unit.exchanges)
+    rows.append(("a client", str(unit.round_trips), _size(down), _size(up)))
+    if unit.num_clients > 1:
+        rows.append(("all clients", "", _size(unit.bytes_down), _size(unit.bytes_up)))
+    lines += _table([("", "round trips", "to the client", "to the server"), *rows])
+    flops = [
+        f"{name} {value / 1e12:.3g}"
+        for name, value in (("client", unit.client_flops), ("server", unit.server_flops))
+        if value is not None
+    ]
+    if flops:
+        lines.append(f"Computation in 10¹² floating point operations: {', '.join(flops)}")
+    time = unit.time(options)
+    if time.is_known:
+        known = [
+            f"{item.name} {_duration(getattr(time, item.name))}"
+            for item in dataclasses.fields(time)
+            if getattr(time, item.name) is not None
+        ]
+        lines.append(f"Time: {_duration(time.total)} ({', '.join(known)})")
+    return lines
+
+
+def _describe_run(estimate: Estimate, options: EstimateOptions) -> list[str]:
+    unit = estimate.units[0].name
+    lines = []
+    if estimate.average_bytes is not None:
+        lines.append(f"Parameters of a client in an average or a handover: {_size(estimate.average_bytes)}")
+    if estimate.num_units is not None:
+        line = f"The run: {_count(estimate.num_units, unit)}"
+        if estimate.run_bytes_down is not None and estimate.run_bytes_up is not None:
+            line += f", {_size(estimate.run_bytes_down)} to clients, {_size(estimate.run_bytes_up)} to the server"
+        seconds = estimate.run_seconds(options)
+        lines.append(line + ("" if seconds is None else f", {_duration(seconds)}"))
+    return [*lines, ""] if lines else []
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _number(value: int) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return str(value)
+
+
+def _size(value: int | None) -> str:
+    if value is None:
+        return "unknown"
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value} B"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{1e3 * seconds:.3g} ms"

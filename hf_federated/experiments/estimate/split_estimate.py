@@ -1,0 +1,203 @@
+"""Estimate of a split model: memory of a client and of the server, bytes and round trips of a step and of a token."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from hf_federated._compat import checkpointing_settings
+from hf_federated.experiments.estimate.meta_model import meta_model
+from hf_federated.experiments.estimate.results import Estimate, PartyEstimate, UnitEstimate
+from hf_federated.experiments.estimate.round_messages import total_bytes
+from hf_federated.experiments.estimate.sizes import DataSizes, EstimateOptions, find_lengths
+from hf_federated.experiments.estimate.split_messages import (
+    SplitMessages,
+    attention_inputs,
+    example_ids,
+    hidden_size_of,
+)
+from hf_federated.experiments.estimate.step_cost import Pass, StepCost, step_cost
+from hf_federated.experiments.recipe import Recipe
+from hf_federated.experiments.recipe_schema import build, recipe_errors
+from hf_federated.split.model import SplitModel
+from hf_federated.split_training import SplitConfig
+from hf_federated.split_training.networked_client import exchanges_per_step
+from hf_federated.split_training.optimization import Party
+from hf_federated.split_training.step_plan import StepPlan, count_steps
+
+
+def estimate_split(recipe: Recipe, args: TrainingArguments, sizes: DataSizes, options: EstimateOptions) -> Estimate:
+    """
+    Estimate a recipe with the section `split`.
+
+    Args:
+        recipe ([`Recipe`]): The recipe.
+        args (`TrainingArguments`): The training arguments.
+        sizes ([`DataSizes`]): Numbers of clients and examples.
+        options ([`EstimateOptions`]): Given numbers.
+
+    Raises:
+        RecipeError: If the model cannot be built or split.
+    """
+    split: SplitConfig = build("split", SplitConfig, recipe.split or {})
+    model = meta_model(recipe.model, sizes.task, split=split)
+    assert isinstance(model, SplitModel), "a split was requested"
+    lengths = find_lengths(sizes.task, model.config, options)
+    length = lengths.source
+    batch_size, num_batches = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    is_simultaneous = split.strategy != "serial"
+    client_ids = ["client"] if sizes.num_examples is None else list(sizes.num_examples)
+    num_active = len(client_ids) if is_simultaneous else 1
+
+    def messages_of(client_id: str) -> SplitMessages:
+        sends_targets = split.strategy == "client_batch"
+        return SplitMessages(model, client_id, batch_size, length, num_batches, sends_targets, split.encryption)
+
+    with recipe_errors("split"):
+        messages = messages_of(client_ids[0])
+        steps = {client_id: total_bytes(messages_of(client_id).step()) for client_id in client_ids}
+        step_exchanges, control = messages.step(), messages.control()
+        generation = dataclasses.replace(messages, batch_size=args.per_device_eval_batch_size)
+        prompt, token = generation.prompt(), generation.token()
+        client = Party("client", nn.ModuleDict({"head": model.client_head, "tail": model.client_tail}), None)
+        average_bytes = messages.parameters(client.state())
+        # The costs replace the parameters of the model by fake tensors, so the messages come first.
+        if (settings := checkpointing_settings(args)) is not None:
+            model.activation_checkpointing_enable(settings)
+        stacked = num_active if split.strategy == "client_batch" else 1
+        client_cost = _client_cost(model, args, batch_size, length)
+        server_cost = _server_cost(model, args, batch_size * stacked, length)
+    active = dict(list(steps.items())[:num_active])
+    step = UnitEstimate(
+        "optimizer step",
+        num_active,
+        step_exchanges,
+        sum(down for down, _ in active.values()),
+        sum(up for _, up in active.values()),
+        exchanges_per_step(num_batches),
+        num_batches * client_cost.flops,
+        num_batches * server_cost.flops * num_active // stacked,
+    )
+    units = [
+        step,
+        UnitEstimate("prompt", 1, [prompt], prompt.bytes_down, prompt.bytes_up, 1),
+        UnitEstimate("generated token", 1, [token], token.bytes_down, token.bytes_up, 1),
+    ]
+    server = PartyEstimate.training("server", server_cost)
+    if split.strategy == "server_hierarchical":
+        server = _replicated(server, server_cost, model.require_server_body(), num_active)
+    num_steps, run = _run_bytes(split, args, sizes, steps, average_bytes)
+    return Estimate(
+        family="split",
+        method=f"{split.strategy}, {split.head_blocks} first and {split.tail_blocks} last blocks on a client",
+        parties=[PartyEstimate.training("client", client_cost), server],
+        units=units,
+        num_clients=sizes.num_clients,
+        num_units=num_steps,
+        run_bytes_down=run if run is None else run[0],
+        run_bytes_up=run if run is None else run[1],
+        average_bytes=average_bytes if len(client_ids) > 1 else None,
+        notes=[
+            f"Clients and examples: {sizes.source}.",
+            f"A micro-batch has {batch_size} sequences of {length} tokens ({lengths.origin}), without padding. Hidden"
+            f" states have {hidden_size_of(model)} values and are sent in {model.boundary.wire.dtype}.",
+            f"A prompt and a generated token are those of {args.per_device_eval_batch_size} sequences together.",
+            *(["The handshakes of encrypted links are not counted."] if split.encryption else []),
+            f"A networked run adds {control.bytes_down} B to the client and {control.bytes_up} B to the server in"
+            " a step, which begin and end it. Round trips are those of a networked run.",
+            *([] if client_cost.optimizer_state is not None else [f"The state of optim={args.optim!s} is not known."]),
+        ],
+    )
+
+
+def _client_cost(model: SplitModel, args: TrainingArguments, batch_size: int, length: int) -> StepCost:
+    """The cost of head and tail, without the blocks of the server."""
+    ids = example_ids(model, batch_size, length)
+    inputs = attention_inputs(model, batch_size, length)
+
+    def build_pass() -> Pass:
+        def run() -> Callable[[], None]:
+            hidden = model.client_head(ids, None, inputs.position_ids, None, inputs.context_lengths).logits
+            received = torch.empty_like(hidden).requires_grad_()
+            loss = model.client_tail(
+                received, None, inputs.position_ids, None, inputs.context_lengths, labels=ids
+            ).loss
+
+            def backward() -> None:
+                loss.backward()
+                if hidden.requires_grad:
+                    hidden.backward(torch.empty_like(hidden))
+
+            return backward
+
+        return run
+
+    return step_cost(nn.ModuleList([model.client_head, model.client_tail]), args, build_pass)
+
+
+def _server_cost(model: SplitModel, args: TrainingArguments, batch_size: int, length: int) -> StepCost:
+    """The cost of the body."""
+    body, hidden_size = model.require_server_body(), hidden_size_of(model)
+    inputs = attention_inputs(model, batch_size, length)
+
+    def build_pass() -> Pass:
+        def run() -> Callable[[], None]:
+            received = torch.empty(batch_size, length, hidden_size, dtype=body.dtype).requires_grad_()
+            output = body(received, None, inputs.position_ids, None, inputs.context_lengths).logits
+            return lambda: output.backward(torch.empty_like(output))
+
+        return run
+
+    return step_cost(body, args, build_pass)
+
+
+def _replicated(server: PartyEstimate, cost: StepCost, body: nn.Module, num_replicas: int) -> PartyEstimate:
+    """The server with a replica of the body for each client. The replicas share their frozen parameters."""
+    trained = sum(parameter.nbytes for parameter in body.parameters() if parameter.requires_grad)
+    further = num_replicas - 1
+    return dataclasses.replace(
+        server,
+        name=f"server, {num_replicas} bodies",
+        weights=server.weights + further * trained,
+        gradients=server.gradients * num_replicas,
+        optimizer_state=None if server.optimizer_state is None else server.optimizer_state * num_replicas,
+        activations=server.activations * num_replicas,
+        total=server.total + further * (cost.total - cost.weights + trained),
+    )
+
+
+def _run_bytes(
+    split: SplitConfig,
+    args: TrainingArguments,
+    sizes: DataSizes,
+    steps: dict[str, tuple[int, int]],
+    average_bytes: int,
+) -> tuple[int | None, tuple[int, int] | None]:
+    """The number of optimizer steps of the run, and its bytes down and up, if the numbers of examples are known."""
+    known = sizes.num_examples or {}
+    if not known or any(number is None for number in known.values()):
+        return (args.max_steps if args.max_steps > 0 else None), None
+    counts = {
+        client_id: count_steps(
+            number or 0, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.dataloader_drop_last
+        )
+        for client_id, number in known.items()
+    }
+    plan = StepPlan(counts, split.strategy != "serial", split.steps_per_turn)
+    num_steps = args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * len(plan))
+    down = up = num_handovers = 0
+    previous: str | None = None
+    for number in range(num_steps):
+        participants = list(plan[number % len(plan)])
+        down += sum(steps[client_id][0] for client_id in participants)
+        up += sum(steps[client_id][1] for client_id in participants)
+        if split.hands_over:
+            num_handovers += previous not in (None, participants[0])
+            previous = participants[0]
+    num_averages = 0 if split.average_every is None else num_steps // split.average_every
+    sent = (num_handovers + num_averages * len(steps)) * average_bytes
+    return num_steps, (down + sent, up + sent)
