@@ -10,6 +10,7 @@ added in the order of the micro-batches, so the results equal those of micro-bat
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -17,10 +18,30 @@ import torch
 
 from ..split.lockstep import LockstepRunner
 from ..split.model import SplitModel
-from .link_wrappers import RunLink
+from .config import SplitConfig
+from .link_wrappers import MAX_BUNDLE_BYTES, RunLink
 
 
 T = TypeVar("T")
+
+
+def exchanges_per_step(config: SplitConfig, num_micro_batches: int, message_bytes: int = 0) -> int:
+    """
+    Return the number of exchanges with the server, one after the other, that a networked client waits for in a step.
+
+    The first and the last step of a client, and parameters for other clients, need further exchanges.
+
+    Args:
+        config ([`SplitConfig`]): The strategy, and the number of micro-batches in flight.
+        num_micro_batches (`int`): Number of micro-batches that the client accumulates in the step.
+        message_bytes (`int`, *optional*, defaults to `0`): Size of the message of a micro-batch. Large messages are
+            sent separately.
+    """
+    window = config.micro_batches_in_flight
+    in_bundle = max(MAX_BUNDLE_BYTES // max(message_bytes, 1), 1)
+    windows = [min(window, num_micro_batches - start) for start in range(0, num_micro_batches, window)]
+    # A client that shares its step with other clients waits for the norm of the gradients of all of them.
+    return sum(2 * math.ceil(size / in_bundle) for size in windows) + (config.strategy == "client_batch")
 
 
 class MicroBatchRunner(LockstepRunner):

@@ -45,19 +45,6 @@ from .step_plan import StepPlan
 logger = logging.get_logger(__name__)
 
 
-def exchanges_per_step(num_micro_batches: int) -> int:
-    """
-    Return the number of exchanges with the server, one after the other, in an optimizer step of a networked client.
-
-    The client begins and ends the step, and sends hidden states and a gradient for each micro-batch. Parameters for
-    other clients are not counted.
-
-    Args:
-        num_micro_batches (`int`): Number of micro-batches that the client accumulates in the step.
-    """
-    return 2 + 2 * num_micro_batches
-
-
 class NetworkedFederation:
     """
     A networked run on one client. It has the interface of [`SplitFederation`].

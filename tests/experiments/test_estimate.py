@@ -11,19 +11,18 @@ import torch
 from chatglm_repository import write_repository
 from datasets import Dataset
 from networked import DirectLink, Run
-from split_runs import clients_of
+from split_runs import clients_of, whole_model
 from threaded_clients import ANNOUNCED, honest, run_with_threads
 
-from hf_federated import AGGREGATIONS, DISTILLATIONS, SplitConfig
+from hf_federated import AGGREGATIONS, DISTILLATIONS, SplitConfig, SplitModel
 from hf_federated.cli.main import main
 from hf_federated.experiments.estimate.recipe_estimate import estimate_recipe
 from hf_federated.experiments.estimate.results import Estimate
 from hf_federated.experiments.estimate.sizes import EstimateOptions
+from hf_federated.experiments.estimate.split_messages import SplitMessages
 from hf_federated.experiments.execution import build_run
 from hf_federated.experiments.recipe import load_recipe
-from hf_federated.messages.serialization import packed_kind
-from hf_federated.split_training.messages import Finish, Join
-from hf_federated.split_training.networked_client import exchanges_per_step
+from hf_federated.split_training.micro_batches import exchanges_per_step
 
 
 # A seed or a count has one digit more or less than in the estimate, and a header is padded to a multiple of 8 bytes.
@@ -185,20 +184,31 @@ def test_bytes_and_parameters_of_a_split_run_are_those_of_the_estimate(split_rec
     assert estimate.run_bytes_down == pytest.approx(trainer.ledger.bytes_down, rel=relative)
 
 
-@pytest.mark.parametrize("strategy", ["serial", pytest.param("client_batch", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("num_batches", [1, 3])
-def test_round_trips_of_a_split_step_are_the_exchanges_of_a_networked_client(tmp_path, strategy, num_batches):
-    kinds: list[str | None] = []
+@pytest.mark.parametrize("strategy", ["serial", "client_batch"])
+@pytest.mark.parametrize(("num_batches", "in_flight"), [(1, 8), (3, 2)])
+def test_bytes_and_round_trips_of_a_split_step_are_those_of_a_networked_client(
+    tmp_path, strategy, num_batches, in_flight
+):
+    """The first exchange joins the run, and the last ones end the last step and leave the run."""
+    sizes: list[tuple[int, int]] = []
 
-    def link(server: Any, client_id: str) -> DirectLink:
-        return DirectLink(server, client_id, lambda blob: kinds.append(packed_kind(blob)))
+    class CountingLink(DirectLink):
+        def exchange(self, blob: bytes) -> bytes:
+            answer = super().exchange(blob)
+            sizes.append((len(answer), len(blob)))
+            return answer
 
-    clients, num_steps = clients_of(12), 12 // (2 * num_batches)
-    run = Run(tmp_path, clients, SplitConfig(strategy), links=link, gradient_accumulation_steps=num_batches)
+    split = SplitConfig(strategy, micro_batches_in_flight=in_flight)
+    clients, num_steps = clients_of(4 * 2 * num_batches), 4
+    run = Run(tmp_path, clients, split, links=CountingLink, gradient_accumulation_steps=num_batches)
     run.train()
     assert not run.errors
-    of_steps = [kind for kind in kinds if kind not in (Join.kind, Finish.kind)]
-    assert len(of_steps) == num_steps * exchanges_per_step(num_batches)
+    number = exchanges_per_step(split, num_batches)
+    steps = [sizes[1:][start : start + number] for start in range(0, num_steps * number, number)]
+    assert len(sizes) == 1 + num_steps * number + (1 if strategy == "client_batch" else 2)
+    messages = SplitMessages(SplitModel.from_model(whole_model()), "client 0", 2, 7, num_batches, split)
+    measured = [sum(values) for values in zip(*steps[2], strict=True)]
+    assert messages.networked_step() == pytest.approx(measured, abs=PADDING * 4 * number)
 
 
 def test_bytes_of_generation_are_those_of_generated_tokens(split_recipe):

@@ -31,7 +31,7 @@ from transformers import (
 from hf_federated._compat import enable_activation_checkpointing
 from hf_federated.experiments.estimate.recipe_estimate import estimate_recipe
 from hf_federated.experiments.estimate.sizes import EstimateOptions
-from hf_federated.experiments.estimate.step_cost import model_pass, step_cost, token_ids
+from hf_federated.experiments.estimate.step_cost import checkpoint_activations, model_pass, step_cost, token_ids
 from hf_federated.experiments.execution import build_run
 from hf_federated.experiments.recipe import load_recipe
 
@@ -53,6 +53,7 @@ STEPS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "bfloat16": (LLAMA, None, {"bf16": True}),
     "accumulation": (LLAMA, None, {"gradient_accumulation_steps": 2}),
     "checkpointing": (LLAMA, None, {}),
+    "checkpointing, lora": (LLAMA, LORA, {}),
     "sgd": (LLAMA, None, {"optim": "sgd"}),
     "adafactor": (LLAMA, None, {"optim": "adafactor"}),
     "bert": (BERT, None, {}),
@@ -90,14 +91,14 @@ def test_memory_of_a_step_is_the_measured_peak(tmp_path, name):
         model = CLASSES[type(config)](copy.deepcopy(config))
         if adapter is not None:
             model = get_peft_model(model, copy.deepcopy(adapter))
-        if name == "checkpointing":
-            enable_activation_checkpointing(model, {"use_reentrant": False})
         return model.train()
 
     def inputs() -> dict[str, torch.Tensor]:
         return {"input_ids": token_ids((4, 64)), "labels": token_ids((4,) if config is BERT else (4, 64))}
 
     model, values = build(), inputs()
+    if "checkpointing" in name:
+        enable_activation_checkpointing(model, {"use_reentrant": False})
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
     optimizer = optimizer_class([item for item in model.parameters() if item.requires_grad], **kwargs)
 
@@ -111,6 +112,8 @@ def test_memory_of_a_step_is_the_measured_peak(tmp_path, name):
     state = measured_bytes(optimizer.step)[1]
     with init_empty_weights(include_buffers=True):
         empty = build()
+    if "checkpointing" in name:
+        checkpoint_activations(empty)
     cost = step_cost(empty, args, lambda: model_pass(empty, inputs()))
     assert cost.peak - cost.weights == pytest.approx(peak, rel=0.02)
     # The number of steps of each parameter is a tensor, too.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from hf_federated._compat import checkpointing_settings, enable_activation_checkpointing
+from hf_federated._compat import checkpointing_settings
 from hf_federated.adapters import Exchange as ExchangedTensors
 from hf_federated.adapters.freezing import freeze_layers
 from hf_federated.aggregation import Aggregation, FedOpt, LocalOnly, build_aggregation
@@ -23,7 +23,13 @@ from hf_federated.experiments.estimate.meta_model import meta_model
 from hf_federated.experiments.estimate.results import Estimate, PartyEstimate, UnitEstimate
 from hf_federated.experiments.estimate.round_messages import RoundMessages, total_bytes
 from hf_federated.experiments.estimate.sizes import DataSizes, EstimateOptions, Lengths, find_lengths
-from hf_federated.experiments.estimate.step_cost import StepCost, model_pass, step_cost, token_ids
+from hf_federated.experiments.estimate.step_cost import (
+    StepCost,
+    checkpoint_activations,
+    model_pass,
+    step_cost,
+    token_ids,
+)
 from hf_federated.experiments.recipe import Recipe
 from hf_federated.experiments.recipe_schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe_sections import ModelSection
@@ -179,8 +185,8 @@ def _prediction_shape(task: Task, model: Any, lengths: Lengths, num_public: int)
 
 def _model_cost(model: Any, task: Task, args: TrainingArguments, batch_size: int, lengths: Lengths) -> StepCost:
     """The cost of a training step of a whole model."""
-    if (settings := checkpointing_settings(args)) is not None:
-        enable_activation_checkpointing(model, settings)
+    if checkpointing_settings(args) is not None:
+        checkpoint_activations(model)
 
     def build_pass() -> Any:
         return model_pass(model, _inputs(model, task, batch_size, lengths))

@@ -20,12 +20,12 @@ from hf_federated.experiments.estimate.split_messages import (
     example_ids,
     hidden_size_of,
 )
-from hf_federated.experiments.estimate.step_cost import Pass, StepCost, step_cost
+from hf_federated.experiments.estimate.step_cost import Pass, StepCost, checkpoint_activations, step_cost
 from hf_federated.experiments.recipe import Recipe
 from hf_federated.experiments.recipe_schema import build, recipe_errors
 from hf_federated.split.model import SplitModel
 from hf_federated.split_training import SplitConfig
-from hf_federated.split_training.networked_client import exchanges_per_step
+from hf_federated.split_training.micro_batches import exchanges_per_step
 from hf_federated.split_training.optimization import Party
 from hf_federated.split_training.step_plan import StepPlan, count_steps
 
@@ -54,23 +54,26 @@ def estimate_split(recipe: Recipe, args: TrainingArguments, sizes: DataSizes, op
     num_active = len(client_ids) if is_simultaneous else 1
 
     def messages_of(client_id: str) -> SplitMessages:
-        sends_targets = split.strategy == "client_batch"
-        return SplitMessages(model, client_id, batch_size, length, num_batches, sends_targets, split.encryption)
+        return SplitMessages(model, client_id, batch_size, length, num_batches, split)
 
     with recipe_errors("split"):
         messages = messages_of(client_ids[0])
         steps = {client_id: total_bytes(messages_of(client_id).step()) for client_id in client_ids}
-        step_exchanges, control = messages.step(), messages.control()
+        step_exchanges, networked = messages.step(), messages.networked_step()
         generation = dataclasses.replace(messages, batch_size=args.per_device_eval_batch_size)
         prompt, token = generation.prompt(), generation.token()
         client = Party("client", nn.ModuleDict({"head": model.client_head, "tail": model.client_tail}), None)
         average_bytes = messages.parameters(client.state())
         # The costs replace the parameters of the model by fake tensors, so the messages come first.
-        if (settings := checkpointing_settings(args)) is not None:
-            model.activation_checkpointing_enable(settings)
+        if checkpointing_settings(args) is not None:
+            for part in model.parts:
+                checkpoint_activations(part.model)
         stacked = num_active if split.strategy == "client_batch" else 1
-        client_cost = _client_cost(model, args, batch_size, length)
-        server_cost = _server_cost(model, args, batch_size * stacked, length)
+        in_flight = min(num_batches, split.micro_batches_in_flight)
+        client_cost = _with_in_flight(lambda number: _client_cost(model, args, batch_size, length, number), in_flight)
+        server_cost = _with_in_flight(
+            lambda number: _server_cost(model, args, batch_size * stacked, length, number), in_flight
+        )
     active = dict(list(steps.items())[:num_active])
     step = UnitEstimate(
         "optimizer step",
@@ -78,7 +81,7 @@ def estimate_split(recipe: Recipe, args: TrainingArguments, sizes: DataSizes, op
         step_exchanges,
         sum(down for down, _ in active.values()),
         sum(up for _, up in active.values()),
-        exchanges_per_step(num_batches),
+        exchanges_per_step(split, num_batches, step_exchanges[0].bytes_up),
         num_batches * client_cost.flops,
         num_batches * server_cost.flops * num_active // stacked,
     )
@@ -107,30 +110,54 @@ def estimate_split(recipe: Recipe, args: TrainingArguments, sizes: DataSizes, op
             f" states have {hidden_size_of(model)} values and are sent in {model.boundary.wire.dtype}.",
             f"A prompt and a generated token are those of {args.per_device_eval_batch_size} sequences together.",
             *(["The handshakes of encrypted links are not counted."] if split.encryption else []),
-            f"A networked run adds {control.bytes_down} B to the client and {control.bytes_up} B to the server in"
-            " a step, which begin and end it. Round trips are those of a networked run.",
+            f"Round trips and memory are those of a networked run, with {_plural(in_flight, 'micro-batch')} in flight."
+            f" With the messages that begin and end a step, a client then receives {networked[0]:,} B and sends"
+            f" {networked[1]:,} B in a step.",
             *([] if client_cost.optimizer_state is not None else [f"The state of optim={args.optim!s} is not known."]),
         ],
     )
 
 
-def _client_cost(model: SplitModel, args: TrainingArguments, batch_size: int, length: int) -> StepCost:
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 'es'}"
+
+
+def _with_in_flight(cost_of: Callable[[int], StepCost], in_flight: int) -> StepCost:
+    """The operations of one micro-batch, and the memory of several micro-batches in flight."""
+    cost = cost_of(1)
+    if in_flight == 1:
+        return cost
+    memory = cost_of(in_flight)
+    return dataclasses.replace(memory, flops=cost.flops, forward_flops=cost.forward_flops)
+
+
+def _client_cost(model: SplitModel, args: TrainingArguments, batch_size: int, length: int, in_flight: int) -> StepCost:
     """The cost of head and tail, without the blocks of the server."""
     ids = example_ids(model, batch_size, length)
     inputs = attention_inputs(model, batch_size, length)
 
     def build_pass() -> Pass:
         def run() -> Callable[[], None]:
-            hidden = model.client_head(ids, None, inputs.position_ids, None, inputs.context_lengths).logits
-            received = torch.empty_like(hidden).requires_grad_()
-            loss = model.client_tail(
-                received, None, inputs.position_ids, None, inputs.context_lengths, labels=ids
-            ).loss
+            sent = [
+                model.client_head(ids, None, inputs.position_ids, None, inputs.context_lengths).logits
+                for _ in range(in_flight)
+            ]
+            received = [torch.empty_like(hidden).requires_grad_() for hidden in sent]
+
+            def tail_loss(hidden: torch.Tensor) -> torch.Tensor:
+                output = model.client_tail(hidden, None, inputs.position_ids, None, inputs.context_lengths, labels=ids)
+                loss: torch.Tensor = output.loss
+                return loss
+
+            losses = [tail_loss(received[0])]
 
             def backward() -> None:
-                loss.backward()
-                if hidden.requires_grad:
-                    hidden.backward(torch.empty_like(hidden))
+                for hidden in received:
+                    # The graph of a micro-batch after the cut layer is freed before the next one is computed.
+                    (losses.pop() if losses else tail_loss(hidden)).backward()
+                for hidden in sent:
+                    if hidden.requires_grad:
+                        hidden.backward(torch.empty_like(hidden))
 
             return backward
 
@@ -139,16 +166,24 @@ def _client_cost(model: SplitModel, args: TrainingArguments, batch_size: int, le
     return step_cost(nn.ModuleList([model.client_head, model.client_tail]), args, build_pass)
 
 
-def _server_cost(model: SplitModel, args: TrainingArguments, batch_size: int, length: int) -> StepCost:
+def _server_cost(model: SplitModel, args: TrainingArguments, batch_size: int, length: int, in_flight: int) -> StepCost:
     """The cost of the body."""
     body, hidden_size = model.require_server_body(), hidden_size_of(model)
     inputs = attention_inputs(model, batch_size, length)
 
     def build_pass() -> Pass:
         def run() -> Callable[[], None]:
-            received = torch.empty(batch_size, length, hidden_size, dtype=body.dtype).requires_grad_()
-            output = body(received, None, inputs.position_ids, None, inputs.context_lengths).logits
-            return lambda: output.backward(torch.empty_like(output))
+            outputs = []
+            for _ in range(in_flight):
+                received = torch.empty(batch_size, length, hidden_size, dtype=body.dtype).requires_grad_()
+                outputs.append(body(received, None, inputs.position_ids, None, inputs.context_lengths).logits)
+
+            def backward() -> None:
+                while outputs:
+                    output = outputs.pop(0)
+                    output.backward(torch.empty_like(output))
+
+            return backward
 
         return run
 

@@ -6,21 +6,25 @@ without padding. A message with padding also has the attention mask, one bit for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hf_federated.experiments.estimate.round_messages import Exchange
+from hf_federated.messages import Serializable
 from hf_federated.messages.serialization import packed_size
 from hf_federated.security.authenticated_encryption import OVERHEAD_BYTES
 from hf_federated.split.layouts import AttentionInputs
 from hf_federated.split.messages import Backward, Forward, Gradient, Hidden
 from hf_federated.split.model import SplitModel
+from hf_federated.split_training import SplitConfig
 from hf_federated.split_training.messages import (
     BeginStep,
     BeginStepReply,
+    Bundle,
     EndStep,
     EndStepReply,
     PartParameters,
@@ -31,6 +35,9 @@ from hf_federated.split_training.messages import (
 STEP = 100
 # A cache id of 62 random bits, which nearly always has 18 or 19 digits.
 CACHE_ID = 2**61
+
+# A message and its answer.
+Answered = tuple[Serializable, Serializable]
 
 
 @dataclass(frozen=True)
@@ -44,8 +51,7 @@ class SplitMessages:
         batch_size (`int`): Number of sequences in a micro-batch.
         length (`int`): Number of tokens of a sequence.
         num_batches (`int`): Number of micro-batches of the client in a step.
-        sends_targets (`bool`): Whether the client sends its number of target tokens, as with `"client_batch"`.
-        encryption (`bool`): Whether the messages are encrypted.
+        split ([`SplitConfig`]): Strategy and encryption.
     """
 
     model: SplitModel
@@ -53,31 +59,55 @@ class SplitMessages:
     batch_size: int
     length: int
     num_batches: int
-    sends_targets: bool
-    encryption: bool
+    split: SplitConfig
 
     def step(self) -> list[Exchange]:
         """The messages with hidden states and gradients of a client in an optimizer step."""
-        num_targets = self.batch_size * (self.length - 1) if self.sends_targets else None
-        forward = self._forward(self.length, training=True, grad=True)
-        gradient = self._states(self.length)
-        backward = Backward(self.client_id, STEP, 0, gradient, num_targets)
-        return [
-            self._exchange("hidden states", forward, Hidden(self.client_id, STEP, 0, self._states(self.length))),
-            self._exchange("gradients", backward, Gradient(self.client_id, STEP, 0, gradient)),
-        ]
+        forward, backward = self._micro_batch()
+        return [self._exchange("hidden states", *forward), self._exchange("gradients", *backward)]
 
-    def control(self) -> Exchange:
-        """The messages that begin and end a step of a networked run, together."""
+    def _micro_batch(self) -> tuple[tuple[Forward, Hidden], tuple[Backward, Gradient]]:
+        """The messages of a micro-batch, each with its answer."""
+        shares_step = self.split.strategy == "client_batch"
+        num_targets = self.batch_size * (self.length - 1) if shares_step else None
+        states, name = self._states(self.length), self.client_id
+        forward = self._forward(self.length, training=True, grad=True)
+        backward = Backward(name, STEP, 0, states, num_targets)
+        return (forward, Hidden(name, STEP, 0, states)), (backward, Gradient(name, STEP, 0, states))
+
+    def networked_step(self) -> tuple[int, int]:
+        """
+        Bytes down and up of a step of a networked run, in which messages travel together.
+
+        The messages that end the previous step and begin this step travel with the first hidden states.
+        """
+        end: Answered = (EndStep(self.client_id, STEP, 0.0), EndStepReply(self.client_id, STEP, 0.0))
         begin = BeginStep(self.client_id, STEP, self.num_batches, self.batch_size * self.num_batches)
-        messages = (begin, EndStep(self.client_id, STEP, 0.0))
-        replies = (BeginStepReply(self.client_id, STEP), EndStepReply(self.client_id, STEP, 0.0))
-        overhead = 2 * self._overhead
-        return Exchange(
-            "begin and end of the step",
-            sum(reply.num_bytes for reply in replies) + overhead,
-            sum(message.num_bytes for message in messages) + overhead,
-        )
+        first: list[Answered] = [(begin, BeginStepReply(self.client_id, STEP))]
+        bundles: list[list[Answered]] = []
+        if self.split.strategy == "client_batch":
+            bundles.append([end])
+        else:
+            first.insert(0, end)
+        window = self.split.micro_batches_in_flight
+        for start in range(0, self.num_batches, window):
+            size = min(window, self.num_batches - start)
+            forward, backward = self._micro_batch()
+            last = dataclasses.replace(backward[1], squared_norm=0.0)
+            is_last = start + size == self.num_batches and self.split.strategy != "client_batch"
+            answers = [backward[1]] * (size - is_last) + [last] * is_last
+            bundles.append([*(first if start == 0 else []), *([forward] * size)])
+            bundles.append([(backward[0], answer) for answer in answers])
+        bytes_up = sum(self._bundle([sent for sent, _ in bundle]) for bundle in bundles)
+        return sum(self._bundle([answer for _, answer in bundle]) for bundle in bundles), bytes_up
+
+    def _bundle(self, messages: Sequence[Serializable]) -> int:
+        """Size of messages that travel together."""
+        sizes = [message.num_bytes for message in messages]
+        if len(sizes) == 1:
+            return sizes[0] + self._overhead
+        blobs = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+        return Bundle(self.client_id, blobs).num_bytes + self._overhead
 
     def prompt(self) -> Exchange:
         """The messages of the forward pass over the prompts, before the first generated token."""
@@ -132,7 +162,7 @@ class SplitMessages:
 
     @property
     def _overhead(self) -> int:
-        return OVERHEAD_BYTES if self.encryption else 0
+        return OVERHEAD_BYTES if self.split.encryption else 0
 
     def _exchange(self, name: str, up: Any, down: Any, count: int | None = None) -> Exchange:
         bytes_down, bytes_up = (message.num_bytes + self._overhead for message in (down, up))

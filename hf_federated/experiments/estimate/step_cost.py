@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainingArguments
 
+from hf_federated._compat import enable_activation_checkpointing
+
 
 @dataclass(frozen=True)
 class StepCost:
@@ -146,6 +148,19 @@ def step_cost(module: nn.Module, args: TrainingArguments, build: Callable[[], Pa
         flops=flops,
         forward_flops=forward_flops,
     )
+
+
+def checkpoint_activations(model: Any) -> None:
+    """
+    Enable activation checkpointing for the computation of a cost.
+
+    The reentrant variant needs the memory of the other variant, which does not free tensors under a dispatch mode.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): The model.
+    """
+    model.enable_input_require_grads()  # without gradients of its inputs, the reentrant variant has no backward pass
+    enable_activation_checkpointing(model, {"use_reentrant": True})
 
 
 def _autocast(args: TrainingArguments) -> Any:
