@@ -127,9 +127,9 @@ SPLIT += ["partition={name: iid, num_clients: 2}", "training.per_device_train_ba
 STRATEGIES = {
     "serial": ["split={strategy: serial}", "training.gradient_accumulation_steps=2"],
     "encrypted": ["split={strategy: serial, encryption: true}"],
-    "averaged": ["split={strategy: serial, average_every: 2, steps_per_turn: 1}"],
+    "averaged": ["split={strategy: serial, average_every: 2, steps_per_turn: 1, wire_dtype: topk}"],
     "client_batch": ["split={strategy: client_batch, average_every: 2, wire_dtype: int8}"],
-    "server_hierarchical": ["split={strategy: server_hierarchical, wire_dtype: bfloat16}"],
+    "server_hierarchical": ["split={strategy: server_hierarchical, wire_dtype: int4}"],
     "adapter": ["split={strategy: serial}", "model.lora={r: 2, target_modules: [q_proj, v_proj]}"],
     "prefix": ["split={strategy: client_batch}", "model.prefix={num_virtual_tokens: 3}"],
 }
