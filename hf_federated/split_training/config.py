@@ -9,8 +9,9 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from peft import PeftConfig
 from transformers import PretrainedConfig, TrainingArguments
 
@@ -97,6 +98,9 @@ class SplitConfig(SavedConfig):
             (`gradient_accumulation_steps`) that a networked client sends together. A step of as many micro-batches
             costs two round trips. The server holds the activations of its blocks for this number of micro-batches,
             and the client those of its first blocks. At most 64. It does not change the results.
+        body_devices (`list[str]`, *optional*): Devices of the server's bodies with `"server_hierarchical"`, such as
+            `["cuda:0", "cuda:1"]`. The bodies are distributed over these devices in turn and compute in parallel. By
+            default all bodies are on the device of the training arguments. Each party can choose its own devices.
         min_clients (`int` or `float`, *optional*, defaults to `1`): Number of clients, or their share as a float, with
             which a networked run continues after other clients failed. The steps of a failed client are skipped. With
             `1.0` the run ends when a client fails, and can be resumed with all clients.
@@ -145,6 +149,10 @@ class SplitConfig(SavedConfig):
     micro_batches_in_flight: int = field(
         default=8, metadata={"help": "Micro-batches of a step that a networked client sends together (at most 64)."}
     )
+    body_devices: list[str] | None = field(
+        default=None,
+        metadata={"help": "For server_hierarchical: devices of the server's bodies (default: one)."},
+    )
     min_clients: ShareOrCount = field(
         default=1, metadata={"help": "Clients, or their share, with which a networked run continues if others fail."}
     )
@@ -172,6 +180,7 @@ class SplitConfig(SavedConfig):
                 f"micro_batches_in_flight={in_flight!r}, but it must be a number of micro-batches from 1 to "
                 f"{MAX_GRAPHS}."
             )
+        self._check_devices()
         share_or_count = self.min_clients
         if not (type(share_or_count) is int and share_or_count >= 1) and not (
             type(share_or_count) is float and 0 < share_or_count <= 1
@@ -186,6 +195,36 @@ class SplitConfig(SavedConfig):
             raise ValueError(
                 f"tail_blocks={self.tail_blocks!r}, but a client keeps at least the last block. Set it to at least 1."
             )
+
+    def _check_devices(self) -> None:
+        devices = self.body_devices
+        if devices is None:
+            return
+        if isinstance(devices, str) or not devices:
+            raise ValueError(f"body_devices={devices!r}, but it must be a list such as ['cuda:0', 'cuda:1'].")
+        if self.strategy != "server_hierarchical":
+            raise ValueError(
+                f"`body_devices` applies to strategy='server_hierarchical' only. With {self.strategy!r} the server "
+                "has one body. Leave it out."
+            )
+        for name in devices:
+            try:
+                torch.device(name)
+            except (RuntimeError, TypeError) as error:
+                raise ValueError(f"body_devices contains {name!r}, which is not a device: {error}") from None
+
+    def shared_settings(self) -> dict[str, Any]:
+        """Return the settings that all parties of a run share: all except the devices."""
+        return {name: value for name, value in self.to_dict().items() if name != "body_devices"}
+
+    def device_of_body(self, number: int) -> torch.device | None:
+        """
+        Return the device of one of the server's bodies, or `None` for the device of the model.
+
+        Args:
+            number (`int`): Number of the body, in the order of the clients.
+        """
+        return None if self.body_devices is None else torch.device(self.body_devices[number % len(self.body_devices)])
 
     def resolve_seed(self, args: TrainingArguments) -> int:
         """Return the seed of the parties' random numbers: `split_seed`, or `seed` of the training arguments."""
@@ -221,7 +260,7 @@ def run_settings(split: SplitConfig, args: TrainingArguments) -> dict[str, objec
         split ([`SplitConfig`]): Strategy and cut.
         args (`TrainingArguments`): Training arguments. Only the arguments in `SHARED_ARGUMENTS` are included.
     """
-    return {"split": split.to_dict(), "training": {name: getattr(args, name) for name in SHARED_ARGUMENTS}}
+    return {"split": split.shared_settings(), "training": {name: getattr(args, name) for name in SHARED_ARGUMENTS}}
 
 
 def run_digest(

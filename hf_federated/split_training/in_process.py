@@ -7,6 +7,7 @@ client. The strategies differ in the clients that take part in a step and in how
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -43,6 +44,20 @@ def seed_of_micro_batch(seed: int, client_id: str, step: int, micro_batch: int) 
     Micro-batches have separate seeds, so that a networked client can compute them in another order.
     """
     return derived_seed(seed, "client", client_id, step, *([micro_batch] if micro_batch else []))
+
+
+def replica_of(body: Part, device: torch.device | None) -> Part:
+    """
+    Copy the server's body.
+
+    Args:
+        body ([`Part`]): The body. It is not changed.
+        device (`torch.device`, *optional*): Device of the copy. A copy on another device than the body shares no
+            parameters with it.
+    """
+    if device is None or all(parameter.device == device for parameter in body.parameters()):
+        return copy_model(body)
+    return copy.deepcopy(body).to(device)
 
 
 class ClientParty(Party):
@@ -98,7 +113,7 @@ class SplitFederation:
         for client_id in client_ids:
             name = f"{SERVER}/{client_id}" if config.strategy == "server_hierarchical" else SERVER
             if name not in self.servers:
-                server_body = body if name == SERVER else copy_model(body)
+                server_body = body if name == SERVER else replica_of(body, config.device_of_body(len(self.servers)))
                 self.servers[name] = Party(name, server_body, None)
                 self._body_servers[name] = BodyServer(server_body, wire, seed)
             self._server_names[client_id] = name
@@ -289,7 +304,7 @@ class SplitFederation:
     def state(self) -> dict[str, Any]:
         """Return the state of the run for a checkpoint, in addition to the states of the parties."""
         return {
-            "config": self.config.to_dict(),
+            "config": self.config.shared_settings(),
             "clients": list(self.clients),
             "holder": self.last_client,
             "num_rows": {client_id: client.num_examples for client_id, client in self.clients.items()},
@@ -302,7 +317,7 @@ class SplitFederation:
         Raises:
             ValueError: If the checkpoint belongs to a run with another configuration or other clients.
         """
-        check_same_run(state, {"config": self.config.to_dict(), "clients": list(self.clients)})
+        check_same_run(state, {"config": self.config.shared_settings(), "clients": list(self.clients)})
         self.last_client = state["holder"]
         for client_id, num_examples in state["num_rows"].items():
             self.clients[client_id].num_examples = num_examples

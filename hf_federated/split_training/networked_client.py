@@ -466,7 +466,7 @@ class NetworkedFederation:
         """Return the state of the run for a checkpoint, in addition to the state of the client."""
         self._link.flush()  # The server saves its checkpoint at the end of the step.
         return {
-            "config": self.config.to_dict(),
+            "config": self.config.shared_settings(),
             "client_id": self.client_id,
             "clients": self.client_ids,
             "num_rows": self.client.num_examples,
@@ -479,6 +479,6 @@ class NetworkedFederation:
         Raises:
             ValueError: If the checkpoint belongs to a run with another configuration, another client or other clients.
         """
-        expected = {"config": self.config.to_dict(), "client_id": self.client_id, "clients": self.client_ids}
+        expected = {"config": self.config.shared_settings(), "client_id": self.client_id, "clients": self.client_ids}
         check_same_run(state, expected)
         self.client.num_examples = state["num_rows"]

@@ -15,7 +15,6 @@ from transformers import PretrainedConfig, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .._compat import checkpointing_settings
-from ..adapters.copying import copy_model
 from ..aggregation import WeightedMean
 from ..split.body import BodyServer
 from ..split.messages import Backward, Forward
@@ -25,7 +24,7 @@ from ..split.wire import Wire
 from ..trainer.checkpoint import list_checkpoints, publish, rotate, staged_directory, step_of
 from ..trainer.manifest import check_manifest, write_manifest
 from .config import SplitConfig, run_and_step
-from .in_process import SERVER
+from .in_process import SERVER, replica_of
 from .optimization import Party, averaging_weights, create_optimizers, num_training_steps, total_norm
 from .saving import is_save_step, load_party, num_kept_checkpoints, parts_of, party_directory, save_party
 
@@ -68,7 +67,10 @@ class ServerModel:
         enable_checkpointing(body, args)
         has_replicas = split.strategy == "server_hierarchical"
         self.party_names = {client_id: f"{SERVER}/{client_id}" if has_replicas else SERVER for client_id in client_ids}
-        parts = {name: copy_model(body) if has_replicas else body for name in self.party_names.values()}
+        parts = {
+            name: replica_of(body, split.device_of_body(number)) if has_replicas else body
+            for number, name in enumerate(dict.fromkeys(self.party_names.values()))
+        }
         servers = {name: BodyServer(part, wire, split.resolve_seed(args)) for name, part in parts.items()}
         self.parties = {name: Party(name, part, None) for name, part in parts.items()}
         self.body_servers = {client_id: servers[name] for client_id, name in self.party_names.items()}

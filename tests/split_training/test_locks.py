@@ -6,10 +6,12 @@ import threading
 import time
 
 import pytest
+import torch
 from networked import DirectLink, Run
 from split_runs import LORA, clients_of, rows_of, whole_model
 
-from hf_federated import SplitConfig
+from hf_federated import SplitConfig, SplitModel
+from hf_federated.split_training.in_process import replica_of
 from hf_federated.split_training.messages import Finish, Join, SendEnvelope, as_tensor
 
 
@@ -114,3 +116,39 @@ def test_parallel_bodies_give_the_weights_of_bodies_in_turn(tmp_path):
         assert not run.errors
         values.append(run.values())
     assert all(value.equal(values[1][party][name]) for party in values[0] for name, value in values[0][party].items())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "error"),
+    [
+        ("serial", ["cpu"], "applies to strategy='server_hierarchical' only"),
+        ("server_hierarchical", [], "must be a list"),
+        ("server_hierarchical", "cpu", "must be a list"),
+        ("server_hierarchical", ["cpu", "gpu:0"], "contains 'gpu:0', which is not a device"),
+    ],
+)
+def test_devices_of_the_bodies_are_checked(strategy, devices, error):
+    with pytest.raises(ValueError, match=error):
+        SplitConfig(strategy=strategy, body_devices=devices)
+
+
+def test_bodies_are_distributed_over_devices_and_parties_may_choose_different_devices():
+    split = SplitConfig(strategy="server_hierarchical", body_devices=["cuda:0", "cuda:1"])
+    assert [str(split.device_of_body(number)) for number in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert split.shared_settings() == SplitConfig(strategy="server_hierarchical").shared_settings()
+    body = SplitModel.from_model(whole_model()).server_body
+    assert {parameter.device.type for parameter in replica_of(body, torch.device("meta")).parameters()} == {"meta"}
+    assert {parameter.device.type for parameter in body.parameters()} == {"cpu"}
+
+
+@pytest.mark.gpu
+def test_bodies_on_several_devices_give_the_weights_of_bodies_on_one_device(tmp_path):
+    values = []
+    for devices in (None, ["cuda:0", "cpu"]):
+        split = SplitConfig(strategy="server_hierarchical", average_every=2, body_devices=devices)
+        run = Run(tmp_path / str(devices), clients_of(6, 5), split, model=whole_model())
+        run.train()
+        assert not run.errors
+        values.append(run.values()["client 0"])
+    for name, value in values[0].items():
+        assert torch.allclose(value, values[1][name].cpu(), atol=1e-5), name
