@@ -305,6 +305,8 @@ def _notes(
         )
     if plan.distillation is not None and not plan.num_public:
         notes.append(f"The computation of the server with {plan.distillation.name} is not estimated.")
+    if plan.aggregation.postprocessors():
+        notes.append(f"{plan.aggregation.name} can compress its messages, so the bytes are an upper bound.")
     if cost.optimizer_state is None:
         notes.append(f"The state of optim={args.optim!s} is not known on this machine.")
     return notes
