@@ -136,7 +136,8 @@ def num_bytes_of_step(options: argparse.Namespace, split: SplitModel) -> tuple[i
     split(**batch(options, 0)).loss.backward()
     split.boundary.link = link
     wire = split.boundary.wire
-    return sum(sizes), 4 * wire.num_bytes(options.batch_size, options.length, options.hidden_size)
+    size = (options.batch_size, options.length, options.hidden_size)
+    return sum(sizes), 2 * wire.num_bytes(*size) + 2 * wire.num_bytes(*size, is_gradient=True)
 
 
 def main() -> None:

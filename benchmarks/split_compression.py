@@ -10,7 +10,8 @@ float32, without message headers.
 
 Error feedback adds to a tensor what the compression of an earlier tensor lost. `--feedback` selects that tensor:
 
-- `none`: no error feedback, as in the library.
+- `message`: as in the library. `topk` sends the mean of what the positions of a gradient lose with the same message.
+- `none`: no error feedback.
 - `next`: the previous tensor at the same boundary, which belongs to other examples (Seide et al., 2014; Karimireddy et
   al., 2019).
 - `next-gradients`: as `next`, for gradients alone.
@@ -35,7 +36,7 @@ from hf_federated import SplitModel
 from hf_federated.split import Wire
 
 
-FEEDBACKS = ("none", "next", "next-gradients", "example", "change")
+FEEDBACKS = ("message", "none", "next", "next-gradients", "example", "change")
 VOCABULARY = 64
 
 
@@ -54,18 +55,17 @@ class FeedbackWire(Wire):
         super().__init__(dtype)
         object.__setattr__(self, "feedback", feedback)
         # What was kept, by direction, kind of the tensor and example.
-        object.__setattr__(self, "state", {"kept": {}, "examples": [], "encoded": 0, "decoded": 0})
+        object.__setattr__(self, "state", {"kept": {}, "examples": [], "num_decoded": 0})
 
     def begin(self, examples: list[int]) -> None:
         """Set the examples of the next micro-batch."""
-        self.state.update(examples=examples, encoded=0, decoded=0)
+        self.state.update(examples=examples, num_decoded=0)
 
-    def encode(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode hidden states (first call of a micro-batch) or gradients (second call)."""
-        kind = self._kind("encoded")
-        keys = self._keys("sent", kind)
+    def encode(self, states: torch.Tensor, is_gradient: bool = False) -> dict[str, torch.Tensor]:
+        """Encode hidden states or gradients."""
+        keys = self._keys("sent", "gradient" if is_gradient else "hidden")
         if not keys:
-            return super().encode(states)
+            return super().encode(states, is_gradient and self.feedback == "message")  # type: ignore[attr-defined]
         sign = -1 if self.feedback == "change" else 1  # type: ignore[attr-defined]
         kept = self._kept(keys, states)
         target = states.detach().float() + sign * kept
@@ -77,25 +77,21 @@ class FeedbackWire(Wire):
     def decode(
         self, encoded: dict[str, torch.Tensor], batch_size: int, hidden_size: int, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Decode hidden states or gradients."""
+        """Decode hidden states (first call of a micro-batch) or gradients (second call)."""
         restored = super().decode(encoded, batch_size, hidden_size, dtype)
-        kind = self._kind("decoded")
-        if self.feedback != "change" or kind == "gradient":  # type: ignore[attr-defined]
+        self.state["num_decoded"] += 1
+        if self.feedback != "change" or self.state["num_decoded"] == 2:  # type: ignore[attr-defined]
             return restored
-        keys = self._keys("received", kind)
+        keys = self._keys("received", "hidden")
         restored = restored + self._kept(keys, restored)
         self._keep(keys, restored)
         return restored
 
-    def _kind(self, counter: str) -> str:
-        self.state[counter] += 1
-        return "hidden" if self.state[counter] % 2 else "gradient"
-
     def _keys(self, direction: str, kind: str) -> list[tuple[str, str, int]]:
         """Return the names of the tensors of each sequence, or none without feedback."""
         feedback = self.feedback  # type: ignore[attr-defined]
-        without_feedback = {"none": ("hidden", "gradient"), "next-gradients": ("hidden",), "change": ("gradient",)}
-        if kind in without_feedback.get(feedback, ()):
+        with_feedback = {"message": (), "none": (), "next-gradients": ("gradient",), "change": ("hidden",)}
+        if kind not in with_feedback.get(feedback, ("hidden", "gradient")):
             return []
         examples = self.state["examples"]
         return [(direction, kind, n) for n in (range(len(examples)) if feedback.startswith("next") else examples)]
@@ -198,7 +194,7 @@ def run(wire: str, feedback: str, seed: int, options: argparse.Namespace) -> dic
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wires", nargs="+", default=["float32", "int8", "int4", "topk"])
-    parser.add_argument("--feedback", nargs="+", default=["none"], choices=FEEDBACKS)
+    parser.add_argument("--feedback", nargs="+", default=["message"], choices=FEEDBACKS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--model", help="folder or id of a pretrained model (default: a small model)")
     parser.add_argument("--texts", help="JSON lines with the texts, for --model")
@@ -221,8 +217,11 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     print("| wire | feedback | bytes | loss | loss without the wire |\n|---|---|---|---|---|")
     for wire in options.wires:
-        # Nothing is lost in float32, so there is nothing to feed back.
-        for feedback in options.feedback if wire != "float32" else ["none"]:
+        for feedback in options.feedback:
+            if feedback == "message" and wire not in ("float32", "topk") and "none" in options.feedback:
+                continue  # the same runs as without feedback
+            if feedback != options.feedback[0] and wire == "float32":
+                continue  # float32 loses nothing
             runs = [run(wire, feedback, seed, options) for seed in options.seeds]
             results += runs
             cells = []

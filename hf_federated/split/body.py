@@ -270,7 +270,9 @@ class BodyServer:
         for message in messages:
             self._record_norms(graph, message, gradient, answers[message.micro_batch_id])
         return [
-            Gradient(*message.micro_batch_id, gradient=self.wire.encode(answers[message.micro_batch_id]))
+            Gradient(
+                *message.micro_batch_id, gradient=self.wire.encode(answers[message.micro_batch_id], is_gradient=True)
+            )
             for message in messages
         ]
 

@@ -225,9 +225,9 @@ class Boundary:
         client_id, step, micro_step = context.micro_batch_id
         total = self.total_targets
         if total is None:
-            message = Backward(client_id, step, micro_step, self.wire.encode(gradient))
+            message = Backward(client_id, step, micro_step, self.wire.encode(gradient, is_gradient=True))
         else:
-            summed = self.wire.encode(gradient * total)
+            summed = self.wire.encode(gradient * total, is_gradient=True)
             message = Backward(client_id, step, micro_step, summed, num_targets=context.num_targets)
         answer = Gradient.from_bytes(self.link.exchange(message.to_bytes()))
         _check_micro_batch(answer.micro_batch_id, context.micro_batch_id)

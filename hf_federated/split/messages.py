@@ -316,6 +316,7 @@ _ENCODED: dict[str, tuple[torch.dtype, ...]] = {
     "scale": (torch.float32,),
     "zero_point": (torch.float32,),
     "kept": (torch.uint8,),
+    "mean_error": (torch.float32,),
 }
 
 

@@ -29,7 +29,8 @@ class Wire:
             - `"int4"` sends a scale and a zero point for each group of 64 values of a position: 5 bits a value. The
               error is at most 1/30 of the range of a group.
             - `"topk"` sends the quarter of the values of a position with the largest magnitudes in `bfloat16`, and a
-              bit for each value: 5 bits a value. The other values become zero.
+              bit for each value: 5 bits a value. The other values become zero. With gradients it also sends the mean
+              of what the positions of a message lose, in `float32`, and the receiver adds the mean to each position.
 
     Raises:
         ValueError: If the dtype is unknown.
@@ -70,22 +71,28 @@ class Wire:
             wire_dtype = name if name in TRAVEL_DTYPES else "float32"
         return cls(wire_dtype)
 
-    def encode(self, states: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode(self, states: torch.Tensor, is_gradient: bool = False) -> dict[str, torch.Tensor]:
         """
         Encode hidden states or gradients.
 
         Args:
             states (`torch.Tensor`): Floating-point tensor of shape `(batch, sequence, hidden)`, on any device.
+            is_gradient (`bool`, *optional*, defaults to `False`): Whether the tensor is a gradient.
 
         Returns:
             `dict[str, torch.Tensor]`: CPU tensors with one row for each of the `batch · sequence` positions: `values`,
-            and for some dtypes other tensors, as `layout` gives them.
+            and for some dtypes other tensors, as `layout` gives them. `"topk"` adds `mean_error` of shape `(hidden,)`
+            for a gradient.
         """
         rows = states.detach().flatten(0, 1)
         if self.dtype in TRAVEL_DTYPES and self.dtype != "int8":
             return {"values": rows.to("cpu", TRAVEL_DTYPES[self.dtype])}
-        compress = {"int8": quantize_rows, "int4": quantize_groups, "topk": keep_largest}[self.dtype]
-        return {name: values.cpu() for name, values in compress(rows.float()).items()}
+        rows = rows.float()
+        if self.dtype == "topk":
+            compressed = keep_largest(rows, with_mean=is_gradient)
+        else:
+            compressed = quantize_rows(rows) if self.dtype == "int8" else quantize_groups(rows)
+        return {name: values.cpu() for name, values in compressed.items()}
 
     def decode(
         self, encoded: dict[str, torch.Tensor], batch_size: int, hidden_size: int, dtype: torch.dtype
@@ -107,7 +114,7 @@ class Wire:
         """
         self._check(encoded, hidden_size)
         values = encoded["values"]
-        # A position with non-finite values has a NaN scale and decodes to NaN, which the check below rejects.
+        # A position with non-finite values decodes to NaN, which the check below rejects.
         if self.dtype == "int8":
             values = dequantize_rows(encoded)
         elif self.dtype == "int4":
@@ -125,38 +132,42 @@ class Wire:
             )
         return values.unflatten(0, (batch_size, -1))
 
-    def layout(self, hidden_size: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return the dtype of each encoded tensor, and its shape without the dimension of the positions."""
+    def layout(
+        self, num_positions: int, hidden_size: int, is_gradient: bool = False
+    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return the dtype and the shape of each encoded tensor."""
+        rows = (num_positions,)
         if self.dtype == "int4":
-            groups = (torch.float32, (num_groups(hidden_size),))
-            return {"values": (torch.uint8, (-(-hidden_size // 2),)), "scale": groups, "zero_point": groups}
+            groups = (torch.float32, (*rows, num_groups(hidden_size)))
+            return {"values": (torch.uint8, (*rows, -(-hidden_size // 2))), "scale": groups, "zero_point": groups}
         if self.dtype == "topk":
-            return {
-                "values": (torch.bfloat16, (num_kept(hidden_size),)),
-                "kept": (torch.uint8, (-(-hidden_size // 8),)),
+            layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+                "values": (torch.bfloat16, (*rows, num_kept(hidden_size))),
+                "kept": (torch.uint8, (*rows, -(-hidden_size // 8))),
             }
-        values = (TRAVEL_DTYPES[self.dtype], (hidden_size,))
+            return {**layout, "mean_error": (torch.float32, (hidden_size,))} if is_gradient else layout
+        values = (TRAVEL_DTYPES[self.dtype], (*rows, hidden_size))
         if self.dtype == "int8":
-            return {"values": values, "scale": (torch.float32, ()), "zero_point": (torch.float32, ())}
+            return {"values": values, "scale": (torch.float32, rows), "zero_point": (torch.float32, rows)}
         return {"values": values}
 
-    def num_bytes(self, batch_size: int, sequence_length: int, hidden_size: int) -> int:
+    def num_bytes(self, batch_size: int, sequence_length: int, hidden_size: int, is_gradient: bool = False) -> int:
         """Return the size in bytes of one message's hidden states or gradients, without the message header."""
-        layout = self.layout(hidden_size).values()
-        return batch_size * sequence_length * sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout)
+        layout = self.layout(batch_size * sequence_length, hidden_size, is_gradient)
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
 
     def _check(self, encoded: dict[str, torch.Tensor], hidden_size: int) -> None:
         """Check names, dtypes and shapes of received tensors."""
-        layout, values = self.layout(hidden_size), encoded["values"]
+        values = encoded["values"]
+        layout = self.layout(len(values), hidden_size, is_gradient="mean_error" in encoded)
         if encoded.keys() != layout.keys() or any(encoded[name].dtype != layout[name][0] for name in layout):
             raise ValueError(
                 f"Received hidden states encoded as {sorted(encoded)} of dtype {values.dtype}, but this party expects "
                 f"wire dtype {self.dtype}. Set the same wire dtype for both parties."
             )
         for name, (_, shape) in layout.items():
-            if encoded[name].shape != (len(values), *shape):
+            if encoded[name].shape != shape:
                 raise ValueError(
                     f"{name} has shape {tuple(encoded[name].shape)}, but {len(values)} positions of hidden size "
-                    f"{hidden_size} need shape {(len(values), *shape)}. Load client and server parts from the same "
-                    "model."
+                    f"{hidden_size} need shape {shape}. Load client and server parts from the same model."
                 )

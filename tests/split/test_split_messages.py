@@ -70,12 +70,14 @@ def test_num_bytes_matches_the_size_of_the_messages(dtype):
     bytes_per_value |= {"int4": 1 / 2 + 8 / hidden, "topk": 1 / 4 * 2 + 1 / 8}
     # Two messages with hidden states, two with gradients, the bits of the mask, and the headers.
     states = 4 * batch_size * length * hidden * bytes_per_value[dtype]
+    states += 2 * 4 * hidden * (dtype == "topk")  # the mean loss of each gradient
     bits = batch_size * math.ceil(length / 8)
     headers = [len(blob) - sum(tensor.nbytes for tensor in load(blob).values()) for blob in blobs]
     assert sum(map(len, blobs)) == states + bits + sum(headers)
     assert max(headers) < 800
     wire = Wire(dtype)
-    assert 4 * wire.num_bytes(batch_size, length, hidden) == states
+    sizes = [wire.num_bytes(batch_size, length, hidden, is_gradient) for is_gradient in (False, True)]
+    assert 2 * sum(sizes) == states
 
 
 def test_attention_mask_without_padding_is_not_sent():

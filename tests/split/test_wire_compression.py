@@ -61,6 +61,23 @@ def test_a_quarter_of_the_values_is_kept_in_bfloat16(width):
         assert row.tolist() == expected
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_largest_values_of_a_gradient_keep_the_mean_of_its_tokens(width):
+    """The mean error is not sent for hidden states. Positions without gradient, such as padding, stay zero."""
+    gradient = torch.randn(3, 20, width, generator=torch.Generator().manual_seed(width)) + 0.1
+    gradient[1, 15:] = 0
+    wire = Wire("topk")
+    encoded = wire.encode(gradient, is_gradient=True)
+    assert wire.encode(gradient).keys() == {"values", "kept"}
+    assert sum(tensor.nbytes for tensor in encoded.values()) == wire.num_bytes(3, 20, width, is_gradient=True)
+    actual = wire.decode(encoded, 3, width, torch.float32)
+    assert torch.allclose(actual.double().sum((0, 1)), gradient.double().sum((0, 1)), atol=1e-5)
+    assert not actual[1, 15:].any()
+    # The kept values alone have another mean.
+    assert width < 4 or not torch.allclose(restored("topk", gradient).sum((0, 1)), gradient.sum((0, 1)), atol=1e-1)
+    assert not wire.decode(wire.encode(torch.zeros(1, 2, width), is_gradient=True), 1, width, torch.float32).any()
+
+
 @pytest.mark.parametrize("dtype", ["int4", "topk"])
 def test_a_position_is_compressed_independently_of_other_positions(dtype):
     """Cached generation, several micro-batches in flight, and batches of several clients depend on this."""
@@ -131,6 +148,10 @@ def filled(encoded: dict[str, torch.Tensor], name: str, value: float) -> dict[st
             "values has shape \\(6, 1\\), .* \\(6, 18\\)",
         ),
         ("topk", lambda sent: {**sent, "values": sent["values"].float()}, "same wire dtype"),
+        ("topk", lambda sent: {**sent, "mean_error": torch.zeros(69)}, "mean_error has shape \\(69,\\), .* \\(70,\\)"),
+        ("topk", lambda sent: {**sent, "mean_error": torch.full((70,), math.nan)}, "not finite"),
+        ("topk", lambda sent: {**sent, "mean_error": torch.zeros(70).half()}, "same wire dtype"),
+        ("int4", lambda sent: {**sent, "mean_error": torch.zeros(70)}, "same wire dtype"),
     ],
 )
 def test_invalid_compressed_tensors_raise_an_error(dtype, change, message):

@@ -70,10 +70,10 @@ class SplitMessages:
         """The messages of a micro-batch, each with its answer."""
         shares_step = self.split.strategy == "client_batch"
         num_targets = self.batch_size * (self.length - 1) if shares_step else None
-        states, name = self._states(self.length), self.client_id
+        states, gradient, name = self._states(self.length), self._states(self.length, True), self.client_id
         forward = self._forward(self.length, training=True, grad=True)
-        backward = Backward(name, STEP, 0, states, num_targets)
-        return (forward, Hidden(name, STEP, 0, states)), (backward, Gradient(name, STEP, 0, states))
+        backward = Backward(name, STEP, 0, gradient, num_targets)
+        return (forward, Hidden(name, STEP, 0, states)), (backward, Gradient(name, STEP, 0, gradient))
 
     def networked_step(self) -> tuple[int, int]:
         """
@@ -153,12 +153,10 @@ class SplitMessages:
             **fields,
         )
 
-    def _states(self, length: int) -> dict[str, torch.Tensor]:
-        layout = self.model.boundary.wire.layout(hidden_size_of(self.model))
-        return {
-            name: torch.empty(self.batch_size * length, *shape, dtype=dtype, device="meta")
-            for name, (dtype, shape) in layout.items()
-        }
+    def _states(self, length: int, is_gradient: bool = False) -> dict[str, torch.Tensor]:
+        num_positions = self.batch_size * length
+        layout = self.model.boundary.wire.layout(num_positions, hidden_size_of(self.model), is_gradient)
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in layout.items()}
 
     @property
     def _overhead(self) -> int:
