@@ -1,4 +1,4 @@
-"""The steps that `benchmarks/split.py` measures: one batch over all clients, and encrypted messages."""
+"""What the split benchmarks measure: one batch over all clients, encrypted messages, and error feedback."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from hf_federated.security.encrypted_link import EncryptedServer
+from hf_federated.split import Wire
 
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "split.py"))
+COMPRESSION = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "split_compression.py"))
 
 
 @pytest.fixture
@@ -72,3 +74,40 @@ def test_encrypted_step_encrypts_its_messages(options, monkeypatch):
     assert len(encrypted) == len(plain) == 2
     for blob, message in zip(encrypted, plain, strict=True):
         assert message[-64:] not in blob and len(blob) > len(message)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "topk"])
+@pytest.mark.parametrize(
+    ("feedback", "examples"), [("next-gradients", [[0, 1], [2, 3], [1, 0]]), ("example", [[4, 7]] * 3)]
+)
+def test_error_feedback_sends_later_what_a_gradient_loses(dtype, feedback, examples):
+    wire = COMPRESSION["FeedbackWire"](dtype, feedback)
+    gradients = torch.randn(3, 2, 5, 20, generator=torch.Generator().manual_seed(0))
+    sent = []
+    for gradient, of_examples in zip(gradients, examples, strict=True):
+        wire.begin(of_examples)
+        sent.append(wire.decode(wire.encode(gradient, is_gradient=True), 2, 20, torch.float32))
+    kept = torch.stack(list(wire.state["kept"].values()))
+    assert torch.allclose(sum(sent) + kept, gradients.sum(0), atol=1e-5)
+    assert not torch.allclose(sent[0], gradients[0], atol=1e-2)
+
+
+def test_changes_of_hidden_states_approach_the_hidden_states():
+    sender, receiver = (COMPRESSION["FeedbackWire"]("topk", "change") for _ in range(2))
+    states = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(0))
+    for _ in range(4):  # a quarter of the values changes in each epoch
+        for side in (sender, receiver):
+            side.begin([3, 8])
+        received = receiver.decode(sender.encode(states), 2, 20, torch.float32)
+    assert torch.allclose(received, states, atol=0.02)
+    assert not torch.allclose(receiver.decode(Wire("topk").encode(states), 2, 20, torch.float32), states, atol=0.02)
+
+
+def test_compression_benchmark_reports_the_loss_of_a_run():
+    options = argparse.Namespace(
+        model=None, num_train=4, num_test=4, length=6, hidden_size=16, batch_size=2, num_epochs=1, learning_rate=1e-3
+    )
+    options.device = "cpu"
+    result = COMPRESSION["run"]("topk", "message", 0, options)
+    assert result["bytes"] == (4 * 2 + 2) / 64
+    assert 0 < abs(result["loss"] - result["loss without the wire"]) < 1
