@@ -191,7 +191,7 @@ def test_bytes_and_parameters_of_a_split_run_are_those_of_the_estimate(split_rec
 
 
 @pytest.mark.parametrize("strategy", ["serial", "client_batch"])
-@pytest.mark.parametrize(("num_batches", "in_flight"), [(1, 8), (3, 2)])
+@pytest.mark.parametrize(("num_batches", "in_flight"), [pytest.param(1, 8, marks=pytest.mark.slow), (3, 2)])
 def test_bytes_and_round_trips_of_a_split_step_are_those_of_a_networked_client(
     tmp_path, strategy, num_batches, in_flight
 ):
@@ -278,6 +278,7 @@ def test_unknown_numbers_of_examples_leave_out_the_computation(recipe):
     assert any("Pass --num-examples" in note for note in estimate.notes)
 
 
+@pytest.mark.slow
 def test_distillation_between_different_models_estimates_each_client_model(recipe, model_dir):
     models = f"[{{name_or_path: {model_dir}, kwargs: {{num_hidden_layers: 1}}}}, {{name_or_path: {model_dir}}}]"
     loaded = recipe(*PUBLIC, "federation.distillation=adafd", f"client_models={models}")
