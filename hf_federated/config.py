@@ -7,6 +7,7 @@ It is a plain dataclass, like `peft.LoraConfig`. `HfArgumentParser` can parse it
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -169,7 +170,12 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 def _check_types(cls: type, values: dict[str, Any]) -> None:
     """Raise `ValueError` if the value of a field does not have the annotated type of the field."""
-    annotations = {item.name: str(item.type) for item in dataclasses.fields(cls)}
+    # `HfArgumentParser` replaces the types of the fields, but not the annotations.
+    annotations = {
+        name: str(annotation)
+        for base in reversed(cls.__mro__)
+        for name, annotation in inspect.get_annotations(base).items()
+    }
     for name, value in values.items():
         names = [part.strip() for part in re.sub(r"\[.*\]", "", annotations.get(name, "")).split("|")]
         allowed = tuple(kind for part in names for kind in _JSON_TYPES.get(part, ()))
