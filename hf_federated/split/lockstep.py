@@ -120,6 +120,7 @@ class LockstepRunner:
             with torch.set_grad_enabled(grad):
                 results[name] = function()
             self._leave(name)
+            self._finish(name)
         except BaseException as error:
             failures[name] = error
         with self._changed:
@@ -137,6 +138,9 @@ class LockstepRunner:
 
     def _leave(self, name: str) -> None:
         """Called when the turn of a function ends."""
+
+    def _finish(self, name: str) -> None:
+        """Called when a function has finished, in the order of the functions if all have the same number of turns."""
 
     def exchange(self, name: str, message: Any) -> Any:
         """

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from ..split.lockstep import LockstepRunner
 from ..split.model import SplitModel
@@ -57,11 +58,12 @@ class MicroBatchRunner(LockstepRunner):
         super().__init__(link.exchange_all, "micro-batch")
         self._link = link
         self._model = model
-        tail = set(map(id, model.client_tail.parameters()))
-        # Both parts add gradients to a shared parameter, such as tied embeddings. The gradients of each turn are kept,
-        # and added in the order of the micro-batches.
-        self._shared = [parameter for parameter in model.client_head.parameters() if id(parameter) in tail]
+        # Both parts add gradients to a shared parameter, such as tied embeddings. The gradients of each turn are kept
+        # until the micro-batch has finished, and added in the order of the micro-batches.
+        self._shared: list[nn.Parameter] = []
         self._gradients: dict[str, list[list[torch.Tensor | None]]] = {}
+        self._totals: list[torch.Tensor | None] = []
+        self._is_one_pass = True
 
     def exchange(self, name: str, message: bytes) -> bytes | memoryview:
         answer: bytes | memoryview = super().exchange(name, message)
@@ -88,15 +90,31 @@ class MicroBatchRunner(LockstepRunner):
                 results.append(group[0]())
                 continue
             boundary = self._model.boundary
-            deferred, boundary.defers_backward = boundary.defers_backward, True
-            before = [parameter.grad for parameter in self._shared]
+            defers_backward, boundary.defers_backward = boundary.defers_backward, True
+            self._begin(is_one_pass=not defers_backward)
             try:
                 results += self.run({str(start + number): function for number, function in enumerate(group)}).values()
-                self._add_shared_gradients(before, in_one_pass=not deferred)
+                for parameter, total in zip(self._shared, self._totals, strict=True):
+                    parameter.grad = total
             finally:
-                boundary.defers_backward = deferred
-                self._gradients = {}
+                boundary.defers_backward = defers_backward
+                self._gradients, self._totals = {}, []
         return results
+
+    def _begin(self, is_one_pass: bool) -> None:
+        """
+        Prepare a window of micro-batches.
+
+        Args:
+            is_one_pass (`bool`): Whether the backward pass of a micro-batch in turn goes through both parts at once.
+                Autograd then adds the gradients of both parts to each other first.
+        """
+        model = self._model
+        tail = set(map(id, model.client_tail.parameters()))
+        shared = [parameter for parameter in model.client_head.parameters() if id(parameter) in tail]
+        self._shared = [parameter for parameter in shared if parameter.requires_grad]
+        self._totals = [parameter.grad for parameter in self._shared]
+        self._is_one_pass = is_one_pass
 
     def _enter(self, name: str) -> None:
         for parameter in self._shared:
@@ -106,23 +124,15 @@ class MicroBatchRunner(LockstepRunner):
         self._gradients.setdefault(name, []).append([parameter.grad for parameter in self._shared])
 
     @torch.no_grad()
-    def _add_shared_gradients(self, before: Sequence[torch.Tensor | None], in_one_pass: bool) -> None:
-        """
-        Add the gradients of the shared parameters in the order of micro-batches in turn.
-
-        Args:
-            before (`Sequence[torch.Tensor]`): The gradients before this window.
-            in_one_pass (`bool`): Whether the backward pass of one micro-batch goes through both parts. Autograd then
-                adds their gradients to each other first.
-        """
-        for number, (parameter, total) in enumerate(zip(self._shared, before, strict=True)):
-            for turns in self._gradients.values():
-                gradients = [gradient for turn in turns if (gradient := turn[number]) is not None]
-                if in_one_pass and gradients:
-                    gradients = [functools.reduce(torch.add, gradients)]
-                for gradient in gradients:
-                    total = gradient if total is None else total.add_(gradient)
-            parameter.grad = total
+    def _finish(self, name: str) -> None:
+        turns = self._gradients.pop(name)
+        for number, total in enumerate(self._totals):
+            gradients = [gradient for turn in turns if (gradient := turn[number]) is not None]
+            if self._is_one_pass and gradients:
+                gradients = [functools.reduce(torch.add, gradients)]
+            for gradient in gradients:
+                total = gradient if total is None else total.add_(gradient)
+            self._totals[number] = total
 
 
 class MicroBatchLink:

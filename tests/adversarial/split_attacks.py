@@ -11,18 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from networked import DirectLink
+from networked import DirectLink, unbundled
 
 from hf_federated.messages.serialization import pack, unpack
 from hf_federated.split.messages import Backward, Forward
 from hf_federated.split_training.messages import (
     BeginStep,
+    Bundle,
     EndStep,
     FetchEnvelope,
     Finish,
     Join,
     LateReply,
     SendEnvelope,
+    as_tensor,
     read_message,
 )
 
@@ -48,10 +50,13 @@ class HostileLink(DirectLink):
         self.sent: list[bytes] = []
 
     def exchange(self, blob: bytes) -> bytes:
+        messages = unbundled(blob)
         if self.client_id == HOSTILE:
-            blob = self.attack(self, read_message(blob), blob) or blob
-        self.sent.append(blob)
-        return super().exchange(blob)
+            messages = [self.attack(self, read_message(message), message) or message for message in messages]
+        self.sent += messages
+        if len(messages) > 1:
+            return super().exchange(Bundle(self.client_id, list(map(as_tensor, messages))).to_bytes())
+        return super().exchange(messages[0])
 
 
 def attack(kind: type | None = None, step: int = 0) -> Callable[[Attack], Attack]:

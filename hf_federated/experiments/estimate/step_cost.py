@@ -182,10 +182,9 @@ def make_fake(module: nn.Module) -> None:
         return replaced[id(tensor)]
 
     for owner in module.modules():
-        for tensors in (owner._parameters, owner._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[name] = fake(tensor)  # type: ignore[assignment]
+        for tensors in (owner.named_parameters, owner.named_buffers):
+            for name, tensor in list(tensors(recurse=False, remove_duplicate=False)):
+                setattr(owner, name, fake(tensor))
 
 
 def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
