@@ -262,6 +262,8 @@ class StepCoordinator:
             yield
         finally:
             self._computing_clients.discard(client_id)
+            # The deadline of a client that sends nothing counts again.
+            self._state.condition.notify_all()
 
     def _answer_as_batch(self, kind: str, message: Any, handler: BatchHandler) -> Any:
         """Wait until all clients of the step sent the request or the deadline passed, then answer all requests."""

@@ -227,3 +227,30 @@ def test_client_that_waits_for_the_average_without_sending_its_parameters_is_rem
     assert isinstance(request(relay, 4, "client 2", "client 0"), PeerRemovedReply)
     thread.join(10)
     assert list(relay._state.removed) == ["client 2"] and len(errors) == 1
+
+
+def test_deadline_counts_after_a_computation_of_the_awaited_client(tmp_path):
+    """The other client looks for missing clients while the body computes for client 1, which then falls silent."""
+
+    def links(server, client_id):
+        def fall_silent(blob):
+            if client_id == "client 1" and type(read_message(blob)).kind == "split_backward":
+                over.wait(20)
+                raise ConnectionError("gone")
+
+        return DirectLink(server, client_id, fall_silent)
+
+    over = threading.Event()
+    run = Run(tmp_path, clients_of(4, 4), SplitConfig(steps_per_turn=1), LORA, deadline=0.4, links=links)
+    body = run.server.server_model.body_servers["client 1"]
+    forward_batch = body.forward_batch
+
+    def compute_slowly(messages):
+        time.sleep(0.3)
+        return forward_batch(messages)
+
+    body.forward_batch = compute_slowly
+    threading.Thread(target=lambda: (run.server.wait(), over.set()), daemon=True).start()
+    started_at = time.monotonic()
+    run.train()
+    assert set(run.errors) == {"client 1"} and time.monotonic() - started_at < 15
