@@ -308,7 +308,7 @@ class GrpcLink:
             is_small = len(blob) <= CHUNK_BYTES
             start = self._channel.unary_stream if is_small else self._channel.stream_stream
             call = start(f"/{SERVICE}/{method}")(
-                blob if is_small else self._record_activity(split_into_chunks(blob)),
+                bytes(blob) if is_small else self._record_activity(split_into_chunks(blob)),
                 timeout=timeout,
                 metadata=((HEADER_KEY, header.to_json()),),
             )
