@@ -76,6 +76,8 @@ class ServerModel:
         self.body_servers = {client_id: servers[name] for client_id, name in self.party_names.items()}
         # Examples trained since the last average of the bodies.
         self._num_examples = dict.fromkeys(client_ids, 0)
+        # Squared norms of the gradients of the bodies that the clients of the step have received, by body.
+        self._squared_norms: dict[str, float] = {}
 
     def prepare(self, steps_per_epoch: int) -> None:
         """
@@ -129,8 +131,15 @@ class ServerModel:
                 server.num_targets = 0
 
     def squared_norm(self, client_id: str) -> float:
-        """Squared norm of the gradients of the body that a client uses."""
-        return self.parties[self.party_names[client_id]].squared_norm()
+        """
+        Squared norm of the gradients of the body that a client uses. `train_step` uses the same number.
+
+        Args:
+            client_id (`str`): The client, which has sent all gradients of the step.
+        """
+        name = self.party_names[client_id]
+        self._squared_norms[name] = self.parties[name].squared_norm()
+        return self._squared_norms[name]
 
     def train_step(
         self, step: int, squared_norms: Mapping[str, float], num_examples: Mapping[str, int]
@@ -158,13 +167,16 @@ class ServerModel:
             party = self.parties[name]
             members = [client_id for client_id in squared_norms if self.party_names[client_id] == name]
             self.body_servers[members[0]].average_gradients()
-            norm = total_norm([party.squared_norm(), *(squared_norms[client_id] for client_id in members)])
+            known = self._squared_norms.get(name)
+            of_body = party.squared_norm() if known is None else known
+            norm = total_norm([of_body, *(squared_norms[client_id] for client_id in members)])
             if not math.isfinite(norm):
                 raise ValueError(
                     f"The gradients of {name!r} for {', '.join(members)} are not finite at step {step}. Lower the "
                     "learning rate."
                 )
             norms |= dict.fromkeys(members, norm)
+        self._squared_norms.clear()
         # Update the bodies after all norms are checked. If the run ends here, all bodies are at the same step.
         for name in names:
             member = next(client_id for client_id in squared_norms if self.party_names[client_id] == name)

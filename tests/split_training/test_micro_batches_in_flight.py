@@ -228,3 +228,12 @@ def test_failure_of_a_micro_batch_ends_the_run_of_its_client(strategy, tmp_path)
     trainer.compute_loss = fail_in_second_micro_batch
     run.train()
     assert str(run.errors["client 0"]) == "broken loss"
+
+
+def test_server_computes_the_norm_of_its_gradients_once_in_a_step(tmp_path):
+    run = Run(tmp_path, clients_of(4), config_of("serial"), LORA)
+    (party,) = run.server.server_model.parties.values()
+    squared_norm, calls = party.squared_norm, []
+    party.squared_norm = lambda: calls.append(1) or squared_norm()
+    run.train()
+    assert not run.errors and len(calls) == run.server.step == 2
