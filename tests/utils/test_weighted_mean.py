@@ -10,6 +10,7 @@ import torch
 
 from hf_federated.aggregation import Accumulator, FedAvg, WeightedMean
 from hf_federated.messages import ClientUpdate
+from hf_federated.utils.weighted_mean import PIECE
 
 
 def random_states(num: int, dtype: torch.dtype, seed: int = 0) -> list[dict[str, torch.Tensor]]:
@@ -254,3 +255,17 @@ def test_reduced_parts_equal_the_mean_bit_for_bit(sizes):
         parts.append(mean_of(states[start : start + size], weights[start : start + size], states[0]))
     for part in reduced(*parts):
         assert all(torch.equal(part.finalize()[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, PIECE // 2), (PIECE + 1,)], ids=str)
+def test_mean_in_pieces_equals_the_mean_of_the_whole_tensor(shape):
+    states = [{"w": torch.randn(shape, generator=torch.Generator().manual_seed(seed))} for seed in range(3)]
+    mean = WeightedMean()
+    for weight, state in enumerate(states, start=1):
+        mean.add(state, weight)
+    expected = (sum(weight * state["w"].double() for weight, state in enumerate(states, start=1)) / 6).float()
+    assert mean.finalize()["w"].equal(expected)
+    transposed = WeightedMean()
+    for weight, state in enumerate(states, start=1):
+        transposed.add({"w": state["w"].t() if state["w"].ndim == 2 else state["w"]}, weight)
+    assert transposed.finalize()["w"].equal(expected.t() if expected.ndim == 2 else expected)

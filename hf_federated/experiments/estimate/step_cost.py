@@ -4,8 +4,8 @@ The step runs on fake tensors (`torch._subclasses.FakeTensorMode`), which have s
 dispatch mode counts the bytes of all tensors that are alive at the same time, and torch's `FlopCounterMode` counts the
 floating point operations of matrix products, convolutions and attention.
 
-The counts hold for the kernels that torch selects on a CPU. Kernels of a GPU can need other temporary memory. Memory
-of the allocator, of libraries and of the process is not counted.
+The counts hold for the kernels that torch selects on a CPU. Kernels of a GPU can need other temporary memory. The
+memory of the allocator, the libraries and the process is not counted.
 """
 
 from __future__ import annotations
