@@ -183,7 +183,7 @@ class NetworkedFederation:
         return loss
 
     def seed_micro_batch(self, client_id: str, micro_batch: int) -> None:
-        """Seed the random numbers of a micro-batch, as [`SplitFederation.seed`]."""
+        """Seed the random numbers of a micro-batch, as [`SplitFederation.seed_micro_batch`]."""
         seed_generators(seed_of_micro_batch(self.seed, client_id, self.step, micro_batch))
 
     def replace_logged_losses(self, logs: dict[str, float]) -> None:
@@ -242,7 +242,7 @@ class NetworkedFederation:
             )
 
     def run_micro_batches(self, functions: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-        """Run the forward and backward passes of the micro-batches of a step, as [`SplitFederation`]."""
+        """Run the forward and backward passes of the micro-batches of a step together. Their messages share exchanges."""
         return self._micro_batches.run_all(functions, self.config.micro_batches_in_flight)
 
     def _request_or_send_parts(self, message: Any, answer: type[Any]) -> Any:

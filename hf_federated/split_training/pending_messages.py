@@ -118,7 +118,9 @@ class StepProgress:
 
     def has_all_gradients(self, client_id: str) -> bool:
         """Whether the gradients of all announced micro-batches of a client were answered."""
-        return len(self._with_gradient.get(client_id, ())) == self._announced[client_id].num_batches
+        announced = self._announced.get(client_id)
+        # The step may have ended without the client during the computation.
+        return announced is not None and len(self._with_gradient.get(client_id, ())) == announced.num_batches
 
     def record(self, message: Forward | Backward) -> None:
         """Record a message that was answered."""

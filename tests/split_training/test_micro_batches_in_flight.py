@@ -23,6 +23,7 @@ from hf_federated.split_training.messages import (
     as_view,
     read_message,
 )
+from hf_federated.split_training.pending_messages import StepProgress
 
 
 def config_of(strategy, **changes):
@@ -237,3 +238,10 @@ def test_server_computes_the_norm_of_its_gradients_once_in_a_step(tmp_path):
     party.squared_norm = lambda: calls.append(1) or squared_norm()
     run.train()
     assert not run.errors and len(calls) == run.server.step == 2
+
+
+def test_gradients_of_a_client_whose_step_has_ended_are_not_complete():
+    progress = StepProgress(None)
+    assert not progress.has_all_gradients("client 0")
+    progress.begin(BeginStep("client 0", 0, 1, 1))
+    assert not progress.has_all_gradients("client 0")
