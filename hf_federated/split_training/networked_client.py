@@ -242,7 +242,7 @@ class NetworkedFederation:
             )
 
     def run_micro_batches(self, functions: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
-        """Run the forward and backward passes of the micro-batches of a step together. Their messages share exchanges."""
+        """Run the forward and backward passes of the micro-batches of a step, whose messages travel together."""
         return self._micro_batches.run_all(functions, self.config.micro_batches_in_flight)
 
     def _request_or_send_parts(self, message: Any, answer: type[Any]) -> Any:
