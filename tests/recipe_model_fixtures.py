@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from causal import bytes_tokenizer, llama
+from datasets import Dataset
 from superglue_raw import benchmark, files
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
@@ -71,6 +72,19 @@ def cloze_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = superglue_cloze_rows("copa", files("copa"))
     for column in ("iid_owner", "skewed_owner"):
         rows = rows.add_column(column, ["first" if number % 2 else "second" for number in range(len(rows))])
+    for split in ("train", "validation"):
+        rows.to_parquet(folder / f"{split}.parquet")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def phrases_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Phrases with a sentiment and owner columns. The splits `train` and `validation` are equal."""
+    folder = tmp_path_factory.mktemp("phrases")
+    texts = ["a dull film", "a bright plot", "dull", "a bright film"] * 5
+    rows = Dataset.from_dict({"sentence": texts, "label": ["negative", "positive"] * 10})
+    for column in ("iid_owner", "skewed_owner"):
+        rows = rows.add_column(column, ["first", "second"] * 10)
     for split in ("train", "validation"):
         rows.to_parquet(folder / f"{split}.parquet")
     return folder

@@ -49,6 +49,8 @@ class BenchmarkSection:
             The metric to compare. Defaults to the main metric of the task.
         lower_is_better (`bool`, *optional*):
             Whether smaller values of the metric are better. By default, the task decides.
+        further_metrics (`list[str]`, *optional*):
+            Metrics for further columns of the table of results.
         paper (`dict[str, float]`, *optional*):
             Maps the name of a run to its published result.
         paper_setting (`str`, *optional*):
@@ -92,6 +94,9 @@ class BenchmarkSection:
     )
     lower_is_better: bool | None = field(
         default=None, metadata={"help": "Whether smaller values of the metric are better; default: the task decides."}
+    )
+    further_metrics: list[str] = field(
+        default_factory=list, metadata={"help": "Metrics for further columns of the table of results."}
     )
     paper: dict[str, float] = field(
         default_factory=dict, metadata={"help": "Published results by the name of the run."}

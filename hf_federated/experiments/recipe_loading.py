@@ -23,6 +23,7 @@ from hf_federated.experiments.recipe_schema import RecipeError, build, recipe_er
 from hf_federated.experiments.recipe_sections import ModelSection
 from hf_federated.split import LAYOUTS, layout_of
 from hf_federated.tasks import (
+    ClozeClassification,
     LanguageModeling,
     QuestionAnswering,
     Seq2Seq,
@@ -41,6 +42,7 @@ from hf_federated.utils.remote_code import code_arguments, load_repository_token
 # PEFT has no task type for masked language modeling, so its adapters have no task type.
 LORA_TASKS: dict[type[Task], TaskType] = {
     TextClassification: TaskType.SEQ_CLS,
+    ClozeClassification: TaskType.CAUSAL_LM,
     SequenceTagging: TaskType.TOKEN_CLS,
     QuestionAnswering: TaskType.QUESTION_ANS,
     Seq2Seq: TaskType.SEQ_2_SEQ_LM,

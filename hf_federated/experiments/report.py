@@ -62,7 +62,8 @@ def main_metric(records: Sequence[Record], section: BenchmarkSection) -> str:
         section ([`BenchmarkSection`]): The section `benchmark`.
 
     Raises:
-        CommandError: If the runs have different main metrics, or a run does not have the metric.
+        CommandError: If the runs have different main metrics, or a run does not have the metric or one of the further
+            metrics.
     """
     main_metrics = list(dict.fromkeys(record["metric"] for record in records))
     if section.metric is None and len(main_metrics) > 1:
@@ -70,12 +71,14 @@ def main_metric(records: Sequence[Record], section: BenchmarkSection) -> str:
             f"benchmark.metric: the runs have several main metrics ({', '.join(main_metrics)}). Set one of them."
         )
     metric = section.metric or (main_metrics[0] if main_metrics else "value")
+    fields = [("metric", metric), *(("further_metrics", name) for name in section.further_metrics)]
     for record in records:
-        if metric not in record["metrics"]:
-            known = ", ".join(record["metrics"]) or "none"
-            raise CommandError(
-                f"benchmark.metric: {record['run']!r} has no metric {metric!r}. Its metrics are {known}."
-            )
+        for field, name in fields:
+            if name not in record["metrics"]:
+                known = ", ".join(record["metrics"]) or "none"
+                raise CommandError(
+                    f"benchmark.{field}: {record['run']!r} has no metric {name!r}. Its metrics are {known}."
+                )
     return metric
 
 
@@ -253,6 +256,7 @@ def _results_table(
             [
                 run,
                 f"{_mean_and_spread(finite)} ({count})" if finite else "-",
+                *_columns(own_records, section.further_metrics),
                 _number(section.paper[run]) if run in section.paper else "-",
                 _or_dash(_mean(own_records, "num_epochs"), ".2f"),
                 _or_dash(None if bytes_up is None else bytes_up / 1e6, ".1f"),
@@ -261,8 +265,18 @@ def _results_table(
             ]
         )
     steps = " or ".join(f"{name}s" for name in step_names(records))
-    header = ["run", metric.replace("|", r"\|"), "paper", "epochs", "MB up", steps, "seconds"]
+    metrics = [name.replace("|", r"\|") for name in (metric, *section.further_metrics)]
+    header = ["run", *metrics, "paper", "epochs", "MB up", steps, "seconds"]
     return markdown_table(header, rows, text_columns={0})
+
+
+def _columns(records: Sequence[Record], metrics: Sequence[str]) -> list[str]:
+    """Cells with the mean and the spread of further metrics over the records of a run."""
+    cells = []
+    for name in metrics:
+        finite = [value for record in records if (value := record["metrics"][name]) is not None]
+        cells.append(_mean_and_spread(finite) if finite else "-")
+    return cells
 
 
 def _further_tables(records: Sequence[Record], section: BenchmarkSection, metric: str) -> list[str]:

@@ -24,6 +24,7 @@ from hf_federated.reporting.run_plots import plot_learning_curve, plot_partition
 from hf_federated.server import load_anomalies
 from hf_federated.server.anomaly_report import ANOMALIES_NAME
 from hf_federated.tasks import (
+    ClozeClassification,
     SequenceTagging,
     SuperGlueClassification,
     SuperGlueCloze,
@@ -227,7 +228,7 @@ def _megabytes(num_bytes: int) -> str:
 def _plot(run: Run, folder: Path, baselines: list[BaselineResult]) -> None:
     clients, task = run.data.raw.train, run.data.task
     column = None
-    if isinstance(task, TextClassification):
+    if isinstance(task, (ClozeClassification, TextClassification)):
         column = task.label_column
     elif isinstance(task, SequenceTagging):
         column = task.tags_column

@@ -1,6 +1,8 @@
 """Tasks: encode raw examples as model inputs and compute metrics from predictions."""
 
 from .base import Task
+from .candidates import CandidateTask
+from .cloze_classification import ClozeClassification
 from .language_modeling import LanguageModeling
 from .question_answering import QuestionAnswering
 from .seq2seq import Seq2Seq
@@ -13,6 +15,7 @@ from .text_classification import TextClassification
 # Task names in recipes.
 TASKS: dict[str, type[Task]] = {
     "text-classification": TextClassification,
+    "cloze-classification": ClozeClassification,
     "sequence-tagging": SequenceTagging,
     "question-answering": QuestionAnswering,
     "seq2seq": Seq2Seq,
@@ -25,6 +28,8 @@ TASKS: dict[str, type[Task]] = {
 
 __all__ = [
     "TASKS",
+    "CandidateTask",
+    "ClozeClassification",
     "LanguageModeling",
     "QuestionAnswering",
     "Seq2Seq",

@@ -32,8 +32,8 @@ class Task(ABC):
     Base class of the task formulations, which encode raw examples and compute metrics from predictions.
 
     The package provides [`TextClassification`], [`SequenceTagging`], [`QuestionAnswering`], [`Seq2Seq`],
-    [`LanguageModeling`] and [`Summarization`]. For SuperGLUE it provides [`SuperGlueClassification`],
-    [`SuperGlueSeq2Seq`] and [`SuperGlueCloze`]. Each task has these members:
+    [`LanguageModeling`], [`Summarization`] and [`ClozeClassification`]. For SuperGLUE it provides
+    [`SuperGlueClassification`], [`SuperGlueSeq2Seq`] and [`SuperGlueCloze`]. Each task has these members:
 
     - `model_class` and `model_kwargs`: the `AutoModelFor…` class to train, and arguments for its `from_pretrained`;
     - `columns`: the raw columns that the task reads;
@@ -119,7 +119,7 @@ class Task(ABC):
         Args:
             tokenizer (`PreTrainedTokenizerFast`): The tokenizer that encoded the examples.
             model (`PreTrainedModel`, *optional*): The model. [`Seq2Seq`] uses it to create decoder inputs.
-                [`Summarization`] and [`SuperGlueCloze`] read from its config whether it takes an attention mask.
+                [`Summarization`] and tasks with candidates read from its config whether it takes an attention mask.
         """
 
     @abstractmethod
@@ -132,7 +132,7 @@ class Task(ABC):
         Args:
             tokenizer (`PreTrainedTokenizerFast`): The tokenizer that encoded the examples.
             features (`Dataset`, *optional*): The encoded evaluation dataset. [`QuestionAnswering`] and
-                [`SuperGlueCloze`] require it.
+                tasks with candidates require it.
             rows (`Dataset`, *optional*): The raw evaluation dataset. Tasks with `needs_rows` require it.
         """
 
@@ -233,8 +233,8 @@ class Task(ABC):
         """
         Convert encoded examples to the inputs for evaluation, which are the same in every evaluation.
 
-        Masked language modeling masks tokens. Cloze questions become one example per candidate. Summarization keeps
-        only the prompts. Other tasks return the examples unchanged.
+        Masked language modeling masks tokens. Tasks with candidates create one example per candidate. Summarization
+        keeps only the prompts. Other tasks return the examples unchanged.
 
         Args:
             features (`datasets.Dataset`): The dataset from [`~Task.prepare`].
@@ -370,6 +370,37 @@ def read_texts(batch: Batch, column: str, indices: Sequence[int] | None) -> list
             found = "an empty text" if isinstance(text, str) else f"{text!r} instead of a text"
             raise ValueError(f"{row_name(position, indices)} has {found} in the column {column!r}. Drop such rows.")
     return texts
+
+
+def read_labels(batch: Batch, column: str, names: Sequence[str], indices: Sequence[int] | None) -> list[int]:
+    """
+    Return the label IDs of a column with label IDs or label names.
+
+    Args:
+        batch (`Mapping[str, Sequence]`): Raw columns.
+        column (`str`): The name of the column.
+        names (`Sequence[str]`): Label names. The position of a name is its label ID.
+        indices (`Sequence[int]`, *optional*): The row numbers of the batch.
+
+    Raises:
+        ValueError: If a label is missing or unknown. The message contains the row number.
+    """
+    number_of = {name: number for number, name in enumerate(names)}
+    labels = []
+    for position, value in enumerate(read_column(batch, column)):
+        number = number_of.get(value, value) if isinstance(value, str) else value
+        if number is None or number == -1:  # `ClassLabel` encodes a missing label as -1
+            raise ValueError(
+                f"{row_name(position, indices)} has no label in the column {column!r}. Drop such rows, or encode with"
+                " `with_labels=False`."
+            )
+        if isinstance(number, str) or number not in range(len(names)):
+            raise ValueError(
+                f"{row_name(position, indices)} has the label {value!r}; allowed are {', '.join(map(repr, names))}, or"
+                f" 0 to {len(names) - 1}."
+            )
+        labels.append(int(number))
+    return labels
 
 
 def rows_by_id(ids: Sequence[str], feature_ids: Sequence[str]) -> dict[str, int]:

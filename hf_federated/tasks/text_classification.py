@@ -28,8 +28,8 @@ from .base import (
     is_blank,
     label_maps,
     read_column,
+    read_labels,
     read_texts,
-    row_name,
 )
 from .metrics import F1, Accuracy, MatthewsCorrelation
 
@@ -176,26 +176,8 @@ class TextClassification(Task):
             tokenizer(*texts, truncation=True, max_length=self.max_length, return_attention_mask=True).items()
         )
         if with_labels:
-            encoded["labels"] = self._read_labels(batch, indices)
+            encoded["labels"] = read_labels(batch, self.label_column, self.label_names, indices)
         return encoded
-
-    def _read_labels(self, batch: Batch, indices: Sequence[int] | None) -> list[int]:
-        number_of = {name: number for number, name in enumerate(self.label_names)}
-        labels = []
-        for position, value in enumerate(read_column(batch, self.label_column)):
-            number = number_of.get(value, value) if isinstance(value, str) else value
-            if number is None or number == -1:  # `ClassLabel` encodes a missing label as -1
-                raise ValueError(
-                    f"{row_name(position, indices)} has no label in the column {self.label_column!r}. Drop such rows,"
-                    " or encode with `with_labels=False`."
-                )
-            if isinstance(number, str) or number not in range(len(self.label_names)):
-                raise ValueError(
-                    f"{row_name(position, indices)} has the label {value!r}; allowed are"
-                    f" {', '.join(map(repr, self.label_names))}, or 0 to {len(self.label_names) - 1}."
-                )
-            labels.append(int(number))
-        return labels
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> DataCollatorWithPadding:
         """Pad inputs to shape `(batch, length)`. See [`Task.data_collator`]."""

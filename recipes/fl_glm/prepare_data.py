@@ -2,6 +2,8 @@
 
     python recipes/fl_glm/prepare_data.py --data-dir DIR --output-dir outputs/fl_glm-inputs --tasks copa cb scitldr
     python recipes/fl_glm/prepare_data.py --hub-id aps/super_glue --output-dir outputs/fl_glm-inputs --tasks copa cb
+    python recipes/fl_glm/prepare_data.py --hub-id nyu-mll/glue --output-dir outputs/fl_glm-inputs --tasks sst2 \\
+        --small-model
     python recipes/fl_glm/prepare_data.py --hub-id allenai/scitldr --revision refs/convert/parquet \\
         --output-dir outputs/fl_glm-inputs --tasks scitldr
 
@@ -11,6 +13,12 @@ contains `train.jsonl` and one of `val.jsonl`, `validation.jsonl` and `dev.jsonl
 name the client of each example in the two partitions of COPA in FL-GLM's figure 5. `iid_owner` gives the first client
 97 examples of the first label and 102 of the second, and the second client 98 and 103. `skewed_owner` gives the first
 client 195 and 5, and the second client none and 200. Other tasks use the same shares.
+
+`sst2` contains phrases of movie reviews (`sentence`) and their sentiment (`label`, `negative` or `positive`) for the
+recipe task `cloze-classification`. Its test examples are the validation split and a part of the training split: 300
+phrases of at least 15 words, and all phrases that they contain or that contain them. No training phrase is part of a
+test example, or the other way around. `--small-model` also writes a small model without training, and a tokenizer with
+the words of the training phrases.
 
 `scitldr` contains abstracts (`source`) and their one-sentence summaries (`targets`, a list for each abstract) for the
 recipe task `summarization`: the abstracts-only version of SciTLDR (Cachola et al., 2020), from the folder `scitldr` or
@@ -24,7 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, load_dataset
+import torch
+from datasets import Dataset, concatenate_datasets, load_dataset
+from tokenizers import ByteLevelBPETokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_federated.tasks import superglue_cloze_rows
 from hf_federated.tasks.superglue import LABELS
@@ -36,8 +47,12 @@ FIRST_CLIENT_SHARES = {"iid_owner": (97 / 195, 102 / 205), "skewed_owner": (1.0,
 
 
 SCITLDR = "scitldr"
+SST2 = "sst2"
+SENTIMENTS = ("negative", "positive")
+NUM_HELD_OUT, MIN_WORDS = 300, 15
+VOCABULARY_SIZE = 4000
 # Alternative folder names of tasks, and Hub configurations whose name differs from the task.
-ALTERNATIVE_FOLDERS = {"rte": "glue_rte", SCITLDR: "SciTLDR-A"}
+ALTERNATIVE_FOLDERS = {"rte": "glue_rte", SCITLDR: "SciTLDR-A", SST2: "glue_sst2"}
 CONFIGURATIONS = {SCITLDR: "Abstract"}
 
 
@@ -80,9 +95,66 @@ def scitldr_rows(raw: Dataset) -> Dataset:
     return Dataset.from_dict(rows)
 
 
+def sst2_splits(train: Dataset, validation: Dataset, seed: int) -> dict[str, Dataset]:
+    """
+    Move phrases of the training split to the test examples, with all phrases that overlap them.
+
+    Args:
+        train (`datasets.Dataset`): Phrases with `sentence` and `label` (0 or 1).
+        validation (`datasets.Dataset`): Sentences of other reviews, with the same columns.
+        seed (`int`): Seed of the draw.
+    """
+    phrases = [f" {text.strip()} " for text in train["sentence"]]
+    long = [position for position, phrase in enumerate(phrases) if len(phrase.split()) >= MIN_WORDS]
+    drawn = np.random.default_rng(seed).permutation(long)[:NUM_HELD_OUT]
+    tested = [phrases[position] for position in drawn] + [f" {text.strip()} " for text in validation["sentence"]]
+    # A phrase is a part of a sentence. Its words with a space on both sides do not match within another word.
+    text = "\n".join(tested)
+    is_test = [phrase in text or any(other in phrase for other in tested) for phrase in phrases]
+    held_out = train.select(np.flatnonzero(is_test))
+
+    def convert(rows: Dataset) -> Dataset:
+        labels = [SENTIMENTS[label] for label in rows["label"]]
+        texts = [text.strip() for text in rows["sentence"]]
+        return Dataset.from_dict({"sentence": texts, "label": labels})
+
+    kept = train.select(np.flatnonzero(np.logical_not(is_test)))
+    return {"train": convert(kept), "validation": concatenate_datasets([convert(held_out), convert(validation)])}
+
+
+def write_small_model(texts: list[str], folder: Path) -> None:
+    """
+    Write a Llama of four blocks with random weights, and a tokenizer for some texts.
+
+    Args:
+        texts (`list[str]`): The texts.
+        folder (`Path`): The folder of the model.
+    """
+    tokenizer = ByteLevelBPETokenizer(add_prefix_space=True)
+    tokenizer.train_from_iterator(texts, VOCABULARY_SIZE, show_progress=False, special_tokens=["<end>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+    config = LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        eos_token_id=fast.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=fast.pad_token_id,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    fast.save_pretrained(folder)
+    print(f"{folder}: a model without training")
+
+
 def add_owners(rows: Dataset, seed: int) -> Dataset:
     """Add one column for each partition of the examples between two clients."""
-    labels = np.array(rows["label"])
+    labels = np.unique(np.array(rows["label"]), return_inverse=True)[1]
     for column, shares in FIRST_CLIENT_SHARES.items():
         owners = np.full(len(rows), "second", dtype=object)
         # The third label of a task uses the share of the second label.
@@ -101,25 +173,27 @@ def main() -> None:
     parser.add_argument("--revision", help="branch, tag or commit of the Hub dataset")
     parser.add_argument("--output-dir", type=Path, required=True, help="folder to write to")
     parser.add_argument(
-        "--tasks", nargs="+", choices=[*LABELS, SCITLDR], default=["copa"], help="tasks (default: copa)"
+        "--tasks", nargs="+", choices=[*LABELS, SST2, SCITLDR], default=["copa"], help="tasks (default: copa)"
     )
     parser.add_argument("--max-train-rows", type=int, help="maximum number of training examples")
     parser.add_argument("--seed", type=int, default=0, help="seed of all draws (default: 0)")
+    parser.add_argument("--small-model", action="store_true", help="also write a small model, for sst2")
     arguments = parser.parse_args()
     for task in arguments.tasks:
-        for split in SPLITS:
-            if arguments.hub_id is None:
-                raw = read_folder(arguments.data_dir, task, split)
+        raw = {split: read(arguments, task, split) for split in SPLITS}
+        try:
+            if task == SST2:
+                splits = sst2_splits(raw["train"], raw["validation"], arguments.seed)
+            elif task == SCITLDR:
+                splits = {split: scitldr_rows(rows) for split, rows in raw.items()}
             else:
-                name = CONFIGURATIONS.get(task, task)
-                raw = load_dataset(arguments.hub_id, name, split=split, revision=arguments.revision)
-            try:
-                if task == SCITLDR:
-                    rows = scitldr_rows(raw)
-                else:
-                    rows = superglue_cloze_rows(task, raw, answered_only=split == "train")
-            except ValueError as error:
-                raise SystemExit(f"{task}, {split}: {error}") from None
+                splits = {
+                    split: superglue_cloze_rows(task, rows, answered_only=split == "train")
+                    for split, rows in raw.items()
+                }
+        except ValueError as error:
+            raise SystemExit(f"{task}: {error}") from None
+        for split, rows in splits.items():
             max_rows = arguments.max_train_rows
             if split == "train" and max_rows is not None and max_rows < len(rows):
                 drawn = np.random.default_rng(arguments.seed).permutation(len(rows))[:max_rows]
@@ -129,7 +203,17 @@ def main() -> None:
             target = arguments.output_dir / task / f"{split}.parquet"
             target.parent.mkdir(parents=True, exist_ok=True)
             rows.to_parquet(target)
-            print(f"{target}: {len(rows)} of {len(raw)} examples")
+            print(f"{target}: {len(rows)} examples, from {len(raw[split])}")
+        if task == SST2 and arguments.small_model:
+            write_small_model(splits["train"]["sentence"], arguments.output_dir / "small-model")
+
+
+def read(arguments: argparse.Namespace, task: str, split: str) -> Dataset:
+    """Load the raw examples of a task, from the Hub or from files."""
+    if arguments.hub_id is None:
+        return read_folder(arguments.data_dir, task, split)
+    name = CONFIGURATIONS.get(task, task)
+    return load_dataset(arguments.hub_id, name, split=split, revision=arguments.revision)
 
 
 if __name__ == "__main__":

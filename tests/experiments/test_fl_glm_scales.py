@@ -21,7 +21,7 @@ from hf_federated.tasks import superglue_cloze_rows
 
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "fl_glm"
-RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+RECIPES = sorted(path.stem for path in FOLDER.glob("*.yaml") if "\nscales:" in path.read_text(encoding="utf-8"))
 # The task of SuperGLUE of each recipe; the columns of the other recipes.
 TASKS = {
     "strategies": "cb",

@@ -139,6 +139,17 @@ def test_metric_of_the_section_is_read_from_the_same_records():
         main_metric([*records(), record("FedAvg", 1, 0.5, metric="f1")], SECTION)
 
 
+def test_further_metrics_are_columns_of_the_table():
+    section = BenchmarkSection(SECTION.runs, metric="loss", lower_is_better=True, further_metrics=["accuracy"])
+    report = benchmark_report(records(), section, "text.yaml")
+    assert cells(report, "run")[:4] == ["run", "loss", "accuracy", "paper"]
+    assert cells(report, "FedAvg")[1:3] == ["0.4600 ± 0.0400 (3)", "0.5400 ± 0.0400"]
+    assert cells(report, "never")[1:3] == ["-", "-"]
+    missing = BenchmarkSection(SECTION.runs, further_metrics=["f1"])
+    with pytest.raises(CommandError, match=r"benchmark.further_metrics: 'FedAvg' has no metric 'f1'"):
+        benchmark_report(records(), missing, "text.yaml")
+
+
 def test_only_results_at_the_scale_of_the_paper_are_comparable():
     small = comparability_note(records())
     assert (

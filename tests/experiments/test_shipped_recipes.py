@@ -21,7 +21,7 @@ for path in sorted(FOLDER.glob("**/*.yaml")):
         if path.read_text(encoding="utf-8").startswith(f"# hf-federated {command}"):
             paths.append(path)
 # These recipes differ from another recipe in their data, and this scale from another scale in the model.
-SIMILAR = ("wic", "multirc", "xsum", "llama2")
+SIMILAR = ("wic", "multirc", "xsum", "sst2_small_model", "compressed_wire", "figures6_to_8_same_steps", "llama2")
 SCALES = [
     pytest.param(path, scale, marks=pytest.mark.slow if scale in SIMILAR else ())
     for path in COMMANDS["benchmark"]
@@ -29,13 +29,15 @@ SCALES = [
 ]
 
 
-def tiny_split_overrides(values, llama_dir, cloze_dir, texts_dir):
+def tiny_split_overrides(values, llama_dir, cloze_dir, phrases_dir, texts_dir):
     """Overrides that replace the models and data of a recipe for a split model by tiny ones."""
     inputs = [f"model.name_or_path={llama_dir}"]
     if values["task"]["name"] == "summarization":
         inputs += [f"data.path={texts_dir}", "data.test_split=test", "data.max_train_rows=null"]
         inputs += ["data.max_test_rows=null", "data.name=null", "data.revision=null", "task.max_target_length=4"]
         inputs += ["task.source_column=source", "task.target_column=targets"]
+    elif values["task"]["name"] == "cloze-classification":
+        inputs += [f"data.path={phrases_dir}", "training.eval_strategy=epoch"]
     else:
         inputs += [f"data.path={cloze_dir}", "task.max_length=200"]
     return [*inputs, "training.num_train_epochs=1", "training.use_cpu=true", "split.average_every=1"]
@@ -97,11 +99,11 @@ def test_benchmark_runs_are_valid_at_every_scale(path, scale):
     ids=lambda path: path.stem,
 )
 def test_benchmark_recipes_run_one_round_on_a_tiny_model(
-    path, model_dir, texts_dir, superglue_dir, llama_dir, cloze_dir, tmp_path
+    path, model_dir, texts_dir, superglue_dir, llama_dir, cloze_dir, phrases_dir, tmp_path
 ):
     values = read_values(path)
     if "split" in values:
-        settings = tiny_split_overrides(values, llama_dir, cloze_dir, texts_dir)
+        settings = tiny_split_overrides(values, llama_dir, cloze_dir, phrases_dir, texts_dir)
     else:
         settings = tiny_overrides(values, model_dir, texts_dir, superglue_dir)
     values = read_values(path, settings)

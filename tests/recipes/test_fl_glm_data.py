@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset, load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "fl_glm"
@@ -110,3 +111,37 @@ def test_scitldr_loads_the_abstract_configuration_from_the_hub(monkeypatch, tmp_
 def test_scitldr_missing_column_raises():
     with pytest.raises(ValueError, match="no column.*source"):
         SCRIPT["scitldr_rows"](Dataset.from_dict({"text": ["One."]}))
+
+
+def phrases(*texts: str) -> Dataset:
+    return Dataset.from_dict({"sentence": list(texts), "label": [len(text) % 2 for text in texts]})
+
+
+def test_test_phrases_of_sst2_are_not_in_the_training_phrases():
+    long = " ".join(f"word{number}" for number in range(16))
+    train = phrases("word3 word4", long, f"{long} more ", "word", "unseen", "other words", "rd3 word4")
+    splits = SCRIPT["sst2_splits"](train, phrases("the other words were fine"), seed=0)
+    assert splits["train"]["sentence"] == ["word", "unseen", "rd3 word4"]
+    assert splits["validation"]["sentence"] == [
+        "word3 word4",
+        long,
+        f"{long} more",
+        "other words",
+        "the other words were fine",
+    ]
+    assert splits["train"]["label"] == ["negative", "negative", "positive"]
+
+
+def test_only_some_long_phrases_are_held_out():
+    texts = [" ".join(f"w{row}x{number}" for number in range(15)) for row in range(400)]
+    splits = SCRIPT["sst2_splits"](phrases(*texts), phrases("fine"), seed=0)
+    assert (len(splits["train"]), len(splits["validation"])) == (100, 301)
+
+
+def test_small_model_reads_its_texts(tmp_path):
+    texts = ["a fine film", "It was great"] * 20
+    SCRIPT["write_small_model"](texts, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert tokenizer.decode(tokenizer("a fine film")["input_ids"]).strip() == "a fine film"
+    assert model.config.vocab_size == len(tokenizer) and model.config.num_hidden_layers == 4

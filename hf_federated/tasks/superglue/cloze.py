@@ -11,38 +11,28 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedModel
+from transformers import EvalPrediction
 
 from ..base import (
     Batch,
     ComputeMetrics,
-    Task,
     check_length,
-    first_output,
     is_blank,
     read_column,
     read_texts,
     row_name,
     rows_by_id,
 )
-from ..causal import (
-    IGNORED,
-    CausalCollator,
-    end_token,
-    padding_token,
-    takes_attention_mask,
-    tokenize_answers,
-    tokenize_prompts,
-)
+from ..candidates import CandidateTask, append_example, candidate_log_loss, candidate_sums, check_features
+from ..causal import end_token, tokenize_answers, tokenize_prompts
 from .cloze_templates import MASK, NO_ANSWER, WORDS
 from .scores import superglue_scores
 from .templates import LABELS, check_task
 
 
 @dataclass(frozen=True)
-class SuperGlueCloze(Task):
+class SuperGlueCloze(CandidateTask):
     """
     SuperGLUE for causal models as in FL-GLM: the model fills the blank ``[M]`` of a cloze question.
 
@@ -58,11 +48,12 @@ class SuperGlueCloze(Task):
     token, as in GLM. Without the end token, "Ada" would always be more likely than "Ada Lund".
 
     [`~Task.prepare`] creates training examples with the correct answer after the question. The `labels` are −100
-    except for the answer. [`~SuperGlueCloze.for_evaluation`] converts each of these examples to one example per
+    except for the answer. [`~CandidateTask.for_evaluation`] converts each of these examples to one example per
     candidate, with `labels` for the candidate. Evaluate with
     `preprocess_logits_for_metrics=task.preprocess_logits_for_metrics`, which reduces the logits of an example to the
     summed log-probability of its candidate. The metrics select candidates with [`score_candidates`]. `eval_loss` is
-    the loss over all candidates, correct and wrong, and does not measure quality. Compare runs with the metrics.
+    the loss over all candidates, correct and wrong, and does not measure quality. Compare runs with the metrics, such
+    as `log_loss`.
 
     Args:
         max_length (`int`, *optional*):
@@ -111,9 +102,7 @@ class SuperGlueCloze(Task):
     slot: str = "\nAnswer:"
     end_answers: bool = True
 
-    model_class: ClassVar[Any] = AutoModelForCausalLM
     label_column: ClassVar[str] = "target"
-    needs_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_length("max_length", self.max_length, minimum=2)
@@ -169,7 +158,7 @@ class SuperGlueCloze(Task):
         """
         Encode token IDs, attention mask and `labels`, one encoded example per row.
 
-        [`~SuperGlueCloze.for_evaluation`] uses the additional columns `id`, `prompt_length` and `candidates` (as token
+        [`~CandidateTask.for_evaluation`] uses the additional columns `id`, `prompt_length` and `candidates` (as token
         IDs). A row without a correct answer, or any row without labels, becomes only the prompt. See [`Task.encode`].
         """
         self._check_rows(batch, indices, with_labels)
@@ -182,7 +171,7 @@ class SuperGlueCloze(Task):
         lengths = []
         for row, prompt in enumerate(tokenize_prompts(texts, truncatable_spans, max_lengths, tokenizer, indices)):
             answer = [] if labels[row] == NO_ANSWER else candidates[row][labels[row]]
-            _append_example(encoded, prompt, answer)
+            append_example(encoded, prompt, answer)
             lengths.append(len(prompt))
         if not with_labels:
             del encoded["labels"]
@@ -226,86 +215,34 @@ class SuperGlueCloze(Task):
             rows.append([ids_of[text] + end for text in row])
         return rows
 
-    def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> CausalCollator:
-        """Pad examples on the right, to shape `(batch, length)`. See [`Task.data_collator`]."""
-        return CausalCollator(padding_token(tokenizer), with_attention_mask=takes_attention_mask(model))
-
-    def for_evaluation(self, features: Dataset, tokenizer: Any, seed: int = 0) -> Dataset:
-        """
-        Create one example per candidate, with the candidate after the question and `labels` for the candidate.
-
-        The columns `id` and `candidate` contain the row ID and the number of the candidate. Examples are sorted by
-        length, so that batches have little padding. See [`Task.for_evaluation`].
-        """
-
-        def expand(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-            expanded: dict[str, list[Any]] = {name: [] for name in ("input_ids", "attention_mask", "labels")}
-            ids, numbers = [], []
-            columns = [batch[name] for name in ("id", "input_ids", "prompt_length", "candidates")]
-            for row_id, input_ids, length, candidates in zip(*columns, strict=True):
-                for number, candidate in enumerate(candidates):
-                    _append_example(expanded, input_ids[:length], candidate)
-                    ids.append(row_id)
-                    numbers.append(number)
-            return {**expanded, "id": ids, "candidate": numbers}
-
-        expanded = features.map(expand, batched=True, remove_columns=features.column_names)
-        lengths = [len(ids) for ids in expanded["input_ids"]]
-        return expanded.select(np.argsort(lengths, kind="stable"))
-
-    def preprocess_logits_for_metrics(self, logits: Any, labels: torch.Tensor) -> torch.Tensor:
-        """
-        Reduce logits to candidate scores, so that evaluation does not store logits per token.
-
-        Args:
-            logits (`torch.Tensor` of shape `(batch, length, vocabulary)`, or a tuple that begins with it):
-                The logits of the model.
-            labels (`torch.Tensor` of shape `(batch, length)`): Token IDs, with −100 for tokens that are not predicted.
-
-        Returns:
-            `torch.Tensor` of shape `(batch,)`, `float32`: Σ log p over the predicted tokens of each example.
-        """
-        scores: Any = first_output(logits)
-        row, position = torch.nonzero(labels[:, 1:] != IGNORED, as_tuple=True)
-        # Only answer tokens need a softmax. They are at most about a tenth of the tokens. Shape (tokens, vocabulary).
-        log_probabilities = torch.log_softmax(scores[row, position].float(), dim=-1)
-        selected = log_probabilities.gather(1, labels[row, position + 1].unsqueeze(1)).squeeze(1)
-        return torch.zeros(len(labels), device=selected.device).index_add(0, row, selected)
-
     def build_compute_metrics(
         self, tokenizer: Any = None, features: Dataset | None = None, rows: Dataset | None = None
     ) -> ComputeMetrics:
         """
         Build the function that computes [`~hf_federated.tasks.superglue.superglue_scores`] of the best candidates.
 
-        `accuracy` is the fraction of rows whose best candidate is correct.
+        `accuracy` is the fraction of rows whose best candidate is correct. `log_loss` is the mean of −log p of the
+        correct candidate, where p is the softmax over the candidates of a row. It is left out if no row has a known
+        correct candidate.
 
-        The function requires `features`, the dataset from [`~SuperGlueCloze.for_evaluation`] in evaluation order, and
+        The function requires `features`, the dataset from [`~CandidateTask.for_evaluation`] in evaluation order, and
         `rows`, the evaluation dataset before encoding in any order.
         """
-        if features is None or rows is None or "candidate" not in features.column_names:
-            raise ValueError(
-                "`features` or `rows` is missing or has no candidates. Pass the dataset from `for_evaluation` as"
-                " `features`, and the evaluation dataset before encoding as `rows`."
-            )
+        features, rows = check_features(features, rows)
         columns = {name: list(read_column(rows[:], name)) for name in self.columns}
         row_of = rows_by_id(columns["id"], features.unique("id"))
         feature_rows = np.array([row_of[name] for name in features["id"]])
         numbers = np.array(features["candidate"])
 
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
-            sums = _concatenate(prediction.predictions)
-            if sums.shape != feature_rows.shape:
-                raise ValueError(
-                    f"Predictions have the shape {sums.shape} instead of ({len(feature_rows)},), one value per"
-                    " candidate. Create the trainer with"
-                    " `preprocess_logits_for_metrics=task.preprocess_logits_for_metrics`, and evaluate the dataset"
-                    " from `for_evaluation`."
-                )
-            row_sums: list[np.ndarray] = [np.full(len(row), -np.inf) for row in columns["candidates"]]
-            for row, number, value in zip(feature_rows, numbers, sums, strict=True):
-                row_sums[row][number] = value
-            return _metrics(columns, row_sums)
+            num_candidates = [len(row) for row in columns["candidates"]]
+            row_sums = candidate_sums(prediction, feature_rows, numbers, num_candidates)
+            answered = [row for row, label in enumerate(columns["label"]) if label != NO_ANSWER]
+            metrics = _metrics(columns, row_sums)
+            if answered:
+                labels = [columns["label"][row] for row in answered]
+                metrics["log_loss"] = candidate_log_loss([row_sums[row] for row in answered], labels)
+            return metrics
 
         return compute_metrics
 
@@ -348,11 +285,6 @@ def _metrics(rows: Mapping[str, Sequence[Any]], sums: Sequence[np.ndarray]) -> d
     labels: list[str | None] = []
     answers, targets = [], []
     for row, task in enumerate(rows["task"]):
-        if np.isnan(sums[row]).any() or not np.isfinite(sums[row].max()):
-            raise ValueError(
-                f"The candidate scores of row {row} contain NaN, or none is finite. Check the model for numerical"
-                " problems."
-            )
         best = int(np.argmax(score_candidates(task, sums[row])))
         answer, target, names = rows["candidates"][row][best], rows["target"][row], LABELS[task]
         if task == "record":  # the label is whether the selected answer is correct
@@ -365,17 +297,3 @@ def _metrics(rows: Mapping[str, Sequence[Any]], sums: Sequence[np.ndarray]) -> d
         answers.append(answer)
         targets.append(target)
     return superglue_scores({**rows, "answer": answers, "target": targets}, labels, [0.0] * len(labels))
-
-
-def _append_example(columns: dict[str, list[Any]], prompt: list[int], answer: list[int]) -> None:
-    """Append an example to the columns for token IDs, attention mask and labels."""
-    columns["input_ids"].append(prompt + answer)
-    columns["attention_mask"].append([1] * (len(prompt) + len(answer)))
-    columns["labels"].append([IGNORED] * len(prompt) + answer)
-
-
-def _concatenate(predictions: Any) -> np.ndarray:
-    """Concatenate the sums of all batches. `Trainer` returns a list with `eval_do_concat_batches=False`."""
-    if isinstance(predictions, list):
-        return np.concatenate([first_output(batch) for batch in predictions])
-    return first_output(predictions)
