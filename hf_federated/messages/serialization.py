@@ -107,16 +107,7 @@ def pack(tree: Any) -> bytes:
     {'step': 3, 'betas': (0.9, 0.999), 'state': {0: tensor([1., 1.])}}
     ```
     """
-    tensors, metadata = _split(tree)
-    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    # safetensors rejects two names for one storage, so a view of a shared storage is copied.
-    seen: set[int] = set()
-    for name, tensor in own.items():
-        pointer = tensor.untyped_storage().data_ptr()
-        if tensor.numel() and (pointer in seen or tensor.untyped_storage().nbytes() != tensor.nbytes):
-            own[name] = tensor.clone()
-        seen.add(pointer)
-    return safetensors.torch.save(own, metadata)
+    return b"".join(PackedPieces(tree))
 
 
 class PackedPieces:

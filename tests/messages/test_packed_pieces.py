@@ -1,10 +1,11 @@
-"""A tree in pieces has the bytes of the packed tree, and its tensors are not copied."""
+"""A tree in pieces has the bytes of the packed tree and of a file of safetensors, and its tensors are not copied."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+import safetensors.torch
 import torch
 
 from hf_federated.messages import ClientUpdate, Fit, read_message
@@ -32,9 +33,13 @@ TREES = {
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_joined_pieces_equal_the_packed_tree(name):
+def test_joined_pieces_equal_a_file_of_safetensors(name, tmp_path):
     pieces = PackedPieces(TREES[name])
     blob = pack(TREES[name])
+    path = tmp_path / "tree.safetensors"
+    path.write_bytes(blob)
+    with safetensors.safe_open(path, "pt") as file:
+        assert blob == safetensors.torch.save({key: file.get_tensor(key) for key in file.keys()}, file.metadata())
     assert len(pieces) == len(blob)
     assert b"".join(pieces) == blob == b"".join(pieces)  # the pieces can be read again
     assert b"".join(split_into_chunks(pieces)) == blob
