@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 from torch.nn.utils import get_total_norm
 from transformers import DynamicCache
 
 from ..utils.random import derived_seed, generator_states, isolated_rng
+from .joined_inputs import join_attention_inputs, join_states, split_by_client
 from .layouts import AttentionInputs
 from .messages import (
     Backward,
@@ -29,7 +29,6 @@ from .messages import (
     MicroBatchId,
     SplitMessage,
     read_request,
-    unpack_mask,
 )
 from .parts import Part
 from .wire import Wire
@@ -182,9 +181,8 @@ class BodyServer:
         device = next(self.body.model.parameters()).device
         states = [self._decode(message, message.hidden, message.batch_size).to(device) for message in messages]
         sizes = [(len(client_states), client_states.shape[1]) for client_states in states]
-        max_length = max(length for _, length in sizes)
-        inputs = _concatenate([functional.pad(tensor, (0, 0, 0, max_length - tensor.shape[1])) for tensor in states])
-        mask, positions, contexts = _join_attention_inputs(messages, sizes, inputs.device)
+        inputs = join_states(states)
+        mask, positions, contexts = join_attention_inputs(messages, sizes, inputs.device)
         cache = self._cache(first)
         if self.body.model.training != first.training:  # setting the mode of many small modules is slow
             self.body.train(first.training)
@@ -192,11 +190,11 @@ class BodyServer:
         with self._random_numbers(first), torch.set_grad_enabled(first.grad), _autocast(inputs.device, first.autocast):
             outputs = self.body(inputs, mask, positions, cache, contexts, use_cache=cache is not None).logits
         if first.grad:
-            _check_outputs(messages, _split_by_client(outputs.detach(), sizes))
+            _check_outputs(messages, split_by_client(outputs.detach(), sizes))
             self._keep(_Graph(micro_batch_ids, inputs, outputs, sizes))
         return [
             Hidden(*message.micro_batch_id, hidden=self.wire.encode(client_outputs))
-            for message, client_outputs in zip(messages, _split_by_client(outputs, sizes), strict=True)
+            for message, client_outputs in zip(messages, split_by_client(outputs, sizes), strict=True)
         ]
 
     @contextlib.contextmanager
@@ -234,7 +232,7 @@ class BodyServer:
         """
         graph = self._graph(messages[0])
         gradient = torch.zeros_like(graph.outputs)
-        client_gradients = _split_by_client(gradient, graph.sizes)  # views of `gradient`
+        client_gradients = split_by_client(gradient, graph.sizes)  # views of `gradient`
         micro_batch_ids = []
         for message in messages:
             if message.micro_batch_id not in graph.micro_batch_ids or message.micro_batch_id in micro_batch_ids:
@@ -258,7 +256,7 @@ class BodyServer:
         with contextlib.nullcontext() if self._draws_random_numbers is False else _GENERATORS:
             gradients = torch.autograd.grad(graph.outputs, [graph.inputs, *trained], gradient, allow_unused=True)
         if not _are_finite([tensor for tensor in gradients if tensor is not None]):
-            raise _overflow_error(graph, client_gradients, _split_by_client(gradients[0], graph.sizes))
+            raise _overflow_error(graph, client_gradients, split_by_client(gradients[0], graph.sizes))
         for parameter, parameter_gradient in zip(trained, gradients[1:], strict=True):
             if parameter_gradient is not None:
                 if parameter.grad is None:
@@ -266,7 +264,7 @@ class BodyServer:
                 else:
                     parameter.grad += parameter_gradient
         self.num_targets += sum(num_targets)
-        answers = dict(zip(graph.micro_batch_ids, _split_by_client(gradients[0], graph.sizes), strict=True))
+        answers = dict(zip(graph.micro_batch_ids, split_by_client(gradients[0], graph.sizes), strict=True))
         for message in messages:
             self._record_norms(graph, message, gradient, answers[message.micro_batch_id])
         return [
@@ -301,7 +299,7 @@ class BodyServer:
         """
         graph = self._graph(message)
         index = graph.micro_batch_ids.index(message.micro_batch_id)
-        states = _split_by_client(graph.outputs.detach(), graph.sizes)[index]
+        states = split_by_client(graph.outputs.detach(), graph.sizes)[index]
         gradient = self._decode_gradient(graph, message)
         return _norm(gradient) * _norm(states) / max(message.num_targets or 1, 1)
 
@@ -322,7 +320,7 @@ class BodyServer:
         index = graph.micro_batch_ids.index(message.micro_batch_id)
         norms = self._norms.setdefault(message.client_id, _BoundaryNorms())
         outputs, inputs, gradient = (
-            _split_by_client(tensor.detach(), graph.sizes)[index] for tensor in (graph.outputs, graph.inputs, received)
+            split_by_client(tensor.detach(), graph.sizes)[index] for tensor in (graph.outputs, graph.inputs, received)
         )
         # Blocks normalize the hidden states. A normalized state has the squared norm of its number of values.
         norms.states += _norm(inputs) ** 2 + _norm(outputs) ** 2 + outputs.numel()
@@ -518,60 +516,6 @@ def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
         return True
     # The norm may overflow although all values are finite.
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
-
-
-def _concatenate(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-def _split_by_client(states: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    """Return a view of each client's hidden states in a server batch, without the padding of the server batch."""
-    by_client = states.split([batch_size for batch_size, _ in sizes])
-    return [client_states[:, :length] for client_states, (_, length) in zip(by_client, sizes, strict=True)]
-
-
-def _join_attention_inputs(
-    messages: Sequence[Forward], sizes: Sequence[tuple[int, int]], device: torch.device
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Join masks, positions and context lengths of a server batch. Each is `None` if no client needs it."""
-    width = max(length for _, length in sizes)
-    masks: list[torch.Tensor] = []
-    positions: list[torch.Tensor] = []
-    for message, (batch_size, length) in zip(messages, sizes, strict=True):
-        if message.mask is None:
-            mask = torch.ones(batch_size, length, dtype=torch.long)
-        else:
-            mask = unpack_mask(message.mask, message.mask_width)
-        # The mask of a single client may be wider than its sequence, because it also covers the cache.
-        masks.append(functional.pad(mask, (0, width - length)))
-        if message.position_ids is not None:
-            client_positions = message.position_ids.long()
-            if len(messages) > 1:
-                client_positions = client_positions.expand(batch_size, *client_positions.shape[1:])
-        else:
-            client_positions = torch.arange(length).expand(batch_size, -1)
-        positions.append(functional.pad(client_positions, (0, width - length)))
-    contexts = [message.context_lengths.long() for message in messages if message.context_lengths is not None]
-    # Padding on the right is after the context, where no earlier token attends to it, so it needs no mask.
-    has_mask = not contexts and any(
-        message.mask is not None or length < width for message, (_, length) in zip(messages, sizes, strict=True)
-    )
-    has_positions = any(message.position_ids is not None for message in messages)
-    packed = [message.client_id for message in messages if message.num_sequences > message.batch_size]
-    if packed and has_mask and len(messages) > 1:
-        # Positions separate packed sequences only if there is no mask. Without a mask, each padding token of the
-        # server batch is at position 0 and counts as a separate sequence after the real sequences.
-        if any(message.mask is not None for message in messages):
-            raise ValueError(
-                f"Client {packed[0]!r} sends several sequences packed into one row, but another client of the same "
-                "server batch sends padded sequences. Enable packing for all clients, or for no client."
-            )
-        has_mask = False
-    return (
-        _concatenate(masks).to(device) if has_mask else None,
-        _concatenate(positions).to(device) if has_positions else None,
-        _concatenate(contexts).to(device) if contexts else None,
-    )
 
 
 @contextlib.contextmanager
