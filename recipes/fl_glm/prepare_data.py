@@ -16,8 +16,7 @@ client 195 and 5, and the second client none and 200. Other tasks use the same s
 
 `sst2` contains phrases of movie reviews (`sentence`) and their sentiment (`label`, `negative` or `positive`) for the
 recipe task `cloze-classification`. Its test examples are the validation split and a part of the training split: 300
-phrases of at least 15 words, and all phrases that they contain or that contain them. No training phrase is part of a
-test example, or the other way around. `--small-model` also writes a small model without training, and a tokenizer with
+phrases of at least 15 words, and all phrases that they contain or that contain them. `--small-model` also writes a small model without training, and a tokenizer with
 the words of the training phrases.
 
 `scitldr` contains abstracts (`source`) and their one-sentence summaries (`targets`, a list for each abstract) for the

@@ -63,7 +63,8 @@ def logged(trainer, name):
     return [log[name] for log in trainer.state.log_history if name in log]
 
 
-def assert_same_training(plain, split, tolerance=1e-6):
+def assert_same_training(plain, split, tolerance=2e-6):
+    # Adam amplifies rounding if a gradient is nearly zero: 1.05e-6 for one value on a CPU without AVX-512.
     assert_close(values(split), values(plain), tolerance)
     for name in ("loss", "eval_loss", "learning_rate", "grad_norm"):
         assert logged(split, name) == pytest.approx(logged(plain, name), abs=1e-5), name
