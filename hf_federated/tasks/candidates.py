@@ -27,6 +27,7 @@ class CandidateTask(Task):
 
     model_class: ClassVar[Any] = AutoModelForCausalLM
     needs_rows: ClassVar[bool] = True
+    prediction_unit: str | None = None
 
     def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> CausalCollator:
         """Pad examples on the right, to shape `(batch, length)`. See [`Task.data_collator`]."""

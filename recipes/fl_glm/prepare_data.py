@@ -16,8 +16,8 @@ client 195 and 5, and the second client none and 200. Other tasks use the same s
 
 `sst2` contains phrases of movie reviews (`sentence`) and their sentiment (`label`, `negative` or `positive`) for the
 recipe task `cloze-classification`. Its test examples are the validation split and a part of the training split: 300
-phrases of at least 15 words, and all phrases that they contain or that contain them. `--small-model` also writes a small model without training, and a tokenizer with
-the words of the training phrases.
+phrases of at least 15 words, and all phrases that they contain or that contain them. `--small-model` also writes a
+small model with random weights, and a tokenizer with the words of the training phrases.
 
 `scitldr` contains abstracts (`source`) and their one-sentence summaries (`targets`, a list for each abstract) for the
 recipe task `summarization`: the abstracts-only version of SciTLDR (Cachola et al., 2020), from the folder `scitldr` or
