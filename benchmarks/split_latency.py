@@ -48,12 +48,12 @@ def split_model() -> SplitModel:
         return SplitModel.from_model(LlamaForCausalLM(config), client_id=CLIENT)
 
 
-def training_arguments(folder: str, num_steps: int, num_micro_batches: int) -> TrainingArguments:
+def training_arguments(folder: str, num_steps: int, num_micro_batches: int, batch_size: int = 1) -> TrainingArguments:
     """Arguments that the server and the client share."""
     return TrainingArguments(
         folder,
         max_steps=num_steps,
-        per_device_train_batch_size=1,
+        per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=num_micro_batches,
         save_strategy="no",
         report_to=[],

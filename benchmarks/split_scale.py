@@ -7,8 +7,7 @@ that 64 clients fit on a small machine. All processes are forked from one proces
 The connections use the loopback interface without TLS. Each client has 4 examples of 32 tokens in a step. The body has
 4 blocks with a hidden size of 128 (0.8 million parameters), which are trained with Adam.
 
-The memory is the peak of the server's resident memory, less the resident memory before the first step with the model
-loaded and the server started.
+The memory is the peak resident memory of the server, minus its resident memory before the first step.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from typing import Any
 import torch
 from datasets import Dataset
 from measure import status_mb
-from split_latency import NUM_WARM_UP, StepTimes
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from split_latency import NUM_WARM_UP, StepTimes, training_arguments
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_federated import SplitConfig, SplitFederatedTrainer, SplitModel
 from hf_federated.adapters.copying import copy_model
@@ -63,19 +62,6 @@ def split_model() -> SplitModel:
         return SplitModel.from_model(LlamaForCausalLM(config))
 
 
-def training_arguments(folder: str, num_steps: int) -> TrainingArguments:
-    """Arguments that the server and the clients share."""
-    return TrainingArguments(
-        folder,
-        max_steps=num_steps,
-        per_device_train_batch_size=NUM_EXAMPLES,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-    )
-
-
 def session_config(model: SplitModel) -> SplitSessionConfig:
     """Settings that the server and the clients share."""
     fingerprint = ModelFingerprint({"hidden_size": HIDDEN_SIZE}, weight_map="", samples={}, commit="")
@@ -87,7 +73,7 @@ def run_server(split: SplitConfig, names: list[str], num_steps: int, queue: Any)
     torch.set_num_threads(1)
     model = split_model()
     with tempfile.TemporaryDirectory() as folder:
-        args = training_arguments(folder, num_steps)
+        args = training_arguments(folder, num_steps, 1, NUM_EXAMPLES)
         body = ServerModel(copy_model(model.server_body), model.config, model.boundary.wire, split, args, names)
         training = TrainingServer(body, run_digest(model.config, split, args, None))
         with GrpcServer(training.answer, None, names, session_config(model), insecure=True) as server:
@@ -109,7 +95,7 @@ def run_clients(
     num_steps: int,
     queue: Any,
 ) -> None:
-    """Train as several clients. Put the times of the ends of the first client's steps into a queue."""
+    """Train as several clients. Put an error or `None`, and the end times of each client's steps, into a queue."""
     torch.set_num_threads(1)
     recorded = {name: StepTimes() for name in own}
     model = split_model()
@@ -129,7 +115,7 @@ def run_clients(
                 with creates:
                     trainer = SplitFederatedTrainer(
                         SplitModel(model.config, *parts[name], Boundary(link, model.boundary.wire, name)),
-                        training_arguments(folder, num_steps),
+                        training_arguments(folder, num_steps, 1, NUM_EXAMPLES),
                         train_dataset={name: rows},
                         split=split,
                         envelopes=PeerEnvelopes(Identity.from_pem(name, keys[name]), fingerprints, 2048),
@@ -139,7 +125,7 @@ def run_clients(
                 trainer.leave()
         except BaseException as error:
             errors.append(error)
-            queue.put((error, []))
+            queue.put((repr(error), []))
 
     threads = [threading.Thread(target=train, args=(name,)) for name in own]
     for thread in threads:
@@ -172,20 +158,20 @@ def measure(strategy: str, num_clients: int, num_steps: int) -> dict[str, Any]:
         keys = {name: next(Path(folder).rglob(f"{name}.key")).read_bytes() for name in names}
     fingerprints = {name: Identity.from_pem(name, key).fingerprint for name, key in keys.items()}
     server_queue, queue = FORK.Queue(), FORK.Queue()
-    server = FORK.Process(target=run_server, args=(split, names, total, server_queue))
+    server = FORK.Process(target=run_server, daemon=True, args=(split, names, total, server_queue))
     server.start()
     address = server_queue.get(timeout=TIMEOUT)
     groups = [names[start::NUM_PROCESSES] for start in range(min(NUM_PROCESSES, num_clients))]
     processes = []
     for own in groups:
         arguments = (address, split, keys, own, fingerprints, total, queue)
-        processes.append(FORK.Process(target=run_clients, args=arguments))
+        processes.append(FORK.Process(target=run_clients, daemon=True, args=arguments))
         processes[-1].start()
     steps = []
     for _ in groups:
         error, ends_of_clients = queue.get(timeout=TIMEOUT)
         if error is not None:
-            raise error
+            raise RuntimeError(f"A client failed: {error}")
         for ends in ends_of_clients:
             steps += [
                 after - before for before, after in zip(ends[NUM_WARM_UP:], ends[NUM_WARM_UP + 1 :], strict=False)

@@ -295,7 +295,7 @@ def check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
         TypeError: If `names` is a single string or contains a value that is not a string.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"`{argument}` is {names!r}; it must be a list of strings, the label names in ID order.")
+        raise TypeError(f"`{argument}` is {names!r}; it must be a list of strings, one for each label, in ID order.")
     if len(names) == 0 or len(set(names)) < len(names):
         raise ValueError(f"`{argument}` is {list(names)!r}; it must contain at least one name and no duplicates.")
     return tuple(names)

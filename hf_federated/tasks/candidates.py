@@ -14,12 +14,16 @@ from .base import Task, first_output
 from .causal import IGNORED, CausalCollator, padding_token, takes_attention_mask
 
 
+NO_ANSWER = -1  # number of the correct candidate if it is unknown
+
+
 class CandidateTask(Task):
     """
     Base class of the tasks in which a causal model scores each candidate for the answer to a prompt.
 
     `encode` returns the columns `input_ids`, `attention_mask` and `labels` of the prompt with the correct answer, the
-    `id` of the example, its `prompt_length` in tokens and its `candidates` as lists of token IDs.
+    `id` of the example, its `prompt_length` in tokens and its `candidates` as lists of token IDs. The column `answer`,
+    the number of the correct candidate, is optional.
     [`~CandidateTask.for_evaluation`] converts each of these examples to one example per candidate. Evaluate with
     `preprocess_logits_for_metrics=task.preprocess_logits_for_metrics`, which reduces the logits of an example to the
     summed log-probability of its candidate.
@@ -37,20 +41,23 @@ class CandidateTask(Task):
         """
         Create one example per candidate, with the candidate after the question and `labels` for the candidate.
 
-        The columns `id` and `candidate` contain the row ID and the number of the candidate. Examples are sorted by
-        length, so that batches have little padding. See [`Task.for_evaluation`].
+        The columns `id` and `candidate` contain the row ID and the number of the candidate. The column `answer` is
+        kept if it exists. Examples are sorted by length, so that batches have little padding. See
+        [`Task.for_evaluation`].
         """
 
         def expand(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
             expanded: dict[str, list[Any]] = {name: [] for name in ("input_ids", "attention_mask", "labels")}
-            ids, numbers = [], []
-            columns = [batch[name] for name in ("id", "input_ids", "prompt_length", "candidates")]
-            for row_id, input_ids, length, candidates in zip(*columns, strict=True):
+            kept = [name for name in ("id", "answer") if name in batch]
+            expanded |= {name: [] for name in (*kept, "candidate")}
+            columns = [batch[name] for name in ("input_ids", "prompt_length", "candidates", *kept)]
+            for input_ids, length, candidates, *values in zip(*columns, strict=True):
                 for number, candidate in enumerate(candidates):
                     append_example(expanded, input_ids[:length], candidate)
-                    ids.append(row_id)
-                    numbers.append(number)
-            return {**expanded, "id": ids, "candidate": numbers}
+                    expanded["candidate"].append(number)
+                    for name, value in zip(kept, values, strict=True):
+                        expanded[name].append(value)
+            return expanded
 
         expanded = features.map(expand, batched=True, remove_columns=features.column_names)
         lengths = [len(ids) for ids in expanded["input_ids"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from .base import (
     read_labels,
     read_texts,
 )
-from .candidates import CandidateTask, append_example, candidate_log_loss, candidate_sums, check_features
+from .candidates import NO_ANSWER, CandidateTask, append_example, candidate_log_loss, candidate_sums, check_features
 from .causal import tokenize_answers, tokenize_prompts
 from .metrics import F1, Accuracy
 
@@ -38,8 +39,8 @@ class ClozeClassification(CandidateTask):
     pairs of texts.
 
     [`~Task.prepare`] creates training examples with the word of the label after the prompt. The `labels` are −100
-    except for this word. [`~CandidateTask.for_evaluation`] creates one example per word. The predicted label is the
-    one whose word has the largest probability. The metrics are accuracy, macro F1, weighted F1 and `log_loss`: the
+    except for this word. [`~CandidateTask.for_evaluation`] creates one example per word. The task predicts the label
+    whose word has the largest probability. The metrics are accuracy, macro F1, weighted F1 and `log_loss`: the
     mean of −log p of the correct label, where p is the softmax over the summed log-probabilities of the words.
     `eval_loss` is the loss over all words, correct and wrong, and does not measure quality.
 
@@ -56,8 +57,8 @@ class ClozeClassification(CandidateTask):
 
     Raises:
         ValueError: If an argument is out of range. `encode` raises it if a text is empty, if a label is missing or
-            unknown, if two words have the same tokens or a word has none, or if a prompt is too long even without the
-            text of the first column.
+            unknown, if a word has no tokens or its tokens are the first tokens of another word, or if a prompt is too
+            long even without the text of the first column.
         ImportError: From `build_compute_metrics`, if scikit-learn (extra `metrics`) is not installed.
 
     Example:
@@ -101,9 +102,22 @@ class ClozeClassification(CandidateTask):
         if any(map(is_blank, self.words)):
             raise ValueError(f"`words` is {list(self.words)!r}; no word can be empty.")
         check_length("max_length", self.max_length, minimum=2)
+        try:
+            pieces = list(string.Formatter().parse(self.template))
+        except ValueError as error:
+            raise ValueError(f"`template` is {self.template!r}, which is not a format string: {error}.") from None
         if not self.text_columns or not all(self.text_columns):
             raise ValueError(
                 f"`template` is {self.template!r}; it must contain the name of at least one text column in braces."
+            )
+        if any(format_spec or conversion for _, _, format_spec, conversion in pieces):
+            raise ValueError(
+                f"`template` is {self.template!r}; braces can contain only the name of a column, without a format."
+            )
+        if self.label_column in self.text_columns:
+            raise ValueError(
+                f"`template` is {self.template!r}, which contains the label column {self.label_column!r}. The prompt"
+                " must not contain the label."
             )
 
     @property
@@ -160,7 +174,8 @@ class ClozeClassification(CandidateTask):
         """
         Encode token IDs, attention mask and `labels`, one encoded example per raw example.
 
-        The additional columns are those of [`CandidateTask`]. Their `id` is the row number. See [`Task.encode`].
+        The additional columns are those of [`CandidateTask`], with the row number as `id`, and `answer`, the label ID
+        (−1 without labels). See [`Task.encode`].
         """
         prompts, spans = self.prompts(batch, indices)
         words = self._tokenize_words(tokenizer)
@@ -178,15 +193,17 @@ class ClozeClassification(CandidateTask):
             "id": list(range(len(ids)) if indices is None else indices),
             "prompt_length": [len(prompt) for prompt in ids],
             "candidates": [words] * len(ids),
+            "answer": labels or [NO_ANSWER] * len(ids),
         }
 
     def _tokenize_words(self, tokenizer: Any) -> list[list[int]]:
         words = tokenize_answers(self.words, tokenizer)
-        if not all(words) or len(set(map(tuple, words))) < len(words):
+        # A word that begins another word is never less likely than this word.
+        if any(longer[: len(word)] == word for word, longer in itertools.permutations(words, 2)) or not all(words):
             tokens = ", ".join(f"{word!r}: {ids}" for word, ids in zip(self.words, words, strict=True))
             raise ValueError(
-                f"The tokenizer returns no tokens for a word, or the same tokens for two words ({tokens}). Set other"
-                " `words`, or use a tokenizer with a suitable vocabulary."
+                "The tokenizer returns no tokens for a word, or the tokens of a word begin with the tokens of another"
+                f" word ({tokens}). Set other `words`, or use a tokenizer with a suitable vocabulary."
             )
         return words
 
@@ -197,13 +214,17 @@ class ClozeClassification(CandidateTask):
         Build the function that computes accuracy, F1 and `log_loss`.
 
         The function requires `features`, the dataset from [`~CandidateTask.for_evaluation`] in evaluation order, and
-        `rows`, the evaluation dataset before encoding.
+        `rows`, the evaluation dataset before encoding, in the order in which it was encoded.
         """
         features, rows = check_features(features, rows)
         feature_rows, numbers = np.array(features["id"]), np.array(features["candidate"])
         labels = read_labels(rows[:], self.label_column, self.label_names, None)
-        if sorted(set(feature_rows.tolist())) != list(range(len(labels))):
-            raise ValueError("`features` and `rows` have different rows. Encode `rows` to create matching features.")
+        has_all_rows = sorted(set(feature_rows.tolist())) == list(range(len(labels)))
+        if not has_all_rows or features["answer"][:] != [labels[row] for row in feature_rows]:
+            raise ValueError(
+                "`features` and `rows` have different rows, or the same rows in another order. Encode `rows` to create"
+                " matching features."
+            )
         metrics = evaluate.combine([Accuracy(), F1()])
 
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:

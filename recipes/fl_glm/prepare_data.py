@@ -16,8 +16,9 @@ client 195 and 5, and the second client none and 200. Other tasks use the same s
 
 `sst2` contains phrases of movie reviews (`sentence`) and their sentiment (`label`, `negative` or `positive`) for the
 recipe task `cloze-classification`. Its test examples are the validation split and a part of the training split: 300
-phrases of at least 15 words, and all phrases that they contain or that contain them. `--small-model` also writes a
-small model with random weights, and a tokenizer with the words of the training phrases.
+phrases of at least 15 words, and all phrases that they contain or that contain them. Phrases that overlap a test
+example are not in the training split. `--small-model` also writes a small model with random weights, and a tokenizer
+with the words of the training phrases.
 
 `scitldr` contains abstracts (`source`) and their one-sentence summaries (`targets`, a list for each abstract) for the
 recipe task `summarization`: the abstracts-only version of SciTLDR (Cachola et al., 2020), from the folder `scitldr` or
@@ -103,22 +104,28 @@ def sst2_splits(train: Dataset, validation: Dataset, seed: int) -> dict[str, Dat
         validation (`datasets.Dataset`): Sentences of other reviews, with the same columns.
         seed (`int`): Seed of the draw.
     """
+    # Each phrase has a space on both sides, so a word does not match a part of a longer word.
     phrases = [f" {text.strip()} " for text in train["sentence"]]
     long = [position for position, phrase in enumerate(phrases) if len(phrase.split()) >= MIN_WORDS]
     drawn = np.random.default_rng(seed).permutation(long)[:NUM_HELD_OUT]
-    tested = [phrases[position] for position in drawn] + [f" {text.strip()} " for text in validation["sentence"]]
-    # A phrase is a part of a sentence. Its words with a space on both sides do not match within another word.
-    text = "\n".join(tested)
-    is_test = [phrase in text or any(other in phrase for other in tested) for phrase in phrases]
+    is_test = overlap(phrases, [phrases[position] for position in drawn])
+    tested = [phrase for phrase, is_held_out in zip(phrases, is_test, strict=True) if is_held_out]
+    tested += [f" {text.strip()} " for text in validation["sentence"]]
     held_out = train.select(np.flatnonzero(is_test))
+    kept = train.select(np.flatnonzero(~overlap(phrases, tested)))
 
     def convert(rows: Dataset) -> Dataset:
         labels = [SENTIMENTS[label] for label in rows["label"]]
         texts = [text.strip() for text in rows["sentence"]]
         return Dataset.from_dict({"sentence": texts, "label": labels})
 
-    kept = train.select(np.flatnonzero(np.logical_not(is_test)))
     return {"train": convert(kept), "validation": concatenate_datasets([convert(held_out), convert(validation)])}
+
+
+def overlap(phrases: list[str], others: list[str]) -> np.ndarray:
+    """For each phrase, whether it is a part of one of the other phrases, or one of them is a part of it."""
+    text = "\n".join(others)
+    return np.array([phrase in text or any(other in phrase for other in others) for phrase in phrases])
 
 
 def write_small_model(texts: list[str], folder: Path) -> None:
@@ -148,7 +155,7 @@ def write_small_model(texts: list[str], folder: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
     fast.save_pretrained(folder)
-    print(f"{folder}: a model without training")
+    print(f"{folder}: a model with random weights")
 
 
 def add_owners(rows: Dataset, seed: int) -> Dataset:
@@ -176,8 +183,12 @@ def main() -> None:
     )
     parser.add_argument("--max-train-rows", type=int, help="maximum number of training examples")
     parser.add_argument("--seed", type=int, default=0, help="seed of all draws (default: 0)")
-    parser.add_argument("--small-model", action="store_true", help="also write a small model, for sst2")
+    parser.add_argument(
+        "--small-model", action="store_true", help="also write a small model with random weights, for sst2"
+    )
     arguments = parser.parse_args()
+    if arguments.small_model and SST2 not in arguments.tasks:
+        parser.error("--small-model requires --tasks sst2.")
     for task in arguments.tasks:
         raw = {split: read(arguments, task, split) for split in SPLITS}
         try:

@@ -122,14 +122,20 @@ def test_test_phrases_of_sst2_are_not_in_the_training_phrases():
     train = phrases("word3 word4", long, f"{long} more ", "word", "unseen", "other words", "rd3 word4")
     splits = SCRIPT["sst2_splits"](train, phrases("the other words were fine"), seed=0)
     assert splits["train"]["sentence"] == ["word", "unseen", "rd3 word4"]
-    assert splits["validation"]["sentence"] == [
-        "word3 word4",
-        long,
-        f"{long} more",
-        "other words",
-        "the other words were fine",
-    ]
+    held_out = ["word3 word4", long, f"{long} more"]
+    assert splits["validation"]["sentence"] == [*held_out, "the other words were fine"]
     assert splits["train"]["label"] == ["negative", "negative", "positive"]
+
+
+def test_no_training_phrase_of_sst2_overlaps_a_phrase_around_a_drawn_phrase(monkeypatch):
+    monkeypatch.setitem(SCRIPT["sst2_splits"].__globals__, "NUM_HELD_OUT", 1)
+    long = " ".join(f"word{number}" for number in range(16))
+    tested = []
+    for seed in range(4):
+        splits = SCRIPT["sst2_splits"](phrases(long, f"{long} more", "more", "unseen"), phrases("fine"), seed)
+        assert splits["train"]["sentence"] == ["unseen"]
+        tested.append("more" in splits["validation"]["sentence"])
+    assert set(tested) == {False, True}  # each of the long phrases was drawn
 
 
 def test_only_some_long_phrases_are_held_out():

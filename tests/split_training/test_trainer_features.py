@@ -63,8 +63,7 @@ def logged(trainer, name):
     return [log[name] for log in trainer.state.log_history if name in log]
 
 
-def assert_same_training(plain, split, tolerance=2e-6):
-    # Adam amplifies rounding if a gradient is nearly zero: 1.05e-6 for one value on a CPU without AVX-512.
+def assert_same_training(plain, split, tolerance=1e-6):
     assert_close(values(split), values(plain), tolerance)
     for name in ("loss", "eval_loss", "learning_rate", "grad_norm"):
         assert logged(split, name) == pytest.approx(logged(plain, name), abs=1e-5), name
@@ -74,7 +73,8 @@ def assert_same_training(plain, split, tolerance=2e-6):
 @pytest.mark.parametrize("schedule", [schedule for schedule in SchedulerType if schedule not in UNSUPPORTED_SCHEDULES])
 def test_every_schedule_is_that_of_trainer(schedule, tmp_path):
     changes = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": SCHEDULES.get(schedule.value), "warmup_steps": 2}
-    plain, split = train_both(tmp_path, gradient_accumulation_steps=2, **changes)
+    # With the default of 1e-8, Adam amplifies the rounding of gradients that are nearly zero.
+    plain, split = train_both(tmp_path, gradient_accumulation_steps=2, adam_epsilon=1e-6, **changes)
     assert_same_training(plain, split)
 
 

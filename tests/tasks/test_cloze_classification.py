@@ -47,11 +47,14 @@ def test_tokens_equal_tokens_of_the_whole_text(make):
     examples = TASK.for_evaluation(features, tokenizer)
     order = list(zip(examples["id"], examples["candidate"], strict=True))
     assert sorted(order) == [(row, word) for row in range(3) for word in range(2)]
+    assert [examples["answer"][number] for number in range(6)] == [
+        int(ROWS["label"][row] == "good") for row, _ in order
+    ]
     expected = tokenizer([f"{texts[row]} {TASK.words[word]}" for row, word in order])["input_ids"]
     assert examples["input_ids"][:] == expected
 
 
-def test_template_names_the_columns(tokenizer):
+def test_template_names_the_columns():
     task = ClozeClassification(
         ["no", "yes"], ["no", "yes"], template="{a} / {b} Is {a} like {b}?", label_column="same"
     )
@@ -64,7 +67,9 @@ def test_long_texts_lose_their_end(tokenizer):
     task = ClozeClassification(["bad", "good"], ["dull", "bright"], max_length=30)
     rows = Dataset.from_dict({"text": ["abcdefgh" * 10], "label": [1]})
     ids = task.prepare(rows, tokenizer)[0]["input_ids"]
-    assert len(ids) == 30 and tokenizer.decode(ids).endswith(" It was bright")
+    text = tokenizer.decode(ids).strip()
+    assert len(ids) == 30 and text.startswith("abcdefgh") and text.endswith(" It was bright")
+    assert "abcdefgh" * 10 not in text
     with pytest.raises(ValueError, match="Row 0 has .* tokens that cannot be truncated"):
         ClozeClassification(["bad", "good"], ["dull", "bright"], max_length=3).prepare(rows, tokenizer)
 
@@ -84,17 +89,23 @@ def test_names_and_numbers_are_labels(tokenizer):
         ({"words": ["dull", " "]}, "no word can be empty"),
         ({"template": "It was"}, "must contain the name of at least one text column"),
         ({"template": "{} was"}, "must contain the name of at least one text column"),
+        ({"template": "{text"}, "`template` is '{text', which is not a format string"),
+        ({"template": "{text!r}"}, "without a format"),
+        ({"template": "{text:>10}"}, "without a format"),
+        ({"template": "{text} {label}"}, "contains the label column 'label'"),
+        ({"words": "bg"}, "one for each label"),
         ({"max_length": 1}, "at least 2"),
     ],
 )
 def test_invalid_arguments_are_refused(settings, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         ClozeClassification(**{"label_names": ["bad", "good"], "words": ["dull", "bright"], **settings})
 
 
-def test_words_with_equal_tokens_are_refused(tokenizer):
-    task = ClozeClassification(["bad", "good"], ["dull", " dull"])
-    with pytest.raises(ValueError, match="the same tokens for two words"):
+@pytest.mark.parametrize("words", [["dull", " dull"], ["dull", "dullx"], ["dullx", "dull"]])
+def test_words_that_begin_with_another_word_are_refused(words, tokenizer):
+    task = ClozeClassification(["bad", "good"], words)
+    with pytest.raises(ValueError, match="the tokens of a word begin with the tokens of another word"):
         task.prepare(ROWS, tokenizer)
 
 
@@ -113,8 +124,9 @@ def test_metrics_equal_those_of_scikit_learn(tokenizer):
     sums[3] = np.nan
     with pytest.raises(ValueError, match="contain NaN"):
         TASK.build_compute_metrics(tokenizer, features, rows)(SimpleNamespace(predictions=sums))
-    with pytest.raises(ValueError, match="different rows"):
-        TASK.build_compute_metrics(tokenizer, features, reviews(38))
+    for other in (reviews(38), rows.select([*range(1, 40), 0])):
+        with pytest.raises(ValueError, match="different rows, or the same rows in another order"):
+            TASK.build_compute_metrics(tokenizer, features, other)
     with pytest.raises(ValueError, match="`features` or `rows` is missing"):
         TASK.build_compute_metrics(tokenizer, features)
 

@@ -24,9 +24,9 @@ from ..base import (
     row_name,
     rows_by_id,
 )
-from ..candidates import CandidateTask, append_example, candidate_log_loss, candidate_sums, check_features
+from ..candidates import NO_ANSWER, CandidateTask, append_example, candidate_log_loss, candidate_sums, check_features
 from ..causal import end_token, tokenize_answers, tokenize_prompts
-from .cloze_templates import MASK, NO_ANSWER, WORDS
+from .cloze_templates import MASK, WORDS
 from .scores import superglue_scores
 from .templates import LABELS, check_task
 
@@ -222,8 +222,8 @@ class SuperGlueCloze(CandidateTask):
         Build the function that computes [`~hf_federated.tasks.superglue.superglue_scores`] of the best candidates.
 
         `accuracy` is the fraction of rows whose best candidate is correct. `log_loss` is the mean of −log p of the
-        correct candidate, where p is the softmax over the candidates of a row. It is left out if no row has a known
-        correct candidate.
+        correct candidate, where p is the softmax over the candidates of a row. Rows without a known correct candidate
+        do not count, and a ReCoRD query counts with the candidate in `label`. `log_loss` is left out if no row counts.
 
         The function requires `features`, the dataset from [`~CandidateTask.for_evaluation`] in evaluation order, and
         `rows`, the evaluation dataset before encoding in any order.

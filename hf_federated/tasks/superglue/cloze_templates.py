@@ -20,6 +20,7 @@ from datasets import Dataset, Features, List, Value
 from transformers.utils import logging
 
 from ..base import is_blank
+from ..candidates import NO_ANSWER
 from .raw import HIGHLIGHT, PLACEHOLDER, multirc_answers, read_text, read_value, record_queries
 from .templates import LABELS, clean, find_span, raw_label_names, read_label
 
@@ -27,7 +28,6 @@ from .templates import LABELS, clean, find_span, raw_label_names, read_label
 logger = logging.get_logger(__name__)
 
 MASK = "[M]"  # the blank, written as in the paper
-NO_ANSWER = -1  # label of a row without a known correct candidate
 
 # The candidate words of each task, in the order of `LABELS`. The rows of the other tasks contain their candidates.
 WORDS: dict[str, tuple[str, ...]] = {
