@@ -31,6 +31,8 @@ TASKS = {
     "record": "record",
 }
 TASKS |= {"figure5_skewed_labels": "copa", "table6_averaging_period": "copa"}
+# Epochs of the recipes whose default scale has other data and other epochs.
+EPOCHS = {"figure5_skewed_labels": 3, "table6_averaging_period": 3, "figures6_to_8_participants": 2}
 COLUMNS = {
     "summaries": ("source", "targets"),
     "cnn_dailymail": ("article", "highlights"),
@@ -102,6 +104,8 @@ def test_paper_scale_names_the_models_and_settings_of_the_paper(recipe):
         assert bool((parsed.model.kwargs or {}).get("trust_remote_code")) is (scale == "paper")
         training = parsed.training
         assert (training["learning_rate"], training["warmup_steps"], training["weight_decay"]) == (2e-2, 0, 0.0)
+        if recipe in EPOCHS:
+            assert training["num_train_epochs"] == EPOCHS[recipe]
 
 
 def test_prefixes_have_the_size_of_grouped_keys_and_values(tmp_path):
