@@ -2,30 +2,43 @@
 `GrpcLink`: a client's link to a server over gRPC. The link replaces broken connections.
 
 If a message gets no answer, the link sends the message again with the same number, and the server processes it once.
+Several messages can be in flight, each in a call and a thread. They are sent one after the other, so that the server
+processes one while the next one travels.
+
 Other failures end the link with an error that names the reason. The client then does not know whether the server
 processed the last message, and must resume from a checkpoint with a new link.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import json
 import random
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
 from transformers.utils import logging
 
 from .credentials import TlsCredentials, check_credentials, require_grpc
-from .errors import AnswerTimeoutError, ClientRefusedError, LinkError, ServerUnreachableError, SessionLostError
+from .errors import (
+    AnswerTimeoutError,
+    ClientRefusedError,
+    LinkError,
+    ServerFailedError,
+    ServerUnreachableError,
+    SessionLostError,
+)
 from .protocol import (
     CHUNK_BYTES,
     DEFAULT_MAX_MESSAGE_BYTES,
     HEADER_KEY,
+    MAX_MESSAGES_IN_FLIGHT,
     SERVICE,
     VERSION,
     Blob,
@@ -45,6 +58,8 @@ _LONGEST_PAUSE = 5.0
 # Status codes of a failed connection, which do not depend on the message. INTERNAL means that a stream was reset.
 _CONNECTION_ERRORS = frozenset({"CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"})
 _BUSY = "RESOURCE_EXHAUSTED"
+# A message in flight of this size fits into the buffers of a connection. The next one is sent at once.
+_SMALL_BYTES = 1 << 14
 # If gRPC does not end a call this many seconds after the timeout of the call, gRPC will never end the call.
 _GRACE = 2.0
 
@@ -86,8 +101,13 @@ class GrpcLink:
         ClientRefusedError: If the server refuses the client, or the settings of client and server differ. The error
             names the differing settings.
 
+    Attributes:
+        max_in_flight (`int`): Number of messages that can be in flight.
+
     Example: see [`GrpcServer`].
     """
+
+    max_in_flight = MAX_MESSAGES_IN_FLIGHT
 
     def __init__(
         self,
@@ -113,13 +133,18 @@ class GrpcLink:
         self._reconnect_timeout = reconnect_timeout
         self._answer_timeout = answer_timeout
         self._max_answer_bytes = max_answer_bytes
-        # Allows one message at a time.
+        # Protects the numbers of the messages. `exchange` holds it until the answer arrives.
         self._message_lock = threading.Lock()
-        # Protects the attributes that the thread of the heartbeats shares: calls, failure and channel.
+        # Protects the attributes that the other threads of the link share: calls, failure and channel.
         self._state_lock = threading.Lock()
-        # The call of the current message, and the latest unary call.
-        self._message_call: Any = None
+        # The call of each message in flight, by message number, and the latest unary call.
+        self._message_calls: dict[int, Any] = {}
         self._unary_call: Any = None
+        # Answers to the messages in flight, in the order of the messages.
+        self._pending: collections.deque[tuple[int, Future[Blob]]] = collections.deque()
+        # Set when the latest message has been sent.
+        self._latest_sent = threading.Event()
+        self._latest_sent.set()
         self._failure: tuple[type[LinkError], str] | None = None
         self._interrupted = False
         self._closed = threading.Event()
@@ -155,6 +180,39 @@ class GrpcLink:
                 distinguish the reasons.
         """
         return self._send("Exchange", blob)
+
+    def submit(self, blob: bytes) -> Future[Blob]:
+        """
+        Send a message, and return before its answer arrives.
+
+        The server processes the messages in the order of the calls. If `max_in_flight` messages are in flight, the
+        call waits for the oldest answer.
+
+        Returns:
+            `Future`: The answer. `result()` raises the errors of `exchange`.
+
+        Raises:
+            ValueError: If the message is larger than the server accepts. The link stays usable.
+            LinkError: If the link has ended.
+        """
+        with self._message_lock:
+            self._check_usable()
+            self.check_size(len(blob))
+            self._wait_until_in_flight(MAX_MESSAGES_IN_FLIGHT - 1)
+            header = self._next_header(len(blob))
+            answer: Future[Blob] = Future()
+            previous_sent, sent = self._latest_sent, threading.Event()
+            thread = threading.Thread(
+                target=self._deliver,
+                args=(header, blob, answer, previous_sent, sent),
+                name=f"message-{header.number}-{self.client_id}",
+                daemon=True,
+            )
+            thread.start()
+            self._latest_sent = sent
+            self._pending.append((header.number, answer))
+            self._next_number += 1
+        return answer
 
     def hello(self, hello: bytes) -> Blob:
         """Send the first message of a handshake or rotation and return the reply. Raises the errors of `exchange`."""
@@ -258,7 +316,8 @@ class GrpcLink:
         with self._message_lock:
             self._check_usable()
             self.check_size(len(blob))
-            header = MessageHeader(self._session_id, self._next_number, secrets.token_hex(8), len(blob))
+            self._wait_until_in_flight(0)
+            header = self._next_header(len(blob))
             try:
                 outcome = self._send_until_answered(method, header, blob)
             except LinkError:
@@ -272,7 +331,41 @@ class GrpcLink:
             self._next_number += 1
         return outcome.result()
 
-    def _send_until_answered(self, method: str, header: MessageHeader, blob: bytes) -> Outcome:
+    def _next_header(self, num_bytes: int) -> MessageHeader:
+        number = self._next_number
+        oldest = self._pending[0][0] if self._pending else number
+        return MessageHeader(self._session_id, number, secrets.token_hex(8), num_bytes, oldest)
+
+    def _wait_until_in_flight(self, num_messages: int) -> None:
+        """Wait until at most a number of messages is in flight, counted from the oldest without an answer."""
+        while self._pending and (len(self._pending) > num_messages or self._pending[0][1].done()):
+            # The caller of `submit` handles the error.
+            self._pending[0][1].exception()
+            self._pending.popleft()
+        self._check_usable()
+
+    def _deliver(
+        self,
+        header: MessageHeader,
+        blob: bytes,
+        answer: Future[Blob],
+        previous_sent: threading.Event,
+        sent: threading.Event,
+    ) -> None:
+        """Send one message after the previous message was sent, and set its answer. Runs in a thread."""
+        try:
+            previous_sent.wait()
+            answer.set_result(self._send_until_answered("Exchange", header, blob, sent.set).result())
+        except BaseException as error:
+            if not isinstance(error, (LinkError, ValueError, TimeoutError, ServerFailedError)):
+                self._fail(LinkError, f"Message {header.number} was interrupted ({type(error).__name__}).")
+            answer.set_exception(error)
+        finally:
+            sent.set()
+
+    def _send_until_answered(
+        self, method: str, header: MessageHeader, blob: bytes, on_sent: Callable[[], object] | None = None
+    ) -> Outcome:
         deadline = time.monotonic() + self._answer_timeout
         failing_since: float | None = None
         pauses = _pauses()
@@ -280,7 +373,7 @@ class GrpcLink:
             pause = next(pauses)
             started_at = time.monotonic()
             try:
-                return self._attempt(method, header, blob, timeout=max(deadline - started_at, 0.01))
+                return self._attempt(method, header, blob, on_sent, timeout=max(deadline - started_at, 0.01))
             except self._grpc.RpcError as error:
                 self._check_usable()
                 code, now = error.code().name, time.monotonic()
@@ -301,29 +394,33 @@ class GrpcLink:
             if self._closed.wait(pause):
                 self._check_usable()
 
-    def _attempt(self, method: str, header: MessageHeader, blob: bytes, timeout: float) -> Outcome:
+    def _attempt(
+        self, method: str, header: MessageHeader, blob: bytes, on_sent: Callable[[], object] | None, timeout: float
+    ) -> Outcome:
         # The lock prevents a call from starting on a channel that is being replaced.
         with self._state_lock:
-            # A stream of requests needs a thread. The server sees no difference.
-            is_small = len(blob) <= CHUNK_BYTES
+            # A stream needs a thread, but reports when the message has been sent. The server sees no difference.
+            is_small = len(blob) <= (CHUNK_BYTES if on_sent is None else _SMALL_BYTES)
             start = self._channel.unary_stream if is_small else self._channel.stream_stream
             call = start(f"/{SERVICE}/{method}")(
-                bytes(blob) if is_small else self._record_activity(split_into_chunks(blob)),
+                bytes(blob) if is_small else self._record_activity(split_into_chunks(blob), on_sent),
                 timeout=timeout,
                 metadata=((HEADER_KEY, header.to_json()),),
             )
-            self._message_call = call
+            self._message_calls[header.number] = call
             if self._failure is not None:
                 call.cancel()
+        if is_small and on_sent is not None:
+            on_sent()
         try:
             return Outcome.from_frames(self._record_activity(call), self._max_answer_bytes)
         finally:
             # Cancelling a completed call has no effect.
             call.cancel()
             with self._state_lock:
-                self._message_call = None
+                self._message_calls.pop(header.number, None)
 
-    def _record_activity(self, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    def _record_activity(self, chunks: Iterator[bytes], on_end: Callable[[], object] | None = None) -> Iterator[bytes]:
         """
         Yield chunks, and record the time after each chunk as activity of the server.
 
@@ -332,6 +429,8 @@ class GrpcLink:
         for chunk in chunks:
             yield chunk
             self._last_active_at = time.monotonic()
+        if on_end is not None:
+            on_end()
 
     def _unary(self, method: str, request: dict[str, Any], timeout: float) -> bytes:
         start = self._channel.unary_unary(f"/{SERVICE}/{method}").future
@@ -372,7 +471,7 @@ class GrpcLink:
                     self._replace_channel()
 
     def _replace_channel(self) -> None:
-        """Replace a connection that is open but transmits no data. The current message is sent again."""
+        """Replace a connection that is open but transmits no data. The messages in flight are sent again."""
         with self._state_lock:
             if self._failure is None:
                 self._channel.close()
@@ -399,11 +498,11 @@ class GrpcLink:
             raise failure[0](failure[1])
 
     def _fail(self, kind: type[LinkError], text: str) -> tuple[type[LinkError], str]:
-        """End the link, cancel the call of the current message, and return the first error of the link."""
+        """End the link, cancel the calls of the messages in flight, and return the first error of the link."""
         with self._state_lock:
             failure = self._failure = self._failure or (kind, text)
-            if self._message_call is not None:
-                self._message_call.cancel()
+            for call in self._message_calls.values():
+                call.cancel()
         return failure
 
     def _fail_and_raise(self, kind: type[LinkError], text: str) -> None:

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from .errors import RequestRejectedError
-from .protocol import Outcome
+from .protocol import MAX_MESSAGES_IN_FLIGHT, MessageHeader, Outcome
+
+
+@dataclass
+class _Entry:
+    """
+    A message that has arrived as a whole.
+
+    Args:
+        token (`str`): Random token that identifies the message.
+        outcome (`Outcome`, *optional*): The outcome. `None` while the message waits or is processed.
+    """
+
+    token: str
+    outcome: Outcome | None = None
 
 
 class ExactlyOnceExecutor:
     """
     Processes the messages of one session in order and exactly once.
 
-    If the most recent message is delivered again, the executor returns the stored outcome. If the message is still in
-    progress, the repeated delivery waits for the outcome.
+    A message that arrives early waits for the messages before. If a message is delivered again, the executor returns
+    the stored outcome, or waits for it. An outcome is stored until the client confirms that it received the answer.
 
     Args:
         sender (`str`): Id of the client that sends the messages, for errors.
@@ -24,14 +39,16 @@ class ExactlyOnceExecutor:
 
     ```python
     >>> from hf_federated.transport.exactly_once import ExactlyOnceExecutor
-    >>> from hf_federated.transport.protocol import Outcome
+    >>> from hf_federated.transport.protocol import MessageHeader, Outcome
 
     >>> executor = ExactlyOnceExecutor("north")
-    >>> executor.execute(0, "a1", lambda: Outcome("answer", b"done"))
+    >>> first = MessageHeader("session", number=0, token="a1", num_bytes=1, oldest=0)
+    >>> executor.execute(first, lambda: Outcome("answer", b"done"), lambda: True)
     Outcome(kind='answer', blob=b'done', text='')
-    >>> executor.execute(0, "a1", lambda: Outcome("answer", b"done again"))
+    >>> executor.execute(first, lambda: Outcome("answer", b"done again"), lambda: True)
     Outcome(kind='answer', blob=b'done', text='')
-    >>> executor.execute(2, "a3", lambda: Outcome("answer", b"done"))
+    >>> third = MessageHeader("session", number=2, token="a3", num_bytes=1, oldest=2)
+    >>> executor.execute(third, lambda: Outcome("answer", b"done"), lambda: True)
     Traceback (most recent call last):
     hf_federated.transport.errors.RequestRejectedError: Message 2 of 'north' arrived, but message 1 is expected: ...
     ```
@@ -40,63 +57,77 @@ class ExactlyOnceExecutor:
     def __init__(self, sender: str) -> None:
         self._sender = sender
         self._changed = threading.Condition()
+        # Number of the message that is processed now or next.
         self._next_number = 0
-        self._is_running = False
-        # Token and outcome of the message in progress, or of the most recent message.
-        self._token = ""
-        self._outcome: Outcome | None = None
+        # The messages that have arrived and whose answers are not confirmed, by number.
+        self._entries: dict[int, _Entry] = {}
+        self._oldest = 0
 
-    def is_new(self, number: int, token: str) -> bool:
+    def is_new(self, header: MessageHeader) -> bool:
         """
-        Whether a message is new: it was not processed, and is not in progress.
+        Whether a message is new: it has not arrived as a whole before.
 
         Args:
-            number (`int`): Number of the message in the session, from 0.
-            token (`str`): Random token that identifies the message.
+            header ([`MessageHeader`]): Header of the message.
 
         Raises:
-            RequestRejectedError: If the message is neither the next message nor a repetition of the most recent
-                message.
+            RequestRejectedError: If the message is not allowed at this time.
         """
         with self._changed:
-            return self._state(number, token) == "next"
+            return self._state(header) == "new"
 
-    def execute(self, number: int, token: str, call: Callable[[], Outcome]) -> Outcome | None:
+    def wait_for_turn(self, header: MessageHeader, is_waiting: Callable[[], bool]) -> None:
         """
-        Process a message, unless it was processed or is in progress.
+        Wait until all messages before a message were processed.
 
         Args:
-            number (`int`): Number of the message in the session, from 0.
-            token (`str`): Random token that identifies the message.
+            header ([`MessageHeader`]): Header of the message.
+            is_waiting (`Callable[[], bool]`): As in `wait_for_outcome`.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: header.number <= self._next_number or not is_waiting())
+
+    def execute(
+        self, header: MessageHeader, call: Callable[[], Outcome], is_open: Callable[[], bool]
+    ) -> Outcome | None:
+        """
+        Process a message after all messages before it, unless it has arrived before.
+
+        Args:
+            header ([`MessageHeader`]): Header of the message.
             call (`Callable[[], Outcome]`): Processes the message. It must not raise exceptions.
+            is_open (`Callable[[], bool]`): Whether the session is open. Called again after each `notify_waiters`.
 
         Returns:
-            `Outcome`: The outcome of the message.
+            `Outcome`, *optional*: The outcome of the message, or `None` if the session ended before its turn.
 
         Raises:
-            RequestRejectedError: If the message is neither the next message nor a repetition of the most recent
-                message.
+            RequestRejectedError: If the message is not allowed at this time.
         """
         with self._changed:
-            if self._state(number, token) == "next":
-                # The next message confirms that the client received the previous answer. Free the bytes of the answer.
-                self._is_running, self._token, self._outcome = True, token, None
-            else:
-                return self._wait(number, token, lambda: True)
+            if self._state(header) != "new":
+                return self._wait(header, is_open)
+            entry = self._entries[header.number] = _Entry(header.token)
+            # Free the bytes of the answers that the client has received.
+            for number in range(self._oldest, header.oldest):
+                self._entries.pop(number, None)
+            self._oldest = max(self._oldest, header.oldest)
+            self._changed.wait_for(lambda: self._next_number == header.number or not is_open())
+            if self._next_number != header.number:
+                return None
         outcome = call()
         with self._changed:
-            self._is_running, self._outcome = False, outcome
+            entry.outcome = outcome
             self._next_number += 1
             self._changed.notify_all()
         return outcome
 
-    def wait_for_outcome(self, number: int, token: str, is_waiting: Callable[[], bool]) -> Outcome | None:
+    def wait_for_outcome(self, header: MessageHeader, is_waiting: Callable[[], bool]) -> Outcome | None:
         """
-        Wait for the outcome of a message that was processed or is in progress.
+        Wait for the outcome of a message that has arrived before.
 
         Args:
-            number (`int`): Number of the message in the session, from 0.
-            token (`str`): Random token that identifies the message.
+            header ([`MessageHeader`]): Header of the message.
             is_waiting (`Callable[[], bool]`): Whether the client still waits for the outcome. Called again after each
                 `notify_waiters`.
 
@@ -104,36 +135,38 @@ class ExactlyOnceExecutor:
             `Outcome`, *optional*: The outcome, or `None` if the client no longer waits.
 
         Raises:
-            RequestRejectedError: If the message is neither the next message nor a repetition of the most recent
-                message.
+            RequestRejectedError: If the message is not allowed at this time.
         """
         with self._changed:
-            return self._wait(number, token, is_waiting)
+            return self._wait(header, is_waiting)
 
     def notify_waiters(self) -> None:
         """Wake all waiting calls. Each call checks whether its client still waits."""
         with self._changed:
             self._changed.notify_all()
 
-    def _wait(self, number: int, token: str, is_waiting: Callable[[], bool]) -> Outcome | None:
-        while self._state(number, token) == "running":
+    def _wait(self, header: MessageHeader, is_waiting: Callable[[], bool]) -> Outcome | None:
+        while self._state(header) == "unfinished":
             if not is_waiting():
                 return None
             self._changed.wait()
-        return self._outcome
+        return self._entries[header.number].outcome
 
-    def _state(self, number: int, token: str) -> Literal["next", "running", "done"]:
-        if number == self._next_number and not self._is_running:
-            return "next"
-        if number == self._next_number or (number == self._next_number - 1 and not self._is_running):
-            if token != self._token:
+    def _state(self, header: MessageHeader) -> Literal["new", "unfinished", "done"]:
+        number = header.number
+        entry = self._entries.get(number)
+        if entry is not None:
+            if header.token != entry.token:
                 raise RequestRejectedError(
                     "OUT_OF_RANGE",
                     f"Two different messages of {self._sender!r} have the number {number}. A session allows one link "
-                    "in one process, which sends one message at a time.",
+                    "in one process.",
                 )
-            return "running" if self._is_running else "done"
-        if number > self._next_number:
+            return "unfinished" if entry.outcome is None else "done"
+        is_allowed = header.oldest <= number < header.oldest + MAX_MESSAGES_IN_FLIGHT
+        if number >= self._next_number and header.oldest <= self._next_number and is_allowed:
+            return "new"
+        if number >= self._next_number:
             reason = "a message was lost, or sent out of order"
         else:
             reason = "the answer is no longer stored"

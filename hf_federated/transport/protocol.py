@@ -7,6 +7,9 @@ The protocol between clients and a server over gRPC.
 | `Exchange`, `Hello`, `Finish` | stream | chunks; JSON header in the metadata | chunks, with a JSON header first |
 | `Heartbeat`, `Leave` | unary | JSON: session id | JSON: empty object |
 
+A client has at most `MAX_MESSAGES_IN_FLIGHT` messages without an answer, each in a separate call. The server processes
+them in the order of their numbers, while later messages and earlier answers travel.
+
 Messages and answers are sent in chunks of 1 MiB, which is below gRPC's limit of 4 MiB per frame. Only the server's own
 limit bounds the size of a message. The header of an answer contains the outcome of the processing. A gRPC error status
 means that there is no outcome. No data is unpickled, and every field of the JSON objects is checked.
@@ -29,12 +32,14 @@ from .errors import RequestRejectedError, ServerFailedError
 
 logger = logging.get_logger(__name__)
 
-VERSION = 2
+VERSION = 3
 SERVICE = "hf_federated.Sessions"
 # The kind of message of each streaming method.
 KINDS = {"Exchange": "exchange", "Hello": "hello", "Finish": "finish"}
 HEADER_KEY = "hf-federated-message"
 CHUNK_BYTES = 1 << 20
+# Number of messages of a client without an answer, at most.
+MAX_MESSAGES_IN_FLIGHT = 8
 # Length of the field that contains the length of a header.
 _LENGTH_BYTES = 4
 DEFAULT_MAX_MESSAGE_BYTES = 1 << 30
@@ -221,12 +226,15 @@ class MessageHeader(Header):
         token (`str`): Random token of the message. A repeated delivery has the same token. A different message with
             the same number, such as a message of a forked process, has another token.
         num_bytes (`int`): Size of the message.
+        oldest (`int`): Number of the oldest message whose answer the client has not received. It confirms the answers
+            to all messages before, which the server then drops.
     """
 
     session: str
     number: int
     token: str
     num_bytes: int
+    oldest: int
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from .protocol import (
     DEFAULT_MAX_MESSAGE_BYTES,
     HEADER_KEY,
     KINDS,
+    MAX_MESSAGES_IN_FLIGHT,
     MAX_STATUS_CHARACTERS,
     SERVICE,
     Outcome,
@@ -32,9 +33,9 @@ from .session_registry import SessionRegistry
 
 logger = logging.get_logger(__name__)
 
-# A client needs four concurrent calls: a message in progress, its repetition, a heartbeat, and a connect or leave. The
-# calls of a broken connection add to these until they end, at the latest after `message_timeout`.
-_CALLS_PER_CLIENT = 8
+# A client needs calls for its messages in flight and their repetitions, a heartbeat, and a connect or leave. The calls
+# of a broken connection add to these until they end, at the latest after `message_timeout`.
+_CALLS_PER_CLIENT = 2 * MAX_MESSAGES_IN_FLIGHT + 4
 # Threads for calls that are refused at once, and number of calls that may wait for these threads.
 _SPARE_THREADS = 4
 _MAX_WAITING_CALLS = 1024
@@ -301,7 +302,7 @@ class _GrpcHandlers:
         session, header = self._service.session_of_message(_header_text(context), owner)
         # When the call ends, a thread that waits for the outcome must notice that the client no longer waits.
         context.add_callback(session.executor.notify_waiters)
-        with session.register_call(context.cancel):
+        with session.register_call(header.number, context.cancel):
             return self._service.exchange(kind, session, header, chunks, context.is_active)
 
     def _certificate_owner(self, context: Any) -> str | None:

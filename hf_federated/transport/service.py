@@ -6,7 +6,7 @@ A message is processed in four steps:
 1. Find the session of the message, and compare its client id with the certificate.
 2. If the message was processed before, return the same outcome.
 3. Reserve one of the `max_exchanges` slots before the bytes of the message are read.
-4. Process the message. Only one message of a client is processed at a time.
+4. Process the message. Only one message of a client is processed at a time, in the order of the numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..security.encrypted_link import EncryptedServer, ServerEndpoint
 from ..security.encrypted_session import ServerSession
 from .errors import RequestRejectedError
 from .protocol import (
+    MAX_MESSAGES_IN_FLIGHT,
     VERSION,
     Blob,
     ConnectResponse,
@@ -124,8 +125,7 @@ class Service:
         self._on_left = on_left
         self._processing_locks = {client_id: threading.Lock() for client_id in sessions.clients}
         self._slots_lock = threading.Lock()
-        # Number of messages of each client that are being read or processed. The number is 2 if a call is interrupted
-        # and its message is delivered again.
+        # Number of messages of each client that are being read, wait, or are processed.
         self._num_active_messages: dict[str, int] = {}
 
     def connect(self, request: bytes, owner: str | None) -> bytes:
@@ -255,17 +255,25 @@ class Service:
             RequestRejectedError: If the message is out of order or differs from its header, or no slot is free.
         """
         executor = session.executor
-        if not executor.is_new(header.number, header.token):
-            outcome = executor.wait_for_outcome(
-                header.number, header.token, lambda: is_waiting() and session.end_reason is None
-            )
+
+        def is_expected() -> bool:
+            return is_waiting() and session.end_reason is None
+
+        if not executor.is_new(header):
+            outcome = executor.wait_for_outcome(header, is_expected)
             session.check_open()
             return outcome
         with self._reserve_slot(session.client_id):
+            if header.num_bytes > self._max_message_bytes // MAX_MESSAGES_IN_FLIGHT:
+                # Messages that arrive early use less memory than one message of the maximum size.
+                executor.wait_for_turn(header, is_expected)
             content = [self._read(session, header, chunks)]
             session.check_open()
             process = functools.partial(self._process, kind, session, content)
-            return executor.execute(header.number, header.token, process)
+            outcome = executor.execute(header, process, lambda: session.end_reason is None)
+            if outcome is None:
+                session.check_open()
+            return outcome
 
     def _read(self, session: TransportSession, header: MessageHeader, chunks: Iterable[bytes]) -> Blob:
         if self._read_gate is not None:

@@ -46,7 +46,8 @@ class TransportSession:
         self.last_active_at = time.monotonic()
         self.end_reason: str | None = None
         self._lock = threading.Lock()
-        self._cancel_call: Callable[[], object] | None = None
+        # Cancels the call of each message in flight, by message number.
+        self._cancel_calls: dict[int, Callable[[], object]] = {}
 
     def record_activity(self) -> None:
         """Record that the client is active: a heartbeat or a part of a message arrived."""
@@ -63,14 +64,15 @@ class TransportSession:
             raise RequestRejectedError("FAILED_PRECONDITION", self.end_reason)
 
     @contextlib.contextmanager
-    def register_call(self, cancel: Callable[[], object]) -> Iterator[None]:
+    def register_call(self, number: int, cancel: Callable[[], object]) -> Iterator[None]:
         """
         Register a call that transmits a message, for the duration of the context.
 
-        A previous call of the session is cancelled. The connection of the previous call is broken, so the call would
-        wait for the rest of its message, or for an answer that it cannot deliver.
+        A previous call of the same message is cancelled. The connection of the previous call is broken, so the call
+        would wait for the rest of its message, or for an answer that it cannot deliver.
 
         Args:
+            number (`int`): Number of the message.
             cancel (`Callable[[], object]`): Cancels the call.
 
         Raises:
@@ -78,19 +80,20 @@ class TransportSession:
         """
         with self._lock:
             self.check_open()
-            cancel_previous, self._cancel_call = self._cancel_call, cancel
+            cancel_previous = self._cancel_calls.get(number)
+            self._cancel_calls[number] = cancel
         if cancel_previous is not None:
             cancel_previous()
         try:
             yield
         finally:
             with self._lock:
-                if self._cancel_call is cancel:
-                    self._cancel_call = None
+                if self._cancel_calls.get(number) is cancel:
+                    del self._cancel_calls[number]
 
     def close(self, reason: str) -> bool:
         """
-        End the session and cancel its call.
+        End the session and cancel its calls.
 
         Args:
             reason (`str`): The reason. Later requests of the session receive it as their error.
@@ -101,8 +104,8 @@ class TransportSession:
         with self._lock:
             if self.end_reason is not None:
                 return False
-            self.end_reason, cancel = reason, self._cancel_call
-        if cancel is not None:
+            self.end_reason, cancel_calls = reason, list(self._cancel_calls.values())
+        for cancel in cancel_calls:
             cancel()
         self.executor.notify_waiters()
         return True

@@ -304,7 +304,7 @@ def changed_header(content: bytes) -> st.SearchStrategy[bytes]:
 
 
 def build_network(folder: Path) -> Iterator[tuple[str, Case]]:
-    for header in (ConnectResponse("s", 1000, 10), MessageHeader("s", 3, "t", 9), AnswerHeader("answer", "", 9)):
+    for header in (ConnectResponse("s", 1000, 10), MessageHeader("s", 3, "t", 9, 2), AnswerHeader("answer", "", 9)):
         yield type(header).__name__, Case(header.to_json().encode(), type(header).from_json, changed_json)
     introduction = torch.zeros(3, dtype=torch.uint8)
     messages = [

@@ -12,10 +12,11 @@ import grpc
 import pytest
 from loopback import CLIENTS, Relay, certificates, join, serve, wait_until
 
-from hf_federated.transport import AnswerTimeoutError, LinkError, ServerUnreachableError
+from hf_federated.transport import AnswerTimeoutError, GrpcLink, LinkError, ServerUnreachableError
 from hf_federated.transport.errors import RequestRejectedError
 from hf_federated.transport.exactly_once import ExactlyOnceExecutor
-from hf_federated.transport.protocol import HEADER_KEY, MessageHeader, Outcome
+from hf_federated.transport.protocol import HEADER_KEY, MAX_MESSAGES_IN_FLIGHT, MessageHeader, Outcome
+from hf_federated.transport.session_registry import TransportSession
 
 
 @pytest.fixture(scope="module")
@@ -115,33 +116,233 @@ def test_permanently_broken_connection_ends_link_after_reconnect_timeout(tls):
         link.close()
 
 
+def header(number: int, oldest: int | None = None, token: str | None = None) -> MessageHeader:
+    oldest = number if oldest is None else oldest
+    return MessageHeader("session", number, f"t{number}" if token is None else token, 1, oldest)
+
+
+def is_open() -> bool:
+    return True
+
+
 def test_out_of_order_messages_are_rejected_with_reason():
     executor = ExactlyOnceExecutor("north")
     for number in range(3):
-        executor.execute(number, f"t{number}", lambda: Outcome("answer"))
-    for number, reason in ((1, "the answer is no longer stored"), (4, "a message was lost")):
+        executor.execute(header(number), lambda: Outcome("answer"), is_open)
+    last = 3 + MAX_MESSAGES_IN_FLIGHT
+    for rejected, reason in (
+        (header(1), "the answer is no longer stored"),
+        # The client claims that it received an answer that does not exist.
+        (header(4), "a message was lost"),
+        (header(last, 3), "a message was lost"),
+        (header(4, 5), "a message was lost"),
+        (header(last, last), "a message was lost"),
+    ):
         with pytest.raises(
-            RequestRejectedError, match=f"Message {number} of 'north' arrived, but message 3 is expected: {reason}"
+            RequestRejectedError,
+            match=f"Message {rejected.number} of 'north' arrived, but message 3 is expected: {reason}",
         ) as error:
-            executor.is_new(number, f"t{number}")
+            executor.is_new(rejected)
         assert error.value.code == "OUT_OF_RANGE"
     with pytest.raises(RequestRejectedError, match="Two different messages of 'north' have the number 2"):
-        executor.is_new(2, "another")
-    assert executor.is_new(3, "t3") and not executor.is_new(2, "t2")
+        executor.is_new(header(2, token="another"))
+    assert executor.is_new(header(3)) and executor.is_new(header(last - 1, 3)) and not executor.is_new(header(2))
 
 
-def test_second_message_is_rejected_while_first_is_processed():
+def test_repeated_message_waits_while_first_delivery_is_processed():
     executor, release = ExactlyOnceExecutor("north"), threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(executor.execute, 0, "t0", lambda: Outcome("answer", str(release.wait(10)).encode()))
-        wait_until(lambda: not executor.is_new(0, "t0"))
+        first = pool.submit(
+            executor.execute, header(0), lambda: Outcome("answer", str(release.wait(10)).encode()), is_open
+        )
+        wait_until(lambda: not executor.is_new(header(0)))
         with pytest.raises(RequestRejectedError, match="sent out of order"):
-            executor.is_new(1, "t1")
-        again = pool.submit(executor.execute, 0, "t0", lambda: Outcome("failed"))
+            executor.is_new(header(1))
+        again = pool.submit(executor.execute, header(0), lambda: Outcome("failed"), is_open)
         # The client of this delivery no longer waits.
-        assert executor.wait_for_outcome(0, "t0", lambda: False) is None
+        assert executor.wait_for_outcome(header(0), lambda: False) is None
         release.set()
         assert first.result(10) is again.result(10) and first.result().blob == b"True"
+
+
+def test_messages_that_arrive_early_are_processed_in_order():
+    executor, processed = ExactlyOnceExecutor("north"), []
+    numbers = list(range(MAX_MESSAGES_IN_FLIGHT))
+
+    def execute(number: int) -> Outcome | None:
+        return executor.execute(
+            header(number, 0), lambda: processed.append(number) or Outcome("answer", str(number).encode()), is_open
+        )
+
+    with ThreadPoolExecutor(2 * len(numbers)) as pool:
+        # Each message except for the first is delivered twice.
+        early = [pool.submit(execute, number) for number in (*numbers[:0:-1], *numbers[1:])]
+        wait_until(lambda: not any(executor.is_new(header(number, 0)) for number in numbers[1:]))
+        assert not processed
+        execute(0)
+        assert [future.result(10).blob for future in early] == [
+            str(n).encode() for n in (*numbers[:0:-1], *numbers[1:])
+        ]
+    assert processed == numbers
+    # All answers are stored until the client confirms them.
+    assert executor.wait_for_outcome(header(0), is_open).blob == b"0"
+    executor.execute(header(len(numbers), 5), lambda: Outcome("answer"), is_open)
+    with pytest.raises(RequestRejectedError, match="no longer stored"):
+        executor.is_new(header(4, 0))
+    assert executor.wait_for_outcome(header(5, 0), is_open).blob == b"5"
+
+
+def test_early_message_is_not_processed_after_the_end_of_the_session():
+    executor, processed, is_over = ExactlyOnceExecutor("north"), [], threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(executor.execute, header(1, 0), lambda: processed.append(1), lambda: not is_over.is_set())
+        wait_until(lambda: not executor.is_new(header(1, 0)))
+        is_over.set()
+        executor.notify_waiters()
+        assert early.result(10) is None
+    assert not processed
+
+
+def test_messages_in_flight_are_answered_in_order_and_once(tls):
+    answer, release = CountingAnswer(), threading.Event()
+    answer.action = lambda message: release.wait(10)
+    contents = [bytes([number]) * (1 << 20) for number in range(MAX_MESSAGES_IN_FLIGHT)]
+    with serve(tls, answer) as server, Relay(server) as relay, join(tls, relay) as link:
+        answers = [link.submit(content) for content in contents]
+        wait_until(lambda: len(answer.processed) == 1)
+        with ThreadPoolExecutor(1) as pool:
+            further = pool.submit(link.submit, b"further")
+            time.sleep(0.1)
+            # The window is full.
+            assert not further.done()
+            for _ in range(3):
+                relay.cut()
+                time.sleep(0.05)
+            release.set()
+            assert [item.result(20) for item in answers] == [
+                f"{number + 1}: ".encode() + content for number, content in enumerate(contents)
+            ]
+            assert further.result(10).result(10) == b"9: further"
+        assert link.exchange(b"last") == b"10: last"
+    assert answer.processed == [*contents, b"further", b"last"]
+
+
+def test_next_message_arrives_while_the_server_processes_the_previous_one(tls):
+    processing, release = threading.Event(), threading.Event()
+
+    def answer(client_id: str, message: bytes) -> bytes:
+        processing.set()
+        release.wait(10)
+        return bytes(message[:1])
+
+    with serve(tls, answer) as server, join(tls, server) as link:
+        executor = server._sessions.find(link._session_id).executor
+        first = link.submit(b"a" * (1 << 21))
+        assert processing.wait(10)
+        second = link.submit(b"b" * (1 << 21))
+        # The second message is in memory although the first has no answer.
+        wait_until(lambda: 1 in executor._entries)
+        assert not first.done() and not second.done()
+        release.set()
+        assert (first.result(10), second.result(10)) == (b"a", b"b")
+
+
+def test_each_message_has_the_whole_bandwidth(tls, monkeypatch):
+    events = []
+    attempt = GrpcLink._attempt
+
+    def spy(link, method, header, blob, on_sent, **kwargs):
+        def record_end():
+            time.sleep(0.02)
+            events.append(f"sent {header.number}")
+            on_sent()
+
+        events.append(f"start {header.number}")
+        return attempt(link, method, header, blob, record_end, **kwargs)
+
+    monkeypatch.setattr(GrpcLink, "_attempt", spy)
+    with serve(tls, CountingAnswer()) as server, join(tls, server) as link:
+        for answer in [link.submit(bytes(1 << 18)) for _ in range(4)]:
+            answer.result(10)
+    assert events == [f"{event} {number}" for number in range(4) for event in ("start", "sent")]
+
+
+def test_a_repeated_message_cancels_only_its_own_previous_call():
+    session, cancelled = TransportSession("north", "session", "token", None), []
+    with (
+        session.register_call(0, lambda: cancelled.append("first")),
+        session.register_call(1, lambda: cancelled.append("second")),
+    ):
+        assert not cancelled
+        with session.register_call(1, lambda: cancelled.append("second again")):
+            assert cancelled == ["second"]
+        session.close("The test is over.")
+    assert cancelled == ["second", "first"]
+
+
+def test_large_messages_are_read_one_after_the_other(tls):
+    processing, release = threading.Event(), threading.Event()
+
+    def answer(client_id: str, message: bytes) -> bytes:
+        processing.set()
+        release.wait(10)
+        return bytes(message[:1])
+
+    limit = 1 << 22
+    with serve(tls, answer, max_message_bytes=limit) as server, join(tls, server) as link:
+        executor = server._sessions.find(link._session_id).executor
+        sizes = [limit, limit // MAX_MESSAGES_IN_FLIGHT + 1, limit // MAX_MESSAGES_IN_FLIGHT]
+        answers = [link.submit(b"%d" % number + bytes(size - 1)) for number, size in enumerate(sizes)]
+        assert processing.wait(10)
+        wait_until(lambda: 2 in executor._entries)
+        # The second message is larger than an early message may be.
+        assert 1 not in executor._entries
+        release.set()
+        assert [item.result(10) for item in answers] == [b"0", b"1", b"2"]
+
+
+def test_rejected_message_in_flight_leaves_the_link_usable(tls):
+    def refuse(client_id: str, message: bytes) -> bytes:
+        if message == b"b":
+            raise ValueError("b is refused")
+        return bytes(message)
+
+    with serve(tls, refuse) as server, join(tls, server) as link:
+        answers = [link.submit(message) for message in (b"a", b"b", b"c")]
+        assert answers[0].result(10) == b"a" and answers[2].result(10) == b"c"
+        with pytest.raises(ValueError, match="b is refused"):
+            answers[1].result(10)
+        with pytest.raises(ValueError, match="accepts at most"):
+            link.submit(bytes(link._max_message_bytes + 1))
+        assert link.exchange(b"d") == b"d"
+
+
+def test_lost_server_ends_all_messages_in_flight(tls):
+    started, release = threading.Event(), threading.Event()
+    with serve(tls, lambda *_: started.set() or b"%d" % release.wait(10)) as server, Relay(server) as relay:
+        link = join(tls, relay, reconnect_timeout=0.4)
+        answers = [link.submit(b"a") for _ in range(3)]
+        assert started.wait(10)
+        relay.close()
+        for answer in answers:
+            with pytest.raises(ServerUnreachableError, match="resume from a checkpoint"):
+                answer.result(10)
+        with pytest.raises(ServerUnreachableError):
+            link.submit(b"b")
+        release.set()
+        link.close()
+
+
+def test_closed_link_ends_messages_in_flight(tls):
+    release = threading.Event()
+    with serve(tls, lambda *_: b"%d" % release.wait(10)) as server:
+        link = join(tls, server)
+        answers = [link.submit(b"a") for _ in range(3)]
+        link.close()
+        for answer in answers:
+            with pytest.raises(LinkError, match="The link was closed"):
+                answer.result(10)
+        release.set()
 
 
 def raw_exchange(tls: Path, address: str, client_id: str, header: MessageHeader, *chunks: bytes) -> bytes:
@@ -158,7 +359,14 @@ def raw_exchange(tls: Path, address: str, client_id: str, header: MessageHeader,
 @pytest.mark.parametrize(
     ("changes", "chunks", "code", "text"),
     [
-        ({"number": 1}, [b"abc"], "OUT_OF_RANGE", "Message 1 of 'north' arrived, but message 0 is expected"),
+        (
+            {"number": MAX_MESSAGES_IN_FLIGHT},
+            [b"abc"],
+            "OUT_OF_RANGE",
+            "Message 8 of 'north' arrived, but message 0 is expected",
+        ),
+        ({"oldest": 1}, [b"abc"], "OUT_OF_RANGE", "Message 0 of 'north' arrived, but message 0 is expected"),
+        ({"oldest": -1}, [b"abc"], "INVALID_ARGUMENT", "oldest of MessageHeader is -1"),
         ({"session": "other"}, [b"abc"], "FAILED_PRECONDITION", "does not know this session"),
         ({}, [b"ab"], "INVALID_ARGUMENT", "a message of 3 bytes, but 2 bytes arrived"),
         ({}, [b"ab", b"cd"], "INVALID_ARGUMENT", "a message of 3 bytes, but more bytes arrived"),
@@ -170,9 +378,9 @@ def raw_exchange(tls: Path, address: str, client_id: str, header: MessageHeader,
 def test_message_that_contradicts_its_header_is_rejected(tls, changes, chunks, code, text):
     answer = CountingAnswer()
     with serve(tls, answer, max_message_bytes=100) as server, join(tls, server) as link:
-        header = MessageHeader(**{"session": link._session_id, "number": 0, "token": "t", "num_bytes": 3, **changes})
+        fields = {"session": link._session_id, "number": 0, "token": "t", "num_bytes": 3, "oldest": 0, **changes}
         with pytest.raises(grpc.RpcError) as error:
-            raw_exchange(tls, server.address, "north", header, *chunks)
+            raw_exchange(tls, server.address, "north", MessageHeader(**fields), *chunks)
         assert error.value.code().name == code and text in error.value.details()
         assert not answer.processed
         assert link.exchange(b"a") == b"1: a"
@@ -181,7 +389,7 @@ def test_message_that_contradicts_its_header_is_rejected(tls, changes, chunks, c
 def test_session_of_another_client_is_rejected(tls):
     answer = CountingAnswer()
     with serve(tls, answer) as server, join(tls, server) as link:
-        header = MessageHeader(link._session_id, 0, "t", 3)
+        header = MessageHeader(link._session_id, 0, "t", 3, 0)
         with pytest.raises(grpc.RpcError) as error:
             raw_exchange(tls, server.address, "south", header, b"abc")
         assert error.value.code().name == "PERMISSION_DENIED"
@@ -228,7 +436,7 @@ def test_error_when_no_slot_is_free_within_answer_timeout(tls):
 def test_message_of_forked_process_is_detected(tls):
     answer = CountingAnswer()
     with serve(tls, answer) as server, join(tls, server) as link:
-        header = MessageHeader(link._session_id, 0, "token of the fork", 1)
+        header = MessageHeader(link._session_id, 0, "token of the fork", 1, 0)
         raw_exchange(tls, server.address, "north", header, b"a")
         with pytest.raises(LinkError, match="Two different messages of 'north' have the number 0"):
             link.exchange(b"b")
