@@ -9,11 +9,19 @@ process the message again.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from .authenticated_encryption import OVERHEAD_BYTES, Buffer
 from .encrypted_session import ClientSession, EncryptionError, RepeatedMessageError, ServerSession
+
+
+class PendingAnswer(Protocol):
+    """The answer to a message that was sent."""
+
+    def result(self) -> bytes | memoryview:
+        """Wait for the answer. Raises the errors of the exchange."""
 
 
 class ServerEndpoint(Protocol):
@@ -46,6 +54,42 @@ class ServerConnection(ServerEndpoint, Protocol):
         Raises:
             ValueError: If the message is larger than the connection allows.
         """
+
+
+class PipelinedConnection(ServerConnection, Protocol):
+    """
+    A connection on which a client can send messages before the answers to the previous messages arrive.
+
+    Attributes:
+        max_in_flight (`int`): Number of messages that can be in flight.
+    """
+
+    max_in_flight: int
+
+    def submit(self, sealed: bytes) -> PendingAnswer:
+        """Send a message. The server processes the messages in the order of the calls."""
+
+
+class _SealedAnswer:
+    """
+    An encrypted answer that is not opened yet.
+
+    Args:
+        link ([`EncryptedLink`]): The link, which opens the answers in the order of the messages.
+        sealed ([`PendingAnswer`]): The encrypted answer.
+    """
+
+    def __init__(self, link: EncryptedLink, sealed: PendingAnswer) -> None:
+        self.sealed = sealed
+        self.opened: bytes | Exception | None = None
+        self._link = link
+
+    def result(self) -> bytes:
+        while self.opened is None:
+            self._link.open_next()
+        if isinstance(self.opened, Exception):
+            raise self.opened
+        return self.opened
 
 
 class EncryptedServer:
@@ -138,6 +182,13 @@ class EncryptedLink:
     def __init__(self, session: ClientSession, server: ServerConnection) -> None:
         self.session = session
         self.server = server
+        # Answers to the messages in flight, in the order of the messages.
+        self._pending: collections.deque[_SealedAnswer] = collections.deque()
+
+    @property
+    def max_in_flight(self) -> int:
+        """Number of messages that can be in flight."""
+        return int(getattr(self.server, "max_in_flight", 1))
 
     def connect(self) -> None:
         """Perform a handshake, which creates the keys of the session or rotates them."""
@@ -151,12 +202,45 @@ class EncryptedLink:
             EncryptionError: If the answer is not the server's next message, or was changed.
             ValueError: If the message is larger than the connection allows. The link stays usable.
         """
+        while self._pending:
+            self.open_next()
+        return self.session.open(self.server.exchange(self._seal(blob)))
+
+    def submit(self, blob: bytes) -> PendingAnswer:
+        """
+        Encrypt and send a message, and return before its answer arrives.
+
+        Requires a [`PipelinedConnection`] to the server.
+
+        Returns:
+            [`PendingAnswer`]: The answer. `result()` raises the errors of `exchange`.
+
+        Raises:
+            ValueError: If the message is larger than the connection allows. The link stays usable.
+        """
+        server: Any = self.server
+        answer = _SealedAnswer(self, server.submit(self._seal(blob)))
+        self._pending.append(answer)
+        return answer
+
+    def open_next(self) -> None:
+        """Decrypt the oldest answer to a message in flight, and keep the plain text or the error for its result."""
+        answer = self._pending[0]
+        try:
+            answer.opened = self.session.open(answer.sealed.result())
+        except Exception as error:
+            answer.opened = error
+        self._pending.popleft()
+
+    def _seal(self, blob: bytes) -> bytes:
         # Check the size before encryption. Encryption uses a message number, so the server would reject all later
         # messages if this message was not sent.
         self.server.check_size(len(blob) + OVERHEAD_BYTES)
         if self.session.epoch is None or self.session.rotation_due:
+            while self._pending:
+                self.open_next()
             self.connect()
-        return self.session.open(self.server.exchange(self.session.seal(blob)))
+        return self.session.seal(blob)
 
     def end_step(self) -> None:
         """Count a step, and rotate the keys first if a rotation is due."""

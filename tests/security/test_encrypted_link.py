@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 from decoders import batch, decoder
@@ -82,6 +84,41 @@ def test_keys_rotate_after_rotate_every_steps(identities):
         split(**batch(None)).loss.backward()
         epochs.append(session.epoch)
     assert epochs == [0, 0, 1, 1, 2]
+
+
+def test_answers_in_flight_are_decrypted_in_the_order_of_the_messages(identities):
+    client, server = identities
+    settings = {"rsa_bits": 2048, "rotate_every": 1}
+
+    class PipelinedServer(EncryptedServer):
+        def check_size(self, num_bytes):
+            pass
+
+        def submit(self, sealed):
+            answer = Future()
+            answer.set_result(self.exchange(sealed))
+            return answer
+
+    def answer(blob):
+        if blob == b"refused":
+            raise ValueError("refused")
+        return blob
+
+    link = EncryptedLink(
+        ClientSession(client, "server", server.fingerprint, **settings),
+        PipelinedServer(ServerSession(server, "client", client.fingerprint, **settings), answer),
+    )
+    first, second = link.submit(b"first"), link.submit(b"second")
+    assert link.exchange(b"third") == b"third"
+    assert (second.result(), first.result(), second.result()) == (b"second", b"first", b"second")
+    third, fourth = link.submit(b"third"), link.submit(b"fourth")
+    assert (fourth.result(), third.result()) == (b"fourth", b"third")
+    link.submit(b"last of its epoch")
+    link.end_step()
+    assert (link.submit(b"first of its epoch").result(), link.session.epoch) == (b"first of its epoch", 1)
+    with pytest.raises(ValueError, match="refused"):
+        link.submit(b"refused")
+    assert link.exchange(b"next") == b"next"
 
 
 def test_repeated_message_gets_same_answer_without_repeating_work(identities):
