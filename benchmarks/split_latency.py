@@ -38,12 +38,12 @@ CLIENT = "north"
 NUM_WARM_UP = 2
 
 
-def split_model() -> SplitModel:
+def split_model(hidden_size: int = 32) -> SplitModel:
     """A tiny model, equal in all processes."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2
+            vocab_size=64, hidden_size=hidden_size, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2
         )
         return SplitModel.from_model(LlamaForCausalLM(config), client_id=CLIENT)
 
@@ -64,7 +64,7 @@ def training_arguments(folder: str, num_steps: int, num_micro_batches: int, batc
 
 def session_config(model: SplitModel) -> SplitSessionConfig:
     """Settings that the server and the client share."""
-    fingerprint = ModelFingerprint({"hidden_size": 32}, weight_map="", samples={}, commit="")
+    fingerprint = ModelFingerprint({"hidden_size": model.config.hidden_size}, weight_map="", samples={}, commit="")
     return SplitSessionConfig(fingerprint, model.cut, model.boundary.wire)
 
 

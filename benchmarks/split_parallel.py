@@ -56,9 +56,9 @@ class _Device(torch.autograd.Function):
         return gradient, None
 
 
-def simulate_device(part: nn.Module, num_blocks: int) -> None:
-    """Let the last block of a part take the time of `num_blocks` blocks."""
-    seconds = SECONDS_OF_A_STEP / NUM_BLOCKS / 3 * num_blocks
+def simulate_device(part: nn.Module, num_blocks: int, seconds_of_a_step: float = SECONDS_OF_A_STEP) -> None:
+    """Let the last block of a part take the time of `num_blocks` blocks of a model whose step takes some seconds."""
+    seconds = seconds_of_a_step / NUM_BLOCKS / 3 * num_blocks
 
     def sleep(module: nn.Module, inputs: Any, output: Any) -> Any:
         if isinstance(output, tuple):

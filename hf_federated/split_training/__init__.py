@@ -2,10 +2,10 @@
 
 from .config import SplitConfig
 from .in_process import ClientParty, SplitFederation
-from .link_wrappers import LateError
 from .messages import PartParameters
 from .networked_client import NetworkedFederation
 from .optimization import JointOptimizer, Party
+from .run_link import LateError
 from .server import RunFailedError, TrainingServer
 from .server_model import ServerModel
 from .step_plan import SplitSteps, StepPlan

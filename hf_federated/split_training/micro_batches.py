@@ -1,10 +1,11 @@
 """`MicroBatchRunner`: the micro-batches of an optimizer step of a networked client, whose messages travel together.
 
-A client computes its first blocks for all micro-batches of a window and sends the hidden states in one exchange. It
-then computes its last blocks and the gradients at the cut layer for all of them, and sends these in a second exchange.
-This is the schedule of GPipe (Huang et al., 2019, https://arxiv.org/abs/1811.06965) with the first blocks, the server
-and the last blocks as stages. A step therefore costs two round trips, and not two for each micro-batch. Gradients are
-added in the order of the micro-batches, so the results equal those of micro-batches in turn.
+A client computes its first blocks for all micro-batches of a window, and sends the hidden states of each as soon as
+they are known. It then computes its last blocks and the gradients at the cut layer, of each micro-batch as soon as its
+hidden states have arrived, and sends the gradients in the same way. This is the schedule of GPipe (Huang et al., 2019,
+https://arxiv.org/abs/1811.06965) with the first blocks, the server and the last blocks as stages. A step therefore
+costs two round trips, and not two for each micro-batch, and the client, the server and the network work at the same
+time. Gradients are added in the order of the micro-batches, so the results equal those of micro-batches in turn.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 from ..split.lockstep import LockstepRunner
 from ..split.model import SplitModel
 from .config import SplitConfig
-from .link_wrappers import MAX_BUNDLE_BYTES, RunLink
+from .run_link import MAX_BUNDLE_BYTES, PostedMessage, RunLink
 
 
 T = TypeVar("T")
@@ -55,7 +56,8 @@ class MicroBatchRunner(LockstepRunner):
     """
 
     def __init__(self, link: RunLink, model: SplitModel) -> None:
-        super().__init__(link.exchange_all, "micro-batch")
+        # Each micro-batch waits for its own answer when its turn continues.
+        super().__init__(lambda posted: posted, "micro-batch")
         self._link = link
         self._model = model
         # Both parts add gradients to a shared parameter, such as tied embeddings. The gradients of each turn are kept
@@ -66,8 +68,8 @@ class MicroBatchRunner(LockstepRunner):
         self._is_one_pass = True
 
     def exchange(self, name: str, message: bytes) -> bytes | memoryview:
-        answer: bytes | memoryview = super().exchange(name, message)
-        return answer
+        posted: PostedMessage = super().exchange(name, self._link.post(message))
+        return posted.answer()
 
     def run_all(self, functions: Sequence[Callable[[], T]], window: int) -> list[T]:
         """
@@ -99,6 +101,7 @@ class MicroBatchRunner(LockstepRunner):
             finally:
                 boundary.defers_backward = defers_backward
                 self._gradients, self._totals = {}, []
+                self._link.abandon()
         return results
 
     def _begin(self, is_one_pass: bool) -> None:

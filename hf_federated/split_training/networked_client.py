@@ -19,7 +19,7 @@ from .averaging import InvalidPartsError, PartAverage, change_limit, change_norm
 from .checks import check_same_run
 from .config import SplitConfig
 from .in_process import ClientParty, TrainClient, seed_of_micro_batch
-from .link_wrappers import LateError, PeerRemovedError, RunLink, with_byte_counting
+from .link_wrappers import with_byte_counting
 from .messages import (
     BeginStep,
     BeginStepReply,
@@ -39,6 +39,7 @@ from .messages import (
 )
 from .micro_batches import MicroBatchLink, MicroBatchRunner
 from .optimization import JointOptimizer, Party, total_norm
+from .run_link import LateError, PeerRemovedError, RunLink
 from .step_plan import StepPlan
 
 

@@ -11,7 +11,7 @@ from networked import DirectLink, Run
 from split_runs import LORA, STRATEGIES, clients_of, split_trainer, whole_model
 
 from hf_federated import SplitConfig
-from hf_federated.split_training import link_wrappers
+from hf_federated.split_training import run_link
 from hf_federated.split_training.messages import (
     BeginStep,
     BeginStepReply,
@@ -129,7 +129,7 @@ def test_micro_batches_in_flight_draw_the_random_numbers_of_micro_batches_in_tur
 
 
 def test_large_messages_travel_separately(tmp_path, monkeypatch):
-    monkeypatch.setattr(link_wrappers, "MAX_BUNDLE_BYTES", 1)
+    monkeypatch.setattr(run_link, "MAX_BUNDLE_BYTES", 1)
     exchanges = exchanges_of(tmp_path, config_of("serial"), 4, per_device_train_batch_size=1)
     assert max(map(len, exchanges)) == 1
 
@@ -165,17 +165,17 @@ def bundle_of(*messages):
 
 
 def test_client_that_is_late_does_not_use_the_other_answers():
-    link = link_wrappers.RunLink(AnsweringLink(bundle_of(BeginStepReply("a", 0), LateReply("a", 0))), "a")
+    link = run_link.RunLink(AnsweringLink(bundle_of(BeginStepReply("a", 0), LateReply("a", 0))), "a")
     noted = []
     link.defer(BeginStep("a", 0, 1, 1), BeginStepReply, noted.append)
-    with pytest.raises(link_wrappers.LateError):
+    with pytest.raises(run_link.LateError):
         link.exchange(EndStep("a", 0, 1.0).to_bytes())
     assert not noted
     link.flush()  # nothing is sent twice
 
 
 def test_missing_answers_are_an_error():
-    link = link_wrappers.RunLink(AnsweringLink(bundle_of(BeginStepReply("a", 0))), "a")
+    link = run_link.RunLink(AnsweringLink(bundle_of(BeginStepReply("a", 0))), "a")
     link.defer(BeginStep("a", 0, 1, 1), BeginStepReply)
     with pytest.raises(ValueError, match="answered 1 of 2 messages"):
         link.exchange(EndStep("a", 0, 1.0).to_bytes())
