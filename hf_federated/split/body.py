@@ -251,7 +251,7 @@ class BodyServer:
                 "clients or no client must send it."
             )
         self._drop(graph)
-        trained = self.body.trained_parameters()
+        trained = [parameter for parameter in self.body.parameters() if parameter.requires_grad]
         # Activation checkpointing runs a part of the forward pass again, with the same random numbers.
         with contextlib.nullcontext() if self._draws_random_numbers is False else _GENERATORS:
             gradients = torch.autograd.grad(graph.outputs, [graph.inputs, *trained], gradient, allow_unused=True)

@@ -164,27 +164,6 @@ class Part(nn.Module):
         for name, parameter in self.model.named_parameters():
             yield self.original_name(name), parameter
 
-    def trained_parameters(self) -> list[nn.Parameter]:
-        """
-        Return the parameters that require a gradient, each once, in the order of `parameters()`.
-
-        The nested generators of `parameters()` take a large part of the time of a step of a small model with LoRA.
-        """
-        trained: dict[int, nn.Parameter] = {}
-        visited: set[int] = set()
-        remaining: list[nn.Module | None] = [self]
-        while remaining:
-            module = remaining.pop()
-            if module is None or id(module) in visited:
-                continue
-            visited.add(id(module))
-            for parameter in module._parameters.values():
-                if parameter is not None and parameter.requires_grad:
-                    trained[id(parameter)] = parameter
-            if module._modules:
-                remaining += reversed(module._modules.values())
-        return list(trained.values())
-
     def new_cache(self) -> DynamicCache:
         """
         Create an empty key/value cache.

@@ -282,18 +282,6 @@ def test_every_parameter_is_counted_for_one_part():
     assert sizes["body"] == (NUM_BLOCKS - 3) * block
 
 
-def test_trained_parameters_are_those_of_the_part_that_require_a_gradient():
-    body = SplitModel.from_model(decoder("llama")).server_body
-    weights = list(body.parameters())
-    weights[1].requires_grad_(False)
-    assert list(map(id, body.trained_parameters())) == [id(weights[0]), *map(id, weights[2:])]
-    # A shared weight counts once, also if its module is shared.
-    body.shared_module, body.shared_weight, body.no_module, body.no_weight = body.model, weights[0], None, None
-    assert list(map(id, body.trained_parameters())) == [id(p) for p in body.parameters() if p.requires_grad]
-    body.requires_grad_(False)
-    assert body.trained_parameters() == []
-
-
 def test_invalid_cut_raises_error():
     for cut, message in (
         ((3, 2), "head_blocks=3 and tail_blocks=2 leave no block"),
