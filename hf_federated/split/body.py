@@ -18,6 +18,7 @@ import torch
 from torch.nn.utils import get_total_norm
 from transformers import DynamicCache
 
+from .._compat import trained_parameters
 from ..utils.random import derived_seed, generator_states, isolated_rng
 from .joined_inputs import join_attention_inputs, join_states, split_by_client
 from .layouts import AttentionInputs
@@ -251,7 +252,7 @@ class BodyServer:
                 "clients or no client must send it."
             )
         self._drop(graph)
-        trained = [parameter for parameter in self.body.parameters() if parameter.requires_grad]
+        trained = trained_parameters(self.body)
         # Activation checkpointing runs a part of the forward pass again, with the same random numbers.
         with contextlib.nullcontext() if self._draws_random_numbers is False else _GENERATORS:
             gradients = torch.autograd.grad(graph.outputs, [graph.inputs, *trained], gradient, allow_unused=True)
