@@ -83,7 +83,7 @@ def test_error_in_one_process_ends_all_processes(launch, tmp_path: Path, scenari
     assert errors == [first if rank == failing else peer_error for rank in range(3)]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_error_at_the_end_of_training_ends_all_processes(launch, tmp_path: Path, failing: int) -> None:
     for error in failed_in_every_process(launch, tmp_path, trouble="end", rank=failing):
         assert "ValueError: the callback gave up at the end" in error

@@ -38,14 +38,13 @@ SCENARIOS = [
 
 # Scenarios that always run over two and three processes. The conformance suite runs every algorithm over two
 # processes, so the other scenarios are slow tests.
-OVER_TWO = {"fedavg", "fedopt", "noise", "carry", "lora", "fedid"}
+OVER_TWO = {"fedavg", "noise", "carry", "lora", "fedid"}
 OVER_THREE = {"fedavg", "fedid"}
 SLOW = [pytest.mark.slow]
 RUNS = [pytest.param(name, 2, marks=[] if name in OVER_TWO else SLOW) for name in SCENARIOS]
 RUNS += [pytest.param(name, 2, marks=SLOW) for name in ("fedid mpl_sampled", "fedid per_example")]
 RUNS += [pytest.param(name, 3, marks=[] if name in OVER_THREE else SLOW) for name in SCENARIOS]
 RESUMED = {("carry", (2, 1)), ("scaffold", (1, 2)), ("lora", (1, 2)), ("masked", (2, 1)), ("fedid", (3, 2))}
-RESUMED |= {("fedaux", (2, 1)), ("streams", (2, 1))}
 
 
 # ---- Equal results over any number of processes
@@ -80,10 +79,9 @@ def test_clients_have_the_same_gradient_scalers_over_any_number_of_processes(fin
     [
         ("fedid", 3),
         ("fedid mpl_sampled", 2),
-        ("adafd", 2),
         *(
             pytest.param(*run, marks=SLOW)
-            for run in [("fedid", 2), ("fedid per_example", 2), ("adafd", 3), ("fedmd", 3), ("mhat", 2)]
+            for run in [("adafd", 2), ("fedid", 2), ("fedid per_example", 2), ("adafd", 3), ("fedmd", 3), ("mhat", 2)]
         ),
     ],
 )
