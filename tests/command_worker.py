@@ -23,7 +23,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
+from forks import prepare_forks
 from rank_worker import wait
 
 from hf_federated.cli.main import main
@@ -74,7 +74,7 @@ def run(request: dict[str, Any]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    prepare_forks()
     # A terminal sends Ctrl-C to this process too.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for line in sys.stdin:

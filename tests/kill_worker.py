@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from float16 import Float16Trainer
+from forks import prepare_forks
 from peft import LoraConfig, PeftModel, PromptEncoderConfig, get_peft_model
 from tiny import arguments, rows, tiny_model
 from torch import nn
@@ -258,7 +259,7 @@ def kill_at_file_event(number: int) -> None:
 
 def serve() -> None:
     """Answer requests until the input ends."""
-    torch.set_num_threads(1)
+    prepare_forks()
     for line in sys.stdin:
         request = json.loads(line)
         child = os.fork()

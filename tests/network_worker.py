@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+from forks import prepare_forks
 from network_faults import run_proxy
 from rank_worker import NUM_ROUNDS, RUN_DIR, RoundRecorder, scenario, sft_trainer, wait, write_notes
 from tiny import arguments
@@ -279,7 +279,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve() -> None:
-    torch.set_num_threads(1)
+    prepare_forks()
     for line in sys.stdin:
         print(json.dumps(run({**json.loads(line), "address": free_address()})), flush=True)
 

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from federations import distillation_callback
 from float16 import Float16Trainer
+from forks import prepare_forks
 from language import masking_tokenizer
 from peft import LoraConfig, get_peft_model
 from rank_troubles import DECISIONS, SIZES, Trouble, TroubleInClient, differ
@@ -447,9 +448,13 @@ def wait(child: int, deadline: float) -> int:
 
 
 def serve() -> None:
-    torch.set_num_threads(1)
+    prepare_forks()
     for line in sys.stdin:
         request = json.loads(line)
+        if request["scenario"] == "sft":
+            from trl import SFTConfig, SFTTrainer  # before the fork, because the import takes seconds
+
+            assert SFTConfig and SFTTrainer
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
+from forks import prepare_forks
 from network_worker import TIMEOUT, run_party
 from rank_worker import wait
 
@@ -90,6 +90,6 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    prepare_forks()
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), flush=True)
