@@ -192,6 +192,8 @@ class EncryptedLink:
 
     def connect(self) -> None:
         """Perform a handshake, which creates the keys of the session or rotates them."""
+        while self._pending:
+            self.open_next()
         self.server.finish(self.session.finish(bytes(self.server.hello(self.session.hello()))))
 
     def exchange(self, blob: bytes) -> bytes:
@@ -237,8 +239,6 @@ class EncryptedLink:
         # messages if this message was not sent.
         self.server.check_size(len(blob) + OVERHEAD_BYTES)
         if self.session.epoch is None or self.session.rotation_due:
-            while self._pending:
-                self.open_next()
             self.connect()
         return self.session.seal(blob)
 

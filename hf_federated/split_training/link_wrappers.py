@@ -20,7 +20,7 @@ class _MappedAnswer:
 
     Args:
         pending ([`PendingAnswer`]): The answer.
-        function (`Callable`): Called once with the answer. Returns the result.
+        function (`Callable`): Called with the answer by each `result()`. Returns the result.
     """
 
     def __init__(self, pending: PendingAnswer, function: Callable[[bytes | memoryview], bytes | memoryview]) -> None:

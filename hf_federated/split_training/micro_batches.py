@@ -21,29 +21,25 @@ from torch import nn
 from ..split.lockstep import LockstepRunner
 from ..split.model import SplitModel
 from .config import SplitConfig
-from .run_link import MAX_BUNDLE_BYTES, PostedMessage, RunLink
+from .run_link import PostedMessage, RunLink
 
 
 T = TypeVar("T")
 
 
-def exchanges_per_step(config: SplitConfig, num_micro_batches: int, message_bytes: int = 0) -> int:
+def exchanges_per_step(config: SplitConfig, num_micro_batches: int) -> int:
     """
-    Return the number of exchanges with the server, one after the other, that a networked client waits for in a step.
+    Return the number of round trips that a networked client waits for in a step.
 
     The first and the last step of a client, and parameters for other clients, need further exchanges.
 
     Args:
         config ([`SplitConfig`]): The strategy, and the number of micro-batches in flight.
         num_micro_batches (`int`): Number of micro-batches that the client accumulates in the step.
-        message_bytes (`int`, *optional*, defaults to `0`): Size of the message of a micro-batch. Large messages are
-            sent separately.
     """
-    window = config.micro_batches_in_flight
-    in_bundle = max(MAX_BUNDLE_BYTES // max(message_bytes, 1), 1)
-    windows = [min(window, num_micro_batches - start) for start in range(0, num_micro_batches, window)]
+    num_windows = math.ceil(num_micro_batches / config.micro_batches_in_flight)
     # A client that shares its step with other clients waits for the norm of the gradients of all of them.
-    return sum(2 * math.ceil(size / in_bundle) for size in windows) + (config.strategy == "client_batch")
+    return 2 * num_windows + (config.strategy == "client_batch")
 
 
 class MicroBatchRunner(LockstepRunner):
@@ -68,6 +64,7 @@ class MicroBatchRunner(LockstepRunner):
         self._is_one_pass = True
 
     def exchange(self, name: str, message: bytes) -> bytes | memoryview:
+        self._check_not_cancelled()
         posted: PostedMessage = super().exchange(name, self._link.post(message))
         return posted.answer()
 

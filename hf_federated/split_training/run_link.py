@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -38,11 +39,13 @@ class _Outgoing:
         message (`bytes`): The serialized message.
         on_answer (`Callable`): Called with the serialized answer.
         on_error (`Callable`, *optional*): Called with the error if there is no answer.
+        is_deferred (`bool`, *optional*, defaults to `False`): Whether the message waits for the next message.
     """
 
     message: bytes
     on_answer: Callable[[bytes | memoryview], object]
     on_error: Callable[[BaseException], object] = lambda error: None
+    is_deferred: bool = False
 
     def __len__(self) -> int:
         return len(self.message)
@@ -69,8 +72,9 @@ class PostedMessage:
         return self._answer
 
     def set(self, answer: bytes | memoryview | BaseException) -> None:
-        """Set the answer, or the error of the exchange."""
-        self._answer = answer
+        """Set the answer, or the error of the exchange. The first error is kept."""
+        if not isinstance(self._answer, BaseException):
+            self._answer = answer
 
 
 class RunLink:
@@ -127,18 +131,20 @@ class RunLink:
 
     def post(self, blob: bytes) -> PostedMessage:
         """
-        Send a message, and return before its answer arrives.
+        Queue a message. It is sent at the latest when an answer is read.
 
         The server processes posted messages in their order. Small messages wait for further messages, and travel in a
-        bundle with them. Errors are raised when the answer is read.
+        bundle with them. The errors of the message, and of the deferred messages before it, are raised when the answer
+        is read.
 
         Args:
             blob (`bytes`): The message.
         """
         posted = PostedMessage(self)
-        self._waiting += [*self._deferred, _Outgoing(blob, posted.set, posted.set)]
+        self._waiting += [dataclasses.replace(item, on_error=posted.set) for item in self._deferred]
+        self._waiting.append(_Outgoing(blob, posted.set, posted.set))
         self._deferred = []
-        # All messages that remain travel in the last bundle in flight.
+        # If all but one of the possible messages are in flight, the others wait for an answer, and travel together.
         has_slot = len(self._in_flight) < max_in_flight(self.link) - 1
         if has_slot and sum(map(len, self._waiting)) >= MIN_BUNDLE_BYTES:
             self._send_waiting()
@@ -157,7 +163,12 @@ class RunLink:
                 raise
 
     def abandon(self) -> None:
-        """Drop the posted messages that wait, and receive the answers and errors of the messages in flight."""
+        """
+        Drop the posted messages that wait, and receive the answers and errors of the messages in flight.
+
+        Deferred messages that wait are not dropped.
+        """
+        self._deferred = [*(item for item in self._waiting if item.is_deferred), *self._deferred]
         self._waiting = []
         while self._in_flight:
             self.receive_next()
@@ -221,7 +232,9 @@ class RunLink:
             answer (`type`): Class of the answer.
             on_answer (`Callable`, *optional*): Called with the deserialized answer.
         """
-        self._deferred.append(_Outgoing(message.to_bytes(), lambda blob: on_answer(answer.from_bytes(blob))))
+        self._deferred.append(
+            _Outgoing(message.to_bytes(), lambda blob: on_answer(answer.from_bytes(blob)), is_deferred=True)
+        )
 
     def flush(self) -> None:
         """Send the deferred messages, if there are any. Raises the errors of `exchange_all`."""

@@ -6,7 +6,7 @@ Several messages can be in flight, each in a call and a thread. They are sent on
 processes one while the next one travels.
 
 Other failures end the link with an error that names the reason. The client then does not know whether the server
-processed the last message, and must resume from a checkpoint with a new link.
+processed the messages in flight, and must resume from a checkpoint with a new link.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class GrpcLink:
         # The call of each message in flight, by message number, and the latest unary call.
         self._message_calls: dict[int, Any] = {}
         self._unary_call: Any = None
-        # Answers to the messages in flight, in the order of the messages.
-        self._pending: collections.deque[tuple[int, Future[Blob]]] = collections.deque()
+        # The messages in flight, in their order: their numbers, and events that are set when the answers have arrived.
+        self._in_flight: collections.deque[tuple[int, threading.Event]] = collections.deque()
         # Set when the latest message has been sent.
         self._latest_sent = threading.Event()
         self._latest_sent.set()
@@ -198,20 +198,26 @@ class GrpcLink:
         with self._message_lock:
             self._check_usable()
             self.check_size(len(blob))
-            self._wait_until_in_flight(MAX_MESSAGES_IN_FLIGHT - 1)
+            self._wait_for_answers(MAX_MESSAGES_IN_FLIGHT - 1)
             header = self._next_header(len(blob))
             answer: Future[Blob] = Future()
-            previous_sent, sent = self._latest_sent, threading.Event()
+            # A running future cannot be cancelled.
+            answer.set_running_or_notify_cancel()
+            previous_sent, sent, answered = self._latest_sent, threading.Event(), threading.Event()
+            self._latest_sent = sent
+            self._in_flight.append((header.number, answered))
+            self._next_number += 1
             thread = threading.Thread(
                 target=self._deliver,
-                args=(header, blob, answer, previous_sent, sent),
+                args=(header, blob, answer, previous_sent, sent, answered),
                 name=f"message-{header.number}-{self.client_id}",
                 daemon=True,
             )
-            thread.start()
-            self._latest_sent = sent
-            self._pending.append((header.number, answer))
-            self._next_number += 1
+            try:
+                thread.start()
+            except BaseException as error:
+                self._fail(LinkError, f"Message {header.number} was interrupted ({type(error).__name__}).")
+                raise
         return answer
 
     def hello(self, hello: bytes) -> Blob:
@@ -316,7 +322,7 @@ class GrpcLink:
         with self._message_lock:
             self._check_usable()
             self.check_size(len(blob))
-            self._wait_until_in_flight(0)
+            self._wait_for_answers(0)
             header = self._next_header(len(blob))
             try:
                 outcome = self._send_until_answered(method, header, blob)
@@ -333,15 +339,14 @@ class GrpcLink:
 
     def _next_header(self, num_bytes: int) -> MessageHeader:
         number = self._next_number
-        oldest = self._pending[0][0] if self._pending else number
+        oldest = self._in_flight[0][0] if self._in_flight else number
         return MessageHeader(self._session_id, number, secrets.token_hex(8), num_bytes, oldest)
 
-    def _wait_until_in_flight(self, num_messages: int) -> None:
-        """Wait until at most a number of messages is in flight, counted from the oldest without an answer."""
-        while self._pending and (len(self._pending) > num_messages or self._pending[0][1].done()):
-            # The caller of `submit` handles the error.
-            self._pending[0][1].exception()
-            self._pending.popleft()
+    def _wait_for_answers(self, num_messages: int) -> None:
+        """Forget the oldest messages in flight if they are answered, and wait until at most `num_messages` remain."""
+        while self._in_flight and (len(self._in_flight) > num_messages or self._in_flight[0][1].is_set()):
+            self._in_flight[0][1].wait()
+            self._in_flight.popleft()
         self._check_usable()
 
     def _deliver(
@@ -351,6 +356,7 @@ class GrpcLink:
         answer: Future[Blob],
         previous_sent: threading.Event,
         sent: threading.Event,
+        answered: threading.Event,
     ) -> None:
         """Send one message after the previous message was sent, and set its answer. Runs in a thread."""
         try:
@@ -362,6 +368,7 @@ class GrpcLink:
             answer.set_exception(error)
         finally:
             sent.set()
+            answered.set()
 
     def _send_until_answered(
         self, method: str, header: MessageHeader, blob: bytes, on_sent: Callable[[], object] | None = None
@@ -463,7 +470,7 @@ class GrpcLink:
                     # The server is alive, but busy or transmitting a large message.
                     failing_since = None
                     continue
-                failing_since = started_at if failing_since is None else failing_since
+                failing_since = max(started_at if failing_since is None else failing_since, self._last_active_at)
                 if time.monotonic() - failing_since > self._reconnect_timeout:
                     self._fail(ServerUnreachableError, self._unreachable_text(error))
                     return
@@ -511,7 +518,8 @@ class GrpcLink:
 
 
 _ADVICE = (
-    " It is not known whether the server processed the last message. Create a new link and resume from a checkpoint."
+    " It is not known whether the server processed the messages in flight. Create a new link and resume from a "
+    "checkpoint."
 )
 
 

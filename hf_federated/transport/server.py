@@ -47,17 +47,19 @@ class GrpcServer:
 
     The certificate authenticates a client: its common name must be the client id, and `clients` must contain the id.
     The server transmits bytes and does not interpret them; `answer` does the work. If a message is delivered again,
-    the server returns the same bytes and does not call `answer` again. The server reads a message only when a slot is
-    free, so at most one message and one answer of each client are in memory.
+    the server returns the same bytes and does not call `answer` again.
+
+    A client can send up to eight messages before the answers arrive. The server stores the message of a client that it
+    processes, early messages of together at most `max_message_bytes`, and up to eight answers that the client has not
+    confirmed.
 
     Args:
         answer (`Callable[[str, Blob], bytes | Pieces | Deferred]`):
             Returns the answer to a message. The arguments are the client id and the message, as `bytes` or as a
-            writable `memoryview`. The server calls `answer`
-            in its threads, for one message of a client at a time, and for several clients concurrently. `answer` may
-            block, for example until the messages of the other clients arrive. The client receives the text of a
-            `ValueError` or `TimeoutError`, but only the class name of other errors. `answer` must return when the
-            server closes.
+            writable `memoryview`. The server calls `answer` in its threads, for one message of a client at a time,
+            and for several clients concurrently. `answer` may block, for example until the messages of the other
+            clients arrive. The client receives the text of a `ValueError` or `TimeoutError`, but only the class name
+            of other errors. `answer` must return when the server closes.
         credentials ([`TlsCredentials`], *optional*):
             Credentials of the server. `None` requires `insecure=True`.
         clients (`Sequence[str]`):
@@ -89,10 +91,13 @@ class GrpcServer:
             The server ends calls that stay silent longer. The client sends the message again.
         read_gate ([`ReadGate`], *optional*):
             Limits how many large messages are in memory. `answer` must call `leave` for each message of the client.
-            By default there is no limit.
+            The server then reads a message after it processed the previous message of the client. By default there
+            is no limit.
         max_exchanges (`int`, *optional*):
             Number of clients whose messages are read and processed concurrently. Defaults to all clients. Further
-            clients must try again. Choose at least the number of clients that wait for each other in `answer`.
+            clients must try again, and no message is read before the previous message of its client was processed. A
+            client with several messages in flight can keep its slot until they are processed. Choose at least the
+            number of clients that wait for each other in `answer`.
 
     Raises:
         ImportError: If `grpcio` (extra `network`) is not installed.

@@ -127,6 +127,8 @@ class Service:
         self._slots_lock = threading.Lock()
         # Number of messages of each client that are being read, wait, or are processed.
         self._num_active_messages: dict[str, int] = {}
+        # Whether a message is read only after the previous message of the client was processed.
+        self._reads_in_turn = read_gate is not None or max_exchanges < len(sessions.clients)
 
     def connect(self, request: bytes, owner: str | None) -> bytes:
         """
@@ -263,10 +265,13 @@ class Service:
             outcome = executor.wait_for_outcome(header, is_expected)
             session.check_open()
             return outcome
+        # The early messages of a client together are smaller than one message of the maximum size.
+        if self._reads_in_turn or header.num_bytes > self._max_message_bytes // MAX_MESSAGES_IN_FLIGHT:
+            executor.wait_for_turn(header, is_expected)
+            if not is_expected():
+                session.check_open()
+                return None
         with self._reserve_slot(session.client_id):
-            if header.num_bytes > self._max_message_bytes // MAX_MESSAGES_IN_FLIGHT:
-                # Messages that arrive early use less memory than one message of the maximum size.
-                executor.wait_for_turn(header, is_expected)
             content = [self._read(session, header, chunks)]
             session.check_open()
             process = functools.partial(self._process, kind, session, content)

@@ -148,10 +148,15 @@ class SessionRegistry:
         self._watcher.start()
 
     def close(self) -> None:
-        """Stop the thread that ends the sessions of inactive clients."""
+        """End all sessions, and stop the thread that ends the sessions of inactive clients."""
         self._closed.set()
         if self._watcher.ident is not None:
             self._watcher.join()
+        with self._lock:
+            sessions = list(self._sessions.values())
+        # Messages that wait for earlier messages then end.
+        for session in sessions:
+            session.close("The server stopped.")
 
     def open_session(
         self, client_id: str, process_token: str, make_endpoint: Callable[[], ServerEndpoint]

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
-from loopback import SESSION_CONFIG, Relay
+from loopback import SESSION_CONFIG, Relay, wait_until
 from networked import DirectLink, Run, encrypted_link
 from split_runs import LORA, clients_of, whole_model
 
@@ -99,9 +99,13 @@ def test_messages_in_flight_do_not_change_a_bit(strategy, tmp_path, small_bundle
     assert_equal_runs(together, bundled)
 
 
-def test_random_numbers_do_not_depend_on_messages_in_flight(tmp_path, small_bundles):
+def test_random_numbers_do_not_depend_on_the_number_of_bundles(tmp_path, small_bundles):
     class ImmediateLink(PipelinedLink):
-        """Answers in the thread of the client, because threads of a process draw from the same generators."""
+        """
+        Answers each message when it is sent, in the thread of the client.
+
+        Threads of a process draw random numbers from the same generators.
+        """
 
         def submit(self, blob):
             answer = Future()
@@ -120,12 +124,14 @@ def test_random_numbers_do_not_depend_on_messages_in_flight(tmp_path, small_bund
 
 
 def test_each_message_is_sent_before_the_next_is_computed_and_the_previous_is_answered(tmp_path, small_bundles):
-    links = []
+    links, events_before_answers = [], {"begin forward0": "send forward2", "forward2": "send backward0"}
 
     class SlowLink(PipelinedLink):
-        def exchange(self, blob):
-            time.sleep(0.02)
-            return super().exchange(blob)
+        def submit(self, blob):
+            awaited = events_before_answers.get(self.name_of(blob))
+            if awaited is not None and awaited not in self.events:
+                self.pool.submit(wait_until, lambda: awaited in self.events)
+            return super().submit(blob)
 
     def make_link(server, client_id):
         links.append(SlowLink(server, client_id))
@@ -302,6 +308,36 @@ def test_abandoned_messages_are_not_sent_and_answers_in_flight_are_received(mess
     run.abandon()
     assert len(link.sent) == 1
     assert run.exchange(blobs[3]) == blobs[3]
+
+
+def test_error_of_a_deferred_message_is_raised_with_the_answer_to_the_next_message(messages, monkeypatch):
+    blobs, replies = messages
+    monkeypatch.setattr(run_link, "MAX_BUNDLE_BYTES", 1)
+    monkeypatch.setattr(run_link, "MIN_BUNDLE_BYTES", 1)
+    link = ManualLink(max_in_flight=8)
+    run = RunLink(link, "a")
+    run.defer(BeginStep("a", 0, 1, 1), BeginStepReply)
+    posted = run.post(blobs[0])
+    link.sent[0][1].set_exception(ValueError("refused"))
+    link.sent[1][1].set_result(replies[0])
+    with pytest.raises(ValueError, match="refused"):
+        posted.answer()
+    run.abandon()
+    assert not run._in_flight
+    with pytest.raises(ValueError, match="refused"):
+        posted.answer()
+
+
+def test_abandoned_messages_leave_the_deferred_messages(messages):
+    link = ManualLink(max_in_flight=8)
+    run = RunLink(link, "a")
+    run.defer(BeginStep("a", 0, 1, 1), BeginStepReply)
+    run.post(messages[0][0])
+    run.abandon()
+    assert not link.sent
+    link.exchange = lambda blob: link.exchanged.append(blob) or BeginStepReply("a", 0).to_bytes()
+    run.flush()
+    assert link.exchanged == [BeginStep("a", 0, 1, 1).to_bytes()]
 
 
 def test_message_that_cannot_be_sent_raises_its_error_when_the_answer_is_read(messages, small_bundles):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +18,7 @@ from hf_federated.transport import AnswerTimeoutError, GrpcLink, LinkError, Serv
 from hf_federated.transport.errors import RequestRejectedError
 from hf_federated.transport.exactly_once import ExactlyOnceExecutor
 from hf_federated.transport.protocol import HEADER_KEY, MAX_MESSAGES_IN_FLIGHT, MessageHeader, Outcome
+from hf_federated.transport.read_gate import ReadGate
 from hf_federated.transport.session_registry import TransportSession
 
 
@@ -203,6 +206,68 @@ def test_early_message_is_not_processed_after_the_end_of_the_session():
     assert not processed
 
 
+def test_messages_that_wait_when_the_server_closes_are_not_processed(tls):
+    processed, started, release = [], threading.Event(), threading.Event()
+
+    def answer(client_id: str, message: bytes) -> bytes:
+        processed.append(bytes(message))
+        started.set()
+        release.wait(10)
+        return b""
+
+    with serve(tls, answer) as server, join(tls, server, reconnect_timeout=0.5) as link:
+        executor, outcomes = server._sessions.find(link._session_id).executor, []
+        execute = executor.execute
+        executor.execute = lambda *args: outcomes.append(execute(*args)) or outcomes[-1]
+        answers = [link.submit(b"%d" % number) for number in range(4)]
+        assert started.wait(10)
+        wait_until(lambda: len(executor._entries) == 4)
+        server.close(grace=0.1)
+        # The calls that waited have ended, so the threads of the server do not keep the process alive.
+        wait_until(lambda: outcomes == [None] * 3)
+        release.set()
+        for item in answers:
+            with pytest.raises(LinkError):
+                item.result(10)
+    assert processed == [b"0"]
+
+
+def test_an_early_message_reserves_no_slot(tls):
+    with serve(tls, CountingAnswer(), max_exchanges=1) as server, join(tls, server, "south") as south:
+        with join(tls, server) as north, ThreadPoolExecutor(1) as pool:
+            # The message before never arrives.
+            early = pool.submit(
+                raw_exchange, tls, server.address, "north", MessageHeader(north._session_id, 1, "a1", 1, 0), b"a"
+            )
+            time.sleep(0.2)
+            assert south.exchange(b"message") == b"1: message"
+            assert not early.done()
+            north.close()
+            with pytest.raises(grpc.RpcError):
+                early.result(10)
+
+
+def test_a_read_gate_is_entered_by_one_message_of_a_client_at_a_time(tls):
+    gate, inside, release = ReadGate(min_bytes=10), [], threading.Event()
+    enter = gate.enter
+    gate.enter = lambda client_id, num_bytes: (inside.append(num_bytes), enter(client_id, num_bytes))
+
+    def answer(client_id: str, message: bytes) -> bytes:
+        release.wait(10)
+        gate.leave(client_id)
+        return b""
+
+    with serve(tls, answer, read_gate=gate) as server, join(tls, server) as link:
+        answers = [link.submit(bytes(10 + number)) for number in range(3)]
+        wait_until(lambda: inside)
+        time.sleep(0.1)
+        assert inside == [10]
+        release.set()
+        for item in answers:
+            item.result(10)
+        assert inside == [10, 11, 12]
+
+
 def test_messages_in_flight_are_answered_in_order_and_once(tls):
     answer, release = CountingAnswer(), threading.Event()
     answer.action = lambda message: release.wait(10)
@@ -331,6 +396,16 @@ def test_lost_server_ends_all_messages_in_flight(tls):
             link.submit(b"b")
         release.set()
         link.close()
+
+
+def test_answers_are_not_kept_and_cannot_be_cancelled(tls):
+    with serve(tls, CountingAnswer()) as server, join(tls, server) as link:
+        answer = link.submit(b"a")
+        assert not answer.cancel() and answer.result(10) == b"1: a"
+        reference = weakref.ref(answer)
+        del answer
+        # The thread of the message may hold it until it ends.
+        wait_until(lambda: gc.collect() < 0 or reference() is None)
 
 
 def test_closed_link_ends_messages_in_flight(tls):

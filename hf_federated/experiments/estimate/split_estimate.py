@@ -81,7 +81,7 @@ def estimate_split(recipe: Recipe, args: TrainingArguments, sizes: DataSizes, op
         step_exchanges,
         sum(down for down, _ in active.values()),
         sum(up for _, up in active.values()),
-        exchanges_per_step(split, num_batches, step_exchanges[0].bytes_up),
+        exchanges_per_step(split, num_batches),
         num_batches * client_cost.flops,
         num_batches * server_cost.flops * num_active // stacked,
     )
