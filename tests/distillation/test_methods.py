@@ -28,17 +28,33 @@ def select_messages(messages, kind):
     return [message for message in messages if isinstance(message, kind)]
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Call `finished(method, kwargs, ...)` to get the trainer and the recorder of a run, which tests only read."""
+    runs = {}
+
+    def run(method, kwargs=None, **federation):
+        key = repr((method, build_distillation(method, kwargs).settings(), federation))
+        if key not in runs:
+            record = Recorder()
+            trainer = distillation_trainer(
+                tmp_path_factory.mktemp(method), method, kwargs, record=record, federation=federation
+            )
+            trainer.train()
+            runs[key] = trainer, record
+        return runs[key]
+
+    return run
+
+
 def test_method_list_covers_all_distillations():
     assert {name for name, _ in METHODS} == set(DISTILLATIONS)
 
 
 @pytest.mark.parametrize(("method", "kwargs"), METHODS)
-def test_training_through_serialized_messages_gives_identical_results(tmp_path, method, kwargs):
-    objects = distillation_trainer(tmp_path / "a", method, kwargs)
-    objects.train()
-    through_bytes = distillation_trainer(
-        tmp_path / "b", method, kwargs, record=Recorder(serialize=True, separate=True)
-    )
+def test_training_through_serialized_messages_gives_identical_results(finished, tmp_path, method, kwargs):
+    objects, _ = finished(method, kwargs)
+    through_bytes = distillation_trainer(tmp_path, method, kwargs, record=Recorder(serialize=True, separate=True))
     through_bytes.train()
     assert through_bytes.engine.worker._distillation is not through_bytes.distillation
     assert same_weights(objects.model, through_bytes.model)
@@ -52,20 +68,18 @@ def test_training_through_serialized_messages_gives_identical_results(tmp_path, 
     ("method", "kwargs", "store"),
     [("fedid", {}, "memory"), ("fedid", {}, "disk"), ("adafd", {}, "disk"), ("feded", {}, "memory")],
 )
-def test_limit_on_resident_clients_does_not_change_the_result(tmp_path, method, kwargs, store):
-    resident = distillation_trainer(tmp_path / "a", method, kwargs)
-    resident.train()
+def test_limit_on_resident_clients_does_not_change_the_result(finished, tmp_path, method, kwargs, store):
+    resident, _ = finished(method, kwargs)
     federation = {"max_resident_clients": 1, "client_store": store}
-    limited = distillation_trainer(tmp_path / "b", method, kwargs, federation=federation)
+    limited = distillation_trainer(tmp_path, method, kwargs, federation=federation)
     limited.train()
     assert same_weights(resident.model, limited.model)
     assert same_clients(resident, limited)
     assert len(limited.engine.worker.models._resident) == 1
 
 
-def test_mhat_sends_no_parameters(tmp_path):
-    record = Recorder()
-    distillation_trainer(tmp_path, "mhat", record=record).train()
+def test_mhat_sends_no_parameters(finished):
+    _, record = finished("mhat")
     assert all(not message.state and not message.returns_state for message in select_messages(record.sent, Fit))
     assert all(not reply.state for reply in select_messages(record.received, ClientUpdate))
 
@@ -142,31 +156,26 @@ def test_error_lists_only_settings_with_an_effect():
     assert "public_epochs" in str(error.value) and "server_epochs" not in str(error.value)
 
 
-def test_feddf_works_with_scaffold(tmp_path):
+def test_feddf_works_with_scaffold(finished, tmp_path):
     trainer = distillation_trainer(tmp_path, "feddf", federation={"aggregation": "scaffold"})
     trainer.train()
-    record = Recorder()
-    plain = distillation_trainer(tmp_path, "feddf", record=record)
-    plain.train()
+    plain, record = finished("feddf")
     assert not same_weights(trainer.model, plain.model)
     controls = trainer.aggregation.state_dict()["control"]
     assert "public_logits" not in controls and any(value.abs().sum() > 0 for value in controls.values())
     assert all(set(update.extra) == {"public_logits"} for update in select_messages(record.received, ClientUpdate))
 
 
-def test_feded_sends_server_parameters_and_receives_none(tmp_path):
-    record = Recorder()
-    trainer = distillation_trainer(tmp_path, "feded", record=record)
-    trainer.train()
+def test_feded_sends_server_parameters_and_receives_none(finished):
+    _, record = finished("feded")
     second_round = [message for message in select_messages(record.sent, Fit) if message.round == 1]
     assert all(message.state and not message.returns_state for message in second_round)
     assert all(not reply.state for reply in select_messages(record.received, ClientUpdate))
     assert not select_messages(record.sent, (Distill, Feedback))
 
 
-def test_fedkd_has_one_upload_per_client_and_no_download(tmp_path):
-    record = Recorder()
-    distillation_trainer(tmp_path, "fedkd", record=record).train()
+def test_fedkd_has_one_upload_per_client_and_no_download(finished):
+    _, record = finished("fedkd")
     assert [type(message) for message in record.sent].count(Predict) == len(SIZES)
     assert len(select_messages(record.received, Predictions)) == len(SIZES)
     assert not select_messages(record.sent, (Distill, Feedback))
@@ -221,9 +230,8 @@ def broadcast_targets(record, round=0):
     return targets[0]
 
 
-def test_dsfl_broadcasts_the_sharpened_mean_of_probabilities(tmp_path):
-    record = Recorder()
-    distillation_trainer(tmp_path, "dsfl", record=record).train()
+def test_dsfl_broadcasts_the_sharpened_mean_of_probabilities(finished):
+    _, record = finished("dsfl")
     mean = torch.stack([logits.softmax(-1) for logits in sent_predictions(record).values()]).mean(0)
     sharpened = broadcast_targets(record)
     torch.testing.assert_close(sharpened, (mean / 0.1).softmax(-1))
@@ -241,19 +249,16 @@ def test_dsfl_trains_with_soft_cross_entropy(tmp_path):
         torch.testing.assert_close(loss, soft_cross_entropy(logits, targets))
 
 
-def test_mhat_broadcasts_the_logits_of_the_servers_model(tmp_path):
-    record = Recorder()
-    trainer = distillation_trainer(tmp_path, "mhat", record=record, federation={"num_rounds": 1})
-    trainer.train()
+def test_mhat_broadcasts_the_logits_of_the_servers_model(finished):
+    trainer, record = finished("mhat", num_rounds=1)
     trainer.model.eval()
     with torch.no_grad():
         inputs = torch.tensor(trainer.public_dataset["input_ids"])
         torch.testing.assert_close(broadcast_targets(record), trainer.model(input_ids=inputs).logits)
 
 
-def test_fedmd_broadcasts_the_mean_of_logits(tmp_path):
-    record = Recorder()
-    distillation_trainer(tmp_path, "fedmd", record=record).train()
+def test_fedmd_broadcasts_the_mean_of_logits(finished):
+    _, record = finished("fedmd")
     torch.testing.assert_close(broadcast_targets(record), torch.stack(list(sent_predictions(record).values())).mean(0))
 
 
@@ -280,9 +285,8 @@ def test_cronus_uses_the_configured_robust_mean(tmp_path, method):
 
 
 @pytest.mark.parametrize(("method", "steps"), [("dsfl", 2 * NUM_BATCHES), ("fedid", 2 * NUM_BATCHES)])
-def test_distillation_optimizers_persist_over_rounds(tmp_path, method, steps):
-    trainer = distillation_trainer(tmp_path, method)
-    trainer.train()
+def test_distillation_optimizers_persist_over_rounds(finished, method, steps):
+    trainer, _ = finished(method)
     models = trainer.engine.worker.models
     students = [distillation_callback(trainer).server.student]
     students += [models.open(client_id).student for client_id in SIZES]
@@ -292,9 +296,8 @@ def test_distillation_optimizers_persist_over_rounds(tmp_path, method, steps):
         assert student.state_dict()["scheduler"]["last_epoch"] == steps
 
 
-def test_interactive_round_requests_every_mini_batch_once(tmp_path):
-    record = Recorder()
-    distillation_trainer(tmp_path, "fedid", record=record, federation={"num_rounds": 1}).train()
+def test_interactive_round_requests_every_mini_batch_once(finished):
+    _, record = finished("fedid", num_rounds=1)
     predictions = [message for message in select_messages(record.sent, Predict) if message.client_id == "a"]
     feedback = [message for message in select_messages(record.sent, Feedback) if message.client_id == "a"]
     assert [(m.order, m.start, m.stop, m.seed) for m in predictions] == [
@@ -348,10 +351,10 @@ def test_each_mini_batch_has_its_own_labelled_examples_and_label_seed(tmp_path):
         for prediction in ({"prediction_dtype": "float16"}, {"prediction_dtype": "int8"}, {"top_k": 1})
     ],
 )
-def test_methods_train_with_compressed_predictions(tmp_path, method, prediction):
-    uncompressed, compressed = Recorder(), Recorder(serialize=True)
-    distillation_trainer(tmp_path / "a", method, record=uncompressed, federation={"num_rounds": 1}).train()
-    trainer = distillation_trainer(tmp_path / "b", method, prediction, record=compressed, federation={"num_rounds": 1})
+def test_methods_train_with_compressed_predictions(finished, tmp_path, method, prediction):
+    _, uncompressed = finished(method, num_rounds=1)
+    compressed = Recorder(serialize=True)
+    trainer = distillation_trainer(tmp_path, method, prediction, record=compressed, federation={"num_rounds": 1})
     trainer.train()
     for record in (uncompressed, compressed):
         assert len(select_messages(record.received, Predictions)) == len(
@@ -387,10 +390,9 @@ def test_feddf_server_targets_are_the_mean_of_client_logits(tmp_path):
     assert not select_messages(record.sent, (Predict, Distill, Feedback))
 
 
-def test_train_on_labelled_trains_the_server_on_labelled_examples(tmp_path):
-    without = distillation_trainer(tmp_path / "a", "mhat")
-    without.train()
-    trainer = distillation_trainer(tmp_path / "b", "mhat", {"train_on_labelled": True, "server_epochs": 2})
+def test_train_on_labelled_trains_the_server_on_labelled_examples(finished, tmp_path):
+    without, _ = finished("mhat")
+    trainer = distillation_trainer(tmp_path, "mhat", {"train_on_labelled": True, "server_epochs": 2})
     trainer.train()
     assert not same_weights(without.model, trainer.model)
     losses = [entry["federated/server_labelled_loss"] for entry in trainer.state.log_history if "loss" in entry]
