@@ -27,9 +27,9 @@ torch.set_num_threads(1)
 disable_progress_bar()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def freeze_imported_objects() -> None:
-    """Exclude imported objects from the garbage collection at the start of every `train()`."""
+@pytest.fixture(autouse=True)
+def freeze_existing_objects() -> None:
+    """Exclude imported objects and the results of shared runs from the garbage collections of every `train()`."""
     gc.collect()
     gc.freeze()
 
