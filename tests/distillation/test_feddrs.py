@@ -356,20 +356,25 @@ def test_memory_for_teachers_does_not_grow_with_the_number_of_clients(tmp_path, 
     assert most_live_tensors(tmp_path / "memory", 8, monkeypatch) == many + 8
 
 
-def test_samples_start_from_tokens_of_the_tokenizer(tmp_path):
-    trainer = t5_trainer(tmp_path)
+@pytest.fixture(scope="module")
+def t5_with_samples(tmp_path_factory):
+    """A trained T5 whose distillation keeps its samples."""
+    trainer = t5_trainer(tmp_path_factory.mktemp("samples"))
     trainer.distillation.keeps_samples = True
     trainer.train()
+    return trainer
+
+
+def test_samples_start_from_tokens_of_the_tokenizer(t5_with_samples):
+    trainer = t5_with_samples
     for samples in trainer.distillation.samples.values():
         tokens = nearest_tokens(samples["starts"], trainer.model.shared.weight)
         assert torch.equal(trainer.model.shared.weight[tokens], samples["starts"])
         assert 2 <= tokens.min() and 24 < tokens.max() < 28
 
 
-def test_samples_keep_logits_of_labelled_tokens_only(tmp_path):
-    trainer = t5_trainer(tmp_path)
-    trainer.distillation.keeps_samples = True
-    trainer.train()
+def test_samples_keep_logits_of_labelled_tokens_only(t5_with_samples):
+    trainer = t5_with_samples
     for samples in trainer.distillation.samples.values():
         num_tokens = int((samples["labels"] != -100).sum())
         assert num_tokens < samples["labels"].numel()

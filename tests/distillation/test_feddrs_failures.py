@@ -111,14 +111,20 @@ class ReplaceHistogram(FederatedCallback):
         self.reasons = dict(server.rejected)
 
 
-@pytest.mark.parametrize("post_only", [False, True])
+INVALID_HISTOGRAMS = [
+    ([0, 1, 2], "has 3 classes, but the server has 2."),
+    ([0, 2], "has no number for the classes [1]."),
+    (["x", -1], "has no number for the classes [0, 1]."),
+    ([], "has 0 classes, but the server has 2."),
+]
+
+
 @pytest.mark.parametrize(
-    ("classes", "message"),
+    ("classes", "message", "post_only"),
     [
-        ([0, 1, 2], "has 3 classes, but the server has 2."),
-        ([0, 2], "has no number for the classes [1]."),
-        (["x", -1], "has no number for the classes [0, 1]."),
-        ([], "has 0 classes, but the server has 2."),
+        *((*histogram, False) for histogram in INVALID_HISTOGRAMS),
+        (*INVALID_HISTOGRAMS[0], True),
+        *(pytest.param(*histogram, True, marks=pytest.mark.slow) for histogram in INVALID_HISTOGRAMS[1:]),
     ],
 )
 def test_client_with_an_invalid_histogram_is_left_out_and_named(tmp_path, classes, message, post_only):
