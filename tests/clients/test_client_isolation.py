@@ -250,6 +250,9 @@ AVERAGING = [
     for name, algorithm in AGGREGATIONS.items()
     if algorithm.exchanges_parameters and not algorithm.trains_private_models and not algorithm.trains_on_server
 ]
+# The clients of these algorithms train as those of `median`.
+SLOW = ("trimmed_mean", "geometric_median", "krum", "norm_bounded_mean", "centered_clipping")
+MARKED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in AVERAGING]
 TRAINING = {"fednova": {"optim": "sgd", "learning_rate": 0.05}}
 # Four clients allow no hostile client.
 KWARGS = {"krum": {"num_hostile": 0}}
@@ -260,7 +263,7 @@ def lora(model: nn.Module) -> nn.Module:
     return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
 
 
-@pytest.mark.parametrize("aggregation", AVERAGING)
+@pytest.mark.parametrize("aggregation", MARKED)
 def test_overwritten_local_weights_do_not_change_updates(aggregation) -> None:
     clean, overwritten = UpdateRecorder(), UpdateRecorder()
     federation = {"aggregation": aggregation, "aggregation_kwargs": KWARGS.get(aggregation, {})}
@@ -315,7 +318,7 @@ class SerializedMessages(FederatedCallback):
         engine.worker._algorithm = self.algorithm
 
 
-@pytest.mark.parametrize("aggregation", AVERAGING)
+@pytest.mark.parametrize("aggregation", MARKED)
 def test_serialized_messages_give_the_same_result_as_direct_calls(aggregation) -> None:
     """Clients can then run on other machines."""
     kwargs = KWARGS.get(aggregation, {})

@@ -44,7 +44,11 @@ def peak_bytes(directory: Path, num_clients: int, aggregation: Aggregation) -> i
 
 
 @pytest.mark.usefixtures("nothing_is_frozen")
-@pytest.mark.parametrize("aggregation", [FedAvg(), FedProx(), FedOpt("adam", server_lr=0.1)], ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    "aggregation",
+    [FedAvg(), pytest.param(FedProx(), marks=pytest.mark.slow), FedOpt("adam", server_lr=0.1)],
+    ids=lambda a: a.name,
+)
 def test_memory_does_not_grow_with_the_number_of_clients(tmp_path, aggregation) -> None:
     with_few, with_many = (peak_bytes(tmp_path, num_clients, aggregation) for num_clients in (3, 24))
     model_bytes = sum(parameter.nbytes for parameter in tiny_model().parameters())

@@ -197,8 +197,14 @@ def test_stream_of_datasets_is_not_read_again_if_its_state_is_exact():
         assert not has_exact_state(stream)
 
 
-@pytest.mark.parametrize("name", ["shards", "shuffled", "torch", "torch with state"])
-@pytest.mark.parametrize("client_store", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("client_store", "name"),
+    [
+        *(("disk", name) for name in ("shards", "shuffled", "torch", "torch with state")),
+        ("memory", "shards"),
+        *(pytest.param("memory", name, marks=pytest.mark.slow) for name in ("shuffled", "torch", "torch with state")),
+    ],
+)
 def test_resumed_run_reads_the_same_examples(tmp_path, name, client_store):
     def build(directory: Any, num_rounds: int) -> FederatedTrainer:
         return build_federation(
