@@ -25,7 +25,7 @@ from distillation_setup import (
 )
 from tiny import rows, tiny_model
 
-from hf_federated.distillation import PredictionCodec
+from hf_federated.distillation import PredictionCodec, build_distillation
 from hf_federated.messages import CLASS_COUNT, ClientUpdate, Message
 
 
@@ -72,6 +72,21 @@ def trained(tmp_path, method, kwargs=None, num_rounds=NUM_ROUNDS, **trainer_kwar
     return trainer, record
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Call `finished(method, kwargs)` to get the trainer and the recorder of a run, which tests only read."""
+    runs = {}
+
+    def run(method, kwargs):
+        key = repr((method, build_distillation(method, kwargs).settings()))
+        if key not in runs:
+            num_rounds = 1 if method == "fedkd" else NUM_ROUNDS
+            runs[key] = trained(tmp_path_factory.mktemp(method), method, kwargs, num_rounds)
+        return runs[key]
+
+    return run
+
+
 def four_classes(num_rows, seed):
     tokens = rows(num_rows, seed)["input_ids"]
     return Dataset.from_dict({"input_ids": tokens, "labels": [row[0] % 4 for row in tokens]})
@@ -98,9 +113,9 @@ def tensor_bytes(trainer, messages, round, client_id, direction) -> int:
 
 
 @pytest.mark.parametrize(("method", "kwargs"), METHODS)
-def test_number_of_sent_values_matches_the_formulas(tmp_path, method, kwargs):
+def test_number_of_sent_values_matches_the_formulas(finished, method, kwargs):
     num_rounds = 1 if method == "fedkd" else NUM_ROUNDS
-    trainer, record = trained(tmp_path, method, kwargs, num_rounds)
+    trainer, record = finished(method, kwargs)
     down = FLOAT_BYTES * DOWN[kwargs.get("feedback", method)]
     up = FLOAT_BYTES * UP.get(method, NUM_VALUES)
     for round in range(num_rounds):
@@ -111,9 +126,11 @@ def test_number_of_sent_values_matches_the_formulas(tmp_path, method, kwargs):
 
 
 def largest_headers(record) -> dict[type[Message], tuple[int, int, int]]:
-    """The longest header of each message type, with the number of tensors and of class counts in the message."""
+    """The longest header of each type of message in the first round, with its numbers of tensors and class counts."""
     largest: dict[type[Message], tuple[int, int, int]] = {}
     for message in record.sent + record.received:
+        if message.round > 0:
+            continue
         blob = message.to_bytes()
         names = json.loads(blob[8 : header_bytes(message)])
         counts = sum(name.startswith(CLASS_COUNT) for name in getattr(message, "metrics", {}))
@@ -123,16 +140,16 @@ def largest_headers(record) -> dict[type[Message], tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize(("method", "kwargs"), METHODS)
-def test_headers_do_not_grow_with_examples_or_classes(tmp_path, method, kwargs):
+def test_headers_do_not_grow_with_examples_or_classes(finished, tmp_path, method, kwargs):
     """Headers cannot hold values that the formulas leave out."""
-    _, record = trained(tmp_path / "a", method, kwargs, num_rounds=1)
+    _, record = finished(method, kwargs)
     trainer_kwargs = FOUR_CLASSES | {"public_dataset": four_classes(2 * NUM_PUBLIC, seed=5)}
     if method in SHARED_MODEL:
         del trainer_kwargs["client_model_init"]
     if method == "feddrs":
         del trainer_kwargs["public_dataset"], trainer_kwargs["server_dataset"]
     _, larger = trained(
-        tmp_path / "b",
+        tmp_path,
         method,
         kwargs,
         num_rounds=1,
@@ -151,8 +168,8 @@ def test_headers_do_not_grow_with_examples_or_classes(tmp_path, method, kwargs):
     ("method", "kwargs", "num_broadcasts"),
     [("mhat", {}, 1), ("dsfl", {}, 1), ("fedid", {"feedback": "none"}, 1), ("fedid", {}, 2)],
 )
-def test_number_of_values_matches_the_paper_when_broadcasts_count_once(tmp_path, method, kwargs, num_broadcasts):
-    trainer, record = trained(tmp_path, method, kwargs)
+def test_number_of_values_matches_the_paper_when_broadcasts_count_once(finished, method, kwargs, num_broadcasts):
+    trainer, record = finished(method, kwargs)
     total = sum(
         tensor_bytes(trainer, record.received, round, client_id, "up")
         for round in range(NUM_ROUNDS)
@@ -203,8 +220,8 @@ def test_compressed_predictions_have_the_size_that_the_codec_computes(tmp_path, 
     assert predictions < NUM_PUBLIC * 4 * FLOAT_BYTES
 
 
-def test_local_training_messages_contain_no_tensors(tmp_path):
-    _, record = trained(tmp_path, "mhat")
+def test_local_training_messages_contain_no_tensors(finished):
+    _, record = finished("mhat", {})
     for message in record.sent + record.received:
         if message.kind in ("fit", ClientUpdate.kind):
             assert header_bytes(message) == message.num_bytes
