@@ -54,6 +54,7 @@ from hf_federated import (
     Scaffold,
     federate,
 )
+from hf_federated.distributed import process_group
 from hf_federated.messages import ClientUpdate
 from hf_federated.messages.serialization import pack
 
@@ -341,6 +342,8 @@ def train(rank: int, request: dict[str, Any]) -> None:
             federation |= {"clients_per_round": 1.0, "min_clients": 3}
         elif trouble in ("callback", "kill", "end"):
             callbacks.append(Trouble(trouble, rank=request.get("rank", request["world_size"] - 1)))
+            if trouble == "kill":
+                process_group.SHUTDOWN_WAIT_SECONDS = 1.0  # The killed process never reads the error.
         elif trouble == "absent":
             training_arguments.ddp_timeout = 3
             if rank == request["world_size"] - 1:
