@@ -33,8 +33,8 @@ from .session_registry import SessionRegistry
 
 logger = logging.get_logger(__name__)
 
-# A client needs calls for its messages in flight and their repetitions, a heartbeat, and a connect or leave. The calls
-# of a broken connection add to these until they end, at the latest after `message_timeout`.
+# A client needs calls for its messages in flight and their repetitions, a heartbeat, and a connect or leave. If a
+# connection breaks, its calls also count until they end, at the latest after `message_timeout`.
 _CALLS_PER_CLIENT = 2 * MAX_MESSAGES_IN_FLIGHT + 4
 # Threads for calls that are refused at once, and number of calls that may wait for these threads.
 _SPARE_THREADS = 4
@@ -58,8 +58,8 @@ class GrpcServer:
             Returns the answer to a message. The arguments are the client id and the message, as `bytes` or as a
             writable `memoryview`. The server calls `answer` in its threads, for one message of a client at a time,
             and for several clients concurrently. `answer` may block, for example until the messages of the other
-            clients arrive. The client receives the text of a `ValueError` or `TimeoutError`, but only the class name
-            of other errors. `answer` must return when the server closes.
+            clients arrive. The client receives the text of a `ValueError` or `TimeoutError`, and the class name of
+            any other error. `answer` must return when the server closes.
         credentials ([`TlsCredentials`], *optional*):
             Credentials of the server. `None` requires `insecure=True`.
         clients (`Sequence[str]`):
