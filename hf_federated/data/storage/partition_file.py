@@ -249,7 +249,7 @@ class PartitionFile:
             return _from_dict(raw)
         except PartitionFileError:
             raise
-        except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise PartitionFileError(f"{PARTITION_FILE} is incomplete or damaged: {error!r}.") from error
 
     @classmethod

@@ -67,6 +67,7 @@ def test_files_changed_after_loading_raise_an_error_on_access(clients, tmp_path)
         (lambda raw: raw.update(splits=["../x"]), "not in"),
         (lambda raw: raw.update(splits=["train", "train"]), "a split twice"),
         (lambda raw: raw.update(features={"x": {"dtype": "float7", "_type": "Value"}}), "incomplete or damaged"),
+        (lambda raw: raw.update(features={"x": []}), "incomplete or damaged"),
         (lambda raw: raw.update(partitioning={"train": "iid"}), "partitioning must be of type dict"),
         (lambda raw: raw["clients"][0].update(id=""), "does not match its id"),
         (lambda raw: raw["clients"][0].update(name="default"), "does not match its id"),
