@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..security.encrypted_link import EncryptedLink, EncryptedServer, PendingAnswer, ServerConnection
+from ..security.encrypted_link import EncryptedLink, EncryptedServer, PendingAnswer
 from ..security.encrypted_session import ClientSession, Identity, ServerSession
 from ..split.boundary import Link
 
@@ -31,81 +31,68 @@ class _MappedAnswer:
         return self._function(self._pending.result())
 
 
-class ByteCountingLink:
+class _ByteCounter:
+    """
+    Counts the bytes of exchanges with a link or a server.
+
+    Args:
+        carrier (`Any`): The link or the server.
+        client_id (`str`): The client.
+        record_bytes (`Callable[[str, int, int], None]`): As in [`ByteCountingLink`].
+    """
+
+    def __init__(self, carrier: Any, client_id: str, record_bytes: RecordBytes) -> None:
+        self._carrier = carrier
+        self.client_id = client_id
+        self.record_bytes = record_bytes
+
+    @property
+    def max_in_flight(self) -> int:
+        """Number of messages that can be in flight."""
+        return max_in_flight(self._carrier)
+
+    def exchange(self, blob: bytes) -> bytes | memoryview:
+        """Send a message and return the answer."""
+        return self._record(len(blob), self._carrier.exchange(blob))
+
+    def submit(self, blob: bytes) -> PendingAnswer:
+        """Send a message, and return before its answer arrives. Requires a link on which this is possible."""
+        num_bytes = len(blob)
+        return _MappedAnswer(self._carrier.submit(blob), lambda answer: self._record(num_bytes, answer))
+
+    def _record(self, num_bytes: int, answer: bytes | memoryview) -> bytes | memoryview:
+        self.record_bytes(self.client_id, num_bytes, len(answer))
+        return answer
+
+
+class ByteCountingLink(_ByteCounter):
     """
     A link that counts the bytes of its messages.
 
     Args:
-        link ([`~split.Link`]): The link that transfers the messages.
+        carrier ([`~split.Link`]): The link that transfers the messages.
         client_id (`str`): The client that uses the link.
         record_bytes (`Callable[[str, int, int], None]`): Called after each exchange with the client id, the bytes sent
             and the bytes received.
     """
 
-    def __init__(self, link: Link, client_id: str, record_bytes: RecordBytes) -> None:
-        self.link = link
-        self.client_id = client_id
-        self.record_bytes = record_bytes
-
-    def exchange(self, blob: bytes) -> bytes | memoryview:
-        """Send a message and return the answer."""
-        return self._record(len(blob), self.link.exchange(blob))
-
-    @property
-    def max_in_flight(self) -> int:
-        """Number of messages that can be in flight."""
-        return max_in_flight(self.link)
-
-    def submit(self, blob: bytes) -> PendingAnswer:
-        """Send a message, and return before its answer arrives. Requires a link on which this is possible."""
-        link: Any = self.link
-        num_bytes = len(blob)
-        return _MappedAnswer(link.submit(blob), lambda answer: self._record(num_bytes, answer))
-
-    def _record(self, num_bytes: int, answer: bytes | memoryview) -> bytes | memoryview:
-        self.record_bytes(self.client_id, num_bytes, len(answer))
-        return answer
-
     def end_step(self) -> None:
         """Report the end of an optimizer step."""
-        self.link.end_step()
+        self._carrier.end_step()
 
 
-class _ByteCountingServer:
+class _ByteCountingServer(_ByteCounter):
     """The server side of an encrypted link, with a count of the encrypted bytes."""
 
-    def __init__(self, server: ServerConnection, client_id: str, record_bytes: RecordBytes) -> None:
-        self.server = server
-        self.client_id = client_id
-        self.record_bytes = record_bytes
-
     def hello(self, hello: bytes) -> bytes | memoryview:
-        reply = self.server.hello(hello)
-        self.record_bytes(self.client_id, len(hello), len(reply))
-        return reply
+        return self._record(len(hello), self._carrier.hello(hello))
 
     def finish(self, finish: bytes) -> None:
-        self.server.finish(finish)
+        self._carrier.finish(finish)
         self.record_bytes(self.client_id, len(finish), 0)
 
-    def exchange(self, encrypted: bytes) -> bytes | memoryview:
-        return self._record(len(encrypted), self.server.exchange(encrypted))
-
-    @property
-    def max_in_flight(self) -> int:
-        return max_in_flight(self.server)
-
-    def submit(self, encrypted: bytes) -> PendingAnswer:
-        server: Any = self.server
-        num_bytes = len(encrypted)
-        return _MappedAnswer(server.submit(encrypted), lambda answer: self._record(num_bytes, answer))
-
-    def _record(self, num_bytes: int, answer: bytes | memoryview) -> bytes | memoryview:
-        self.record_bytes(self.client_id, num_bytes, len(answer))
-        return answer
-
     def check_size(self, num_bytes: int) -> None:
-        self.server.check_size(num_bytes)
+        self._carrier.check_size(num_bytes)
 
 
 def max_in_flight(link: Any) -> int:
