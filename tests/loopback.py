@@ -10,9 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from hf_federated.security.certificates import create_certificates
 from hf_federated.split import Cut, ModelFingerprint, SplitSessionConfig, Wire
 from hf_federated.transport import GrpcLink, GrpcServer, TlsCredentials
+from hf_federated.transport.protocol import HEADER_KEY, MessageHeader
 
 
 CLIENTS = ["north", "south", "Zoë/2"]
@@ -135,3 +138,33 @@ class Relay:
         if index >= self.num_silenced:
             with contextlib.suppress(OSError):
                 target.shutdown(socket.SHUT_RDWR)
+
+
+class CountingAnswer:
+    """
+    Answers every message with the number of processed messages and the message.
+
+    Attributes:
+        processed (`list[bytes]`): The processed messages.
+        action (`Callable[[bytes], object]`): Called while a message is processed. Tests cut the connection or wait.
+    """
+
+    def __init__(self) -> None:
+        self.processed: list[bytes] = []
+        self.action = lambda message: None
+
+    def __call__(self, client_id: str, message: bytes) -> bytes:
+        self.processed.append(message)
+        self.action(message)
+        return f"{len(self.processed)}: ".encode() + message
+
+
+def raw_exchange(tls: Path, address: str, client_id: str, header: MessageHeader, *chunks: bytes) -> bytes:
+    """Send a message without the checks of `GrpcLink`, and return the answer."""
+    certificate = tls / "clients" / f"{client_id}.pem"
+    credentials = grpc.ssl_channel_credentials(
+        (tls / "ca.pem").read_bytes(), certificate.with_suffix(".key").read_bytes(), certificate.read_bytes()
+    )
+    with grpc.secure_channel(address, credentials) as channel:
+        call = channel.stream_stream("/hf_federated.Sessions/Exchange")
+        return b"".join(call(iter(chunks), timeout=10, metadata=((HEADER_KEY, header.to_json()),)))
