@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..messages.quantization import TRAVEL_DTYPES, dequantize_rows, quantize_rows
+from ..utils.finite_values import is_finite
 from .compression import dequantize_groups, keep_largest, num_groups, num_kept, quantize_groups, restore_largest
 
 
@@ -124,7 +125,7 @@ class Wire:
         values = values.to(dtype)
         if len(values) % batch_size:
             raise ValueError(f"{len(values)} positions cannot be divided into {batch_size} sequences of equal length.")
-        if not values.isfinite().all():
+        if not is_finite(values):
             raise ValueError(
                 "Received hidden states or gradients have values that are not finite, or that are out of the range of "
                 f"{self.dtype!r} or {dtype}. Use 'bfloat16' or 'float32' for values above 65504, the largest float16 "
