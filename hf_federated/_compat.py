@@ -374,16 +374,9 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.nn.Module",
         "_modules",
-        "wrapper: has_module; wrapper: trained_parameters",
-        "`named_children` omits a module that occurs twice, and is slow for many modules.",
+        "wrapper: has_module",
+        "`named_children` omits a module that occurs twice.",
         "Split parts keep modules of other parts.",
-    ),
-    PrivateName(
-        "torch.nn.Module",
-        "_parameters",
-        "wrapper: trained_parameters",
-        "The nested generators of `parameters()` take 1 % of a step of a split model with LoRA.",
-        "The server of a split model finds no parameters to train.",
     ),
     PrivateName(
         "torch.nn.Module",
@@ -677,24 +670,6 @@ def module_hooks(module: nn.Module) -> list[Any]:
 def has_module(owner: nn.Module, name: str) -> bool:
     """Whether a module has a submodule with this name that is not `None`."""
     return owner._modules.get(name) is not None
-
-
-def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that require a gradient, each once, in the order of `parameters()`, in less time."""
-    trained: dict[int, nn.Parameter] = {}
-    visited: set[int] = set()
-    remaining: list[nn.Module | None] = [module]
-    while remaining:
-        owner = remaining.pop()
-        if owner is None or id(owner) in visited:
-            continue
-        visited.add(id(owner))
-        for parameter in owner._parameters.values():
-            if parameter is not None and parameter.requires_grad:
-                trained[id(parameter)] = parameter
-        if owner._modules:
-            remaining += reversed(owner._modules.values())
-    return list(trained.values())
 
 
 def register_load_state_dict_pre_hook(module: nn.Module, hook: Callable[..., None]) -> None:

@@ -126,17 +126,3 @@ def test_package_uses_no_private_name_outside_the_table(instances):
             if name not in in_place and any(hasattr(owner, name) for owner in owners):
                 wrong.append(f"{path.relative_to(PACKAGE)}:{line}: {name}. Wrap or list the name in _compat.py.")
     assert not wrong, "\n".join(wrong)
-
-
-def test_trained_parameters_are_the_parameters_that_require_a_gradient():
-    model = tiny_model()
-    weights = list(model.parameters())
-    weights[1].requires_grad_(False)
-    assert list(map(id, _compat.trained_parameters(model))) == [id(weights[0]), *map(id, weights[2:])]
-    # A shared weight counts once, also if its module is shared.
-    model.shared_module, model.shared_weight, model.no_module = model.bert, weights[0], None
-    model.register_parameter("no_weight", None)
-    expected = [id(parameter) for parameter in model.parameters() if parameter.requires_grad]
-    assert list(map(id, _compat.trained_parameters(model))) == expected
-    model.requires_grad_(False)
-    assert _compat.trained_parameters(model) == []

@@ -11,14 +11,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.nn.utils import get_total_norm
 from transformers import DynamicCache
 
-from .._compat import trained_parameters
+from ..utils.finite_values import is_finite
 from ..utils.random import derived_seed, generator_states, isolated_rng
 from .joined_inputs import join_attention_inputs, join_states, split_by_client
 from .layouts import AttentionInputs
@@ -31,6 +31,7 @@ from .messages import (
     SplitMessage,
     read_request,
 )
+from .module_parameters import TrainedParameters
 from .parts import Part
 from .wire import Wire
 
@@ -107,6 +108,7 @@ class BodyServer:
         self._norms: dict[str, _BoundaryNorms] = {}
         # Whether a forward pass draws random numbers in training. `None` before the first one.
         self._draws_random_numbers: bool | None = None
+        self._trained = TrainedParameters(body)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy. A copy has no graphs and no caches."""
@@ -252,20 +254,11 @@ class BodyServer:
                 "clients or no client must send it."
             )
         self._drop(graph)
-        trained = trained_parameters(self.body)
         # Activation checkpointing runs a part of the forward pass again, with the same random numbers.
         with contextlib.nullcontext() if self._draws_random_numbers is False else _GENERATORS:
-            gradients = torch.autograd.grad(graph.outputs, [graph.inputs, *trained], gradient, allow_unused=True)
-        if not _are_finite([tensor for tensor in gradients if tensor is not None]):
-            raise _overflow_error(graph, client_gradients, split_by_client(gradients[0], graph.sizes))
-        for parameter, parameter_gradient in zip(trained, gradients[1:], strict=True):
-            if parameter_gradient is not None:
-                if parameter.grad is None:
-                    parameter.grad = parameter_gradient
-                else:
-                    parameter.grad += parameter_gradient
+            received = self._accumulate_gradients(graph, client_gradients, gradient)
         self.num_targets += sum(num_targets)
-        answers = dict(zip(graph.micro_batch_ids, split_by_client(gradients[0], graph.sizes), strict=True))
+        answers = dict(zip(graph.micro_batch_ids, split_by_client(received, graph.sizes), strict=True))
         for message in messages:
             self._record_norms(graph, message, gradient, answers[message.micro_batch_id])
         return [
@@ -274,6 +267,45 @@ class BodyServer:
             )
             for message in messages
         ]
+
+    def _accumulate_gradients(
+        self, graph: _Graph, client_gradients: Sequence[torch.Tensor], gradient: torch.Tensor
+    ) -> torch.Tensor:
+        """
+        Run the backward pass of a server batch, and add the gradients of the parameters to their `grad`.
+
+        For hundreds of adapters, `backward` takes less time than `torch.autograd.grad`.
+
+        Args:
+            graph (`_Graph`): The forward pass.
+            client_gradients (`Sequence[torch.Tensor]`): The received gradient of each client, shape
+                `(batch, sequence, hidden)`.
+            gradient (`torch.Tensor`): The gradients of all clients, joined as the outputs of the forward pass are.
+
+        Returns:
+            `torch.Tensor`: Gradient with respect to the inputs of the forward pass, of their shape.
+
+        Raises:
+            ClientFaultError: If a gradient is not finite. Every `grad` is then as before.
+        """
+        trained = self._trained.find()
+        before = [parameter.grad for parameter in trained]
+        for parameter in trained:
+            parameter.grad = None
+        try:
+            graph.outputs.backward(gradient)
+            result = cast(torch.Tensor, graph.inputs.grad)
+            added = [(parameter.grad, old) for parameter, old in zip(trained, before, strict=True)]
+            if not _are_finite([result, *(new for new, _ in added if new is not None)]):
+                raise _overflow_error(graph, client_gradients, split_by_client(result, graph.sizes))
+        except BaseException:
+            for parameter, old in zip(trained, before, strict=True):
+                parameter.grad = old
+            raise
+        for parameter, (new, old) in zip(trained, added, strict=True):
+            if old is not None:
+                parameter.grad = old if new is None else old.add_(new)
+        return result
 
     def average_gradients(self) -> None:
         """Divide the gradients by the number of received target tokens, if clients sent gradients of summed losses."""
@@ -480,9 +512,7 @@ def _overflow_error(
 ) -> ClientFaultError:
     """Name the clients whose hidden states or gradients lead to gradients that are not finite."""
     client_ids = [client_id for client_id, _, _ in graph.micro_batch_ids]
-    faulty = [
-        client_id for client_id, answer in zip(client_ids, answers, strict=True) if not bool(answer.isfinite().all())
-    ]
+    faulty = [client_id for client_id, answer in zip(client_ids, answers, strict=True) if not is_finite(answer)]
     if not faulty or len(faulty) == len(client_ids):
         norms = [_norm(gradient) for gradient in received]
         faulty = [client_ids[norms.index(max(norms))]]
@@ -502,9 +532,7 @@ def _check_outputs(messages: Sequence[Forward], outputs: Sequence[torch.Tensor])
     """
     if len(messages) > 1 and not _are_finite(outputs):
         faulty = [
-            message.client_id
-            for message, states in zip(messages, outputs, strict=True)
-            if not bool(states.isfinite().all())
+            message.client_id for message, states in zip(messages, outputs, strict=True) if not is_finite(states)
         ]
         raise ClientFaultError(
             faulty, f"the hidden states of client {', '.join(map(repr, faulty))} overflow in the server's blocks"
@@ -516,7 +544,7 @@ def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     if bool(get_total_norm(tensors).isfinite()):
         return True
     # The norm may overflow although all values are finite.
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
+    return all(map(is_finite, tensors))
 
 
 @contextlib.contextmanager
