@@ -210,3 +210,24 @@ def test_small_sliding_windows_are_exceeded_by_the_batch():
     parts = {part.role: part for part in split.parts}
     with pytest.raises(ValueError, match="The parts of Gemma3ForCausalLM"):
         verification.verify_parts(parts, full_model.config, full_model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounded_rotary_frequencies_of_the_whole_model_are_no_difference(dtype, monkeypatch):
+    """`.to(dtype)` rounds them, and a random adapter magnifies the rounding. The whole model does not change."""
+    monkeypatch.setattr(verification, "_TOLERANCES", {dtype: 0})
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(decoder("llama").to(dtype), lora)
+    rotary = model.base_model.model.model.rotary_emb
+    rounded = rotary.inv_freq
+    assert rounded.dtype == dtype
+    SplitModel.from_model(model)
+    assert rotary.inv_freq is rounded
+
+
+def test_rotary_frequencies_of_another_model_are_a_difference(monkeypatch):
+    monkeypatch.setattr(verification, "_TOLERANCES", {torch.bfloat16: 0})
+    model = decoder("llama").to(torch.bfloat16)
+    model.model.rotary_emb.inv_freq *= 3
+    with pytest.raises(ValueError, match="do not compute what the whole model computes"):
+        SplitModel.from_model(model)
