@@ -1,7 +1,7 @@
 """Messages between server and clients, their serialization, and the checks of received updates."""
 
 from .announcement import ANNOUNCED_VALUES, Announcement
-from .base import Message, Serializable
+from .base import FlatMessage, Message, Serializable
 from .disclosure import Disclosure
 from .distillation import Distill, Feedback, Predict, Predictions, PublicRowsMessage, public_order
 from .registry import KINDS, message_from_tree, read_message
@@ -20,6 +20,7 @@ __all__ = [
     "Evaluate",
     "Feedback",
     "Fit",
+    "FlatMessage",
     "Message",
     "Metrics",
     "Predict",

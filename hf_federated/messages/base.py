@@ -6,11 +6,14 @@ A blob is a safetensors file with a JSON header (`serialization.py`), never a pi
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
 
 from .fields import Count, check_fields
-from .serialization import PackedPieces, pack, packed_size, unpack
+from .serialization import FlatTree, PackedPieces, pack, packed_size, unpack
 
 
 M = TypeVar("M", bound="Serializable")
@@ -30,7 +33,7 @@ class Serializable:
 
     def to_tree(self) -> dict[str, Any]:
         """Return the kind and the fields as a tree for [`~hf_federated.messages.serialization.pack`]."""
-        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        fields = {name: getattr(self, name) for name in _defaults(cast(Any, type(self)))}
         return {"kind": self.kind, "fields": fields}
 
     def to_bytes(self) -> bytes:
@@ -65,9 +68,9 @@ class Serializable:
         kind = tree.get("kind") if isinstance(tree, dict) else type(tree).__name__
         if kind != cls.kind:
             raise ValueError(f"Expected a message of kind {cls.kind!r}, got kind {kind!r}.")
-        expected = {item.name for item in dataclasses.fields(cls)}
-        fields = tree.get("fields")
-        if not isinstance(fields, dict) or set(fields) != expected:
+        expected = _defaults(cast(Any, cls))
+        fields = cls._fields_of(tree)
+        if not isinstance(fields, dict) or fields.keys() != expected.keys():
             given = list(fields) if isinstance(fields, dict) else fields
             raise ValueError(f"A message of kind {cls.kind!r} has the fields {sorted(expected)}, got {given!r}.")
         read = cls(**fields)
@@ -76,6 +79,58 @@ class Serializable:
         except ValueError as error:
             raise ValueError(f"A message of kind {cls.kind!r} has an invalid field: {error}") from error
         return read
+
+    @classmethod
+    def _fields_of(cls, tree: dict[str, Any]) -> Any:
+        """Return the fields in a tree that `to_tree` returned. The tree is untrusted input."""
+        return tree.get("fields")
+
+
+@functools.cache
+def _defaults(cls: Any) -> dict[str, Any]:
+    """Return the default of each field of a dataclass by name, `dataclasses.MISSING` if a field has none."""
+    return {item.name: item.default for item in dataclasses.fields(cls)}
+
+
+@dataclass(frozen=True)
+class FlatMessage(Serializable):
+    """
+    A message with a short header. Its fields are scalars, tensors and dictionaries of tensors.
+
+    A field that has its default value is not sent. The tensors of a dictionary are sent as `field.key`.
+    """
+
+    def to_tree(self) -> FlatTree:
+        """Return the kind and the fields as a flat tree for [`~hf_federated.messages.serialization.pack`]."""
+        tree = FlatTree(kind=self.kind)
+        for name, default in _defaults(cast(Any, type(self))).items():
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                tree.update((f"{name}.{key}", tensor) for key, tensor in value.items())
+            elif isinstance(value, torch.Tensor) or value != default:
+                tree[name] = value
+        return tree
+
+    @classmethod
+    def _fields_of(cls, tree: dict[str, Any]) -> Any:
+        if not isinstance(tree, FlatTree):
+            return None
+        sent: dict[str, Any] = {}
+        parts: dict[str, dict[str, Any]] = {}
+        for key, value in tree.items():
+            name, dot, part = key.partition(".")
+            if dot:
+                parts.setdefault(name, {})[part] = value
+            elif key != "kind":
+                sent[key] = value
+        if twice := sent.keys() & parts.keys():
+            raise ValueError(f"A message of kind {cls.kind!r} has two values of the fields {sorted(twice)}.")
+        missing = {
+            name: default
+            for name, default in _defaults(cast(Any, cls)).items()
+            if default is not dataclasses.MISSING and name not in sent
+        }
+        return missing | sent | parts
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -55,6 +56,10 @@ Seed = Annotated[int, Range(0, 2**32 - 1)]
 MetricValues = Annotated[dict[str, float], MaxEntries(MAX_METRICS)]
 
 
+# Returns what is wrong with a value, as the predicate of a sentence, or `None`.
+Check = Callable[[Any], str | None]
+
+
 def check_fields(message: Any) -> None:
     """
     Check the values of a dataclass against the annotations of its fields.
@@ -67,51 +72,77 @@ def check_fields(message: Any) -> None:
             the field.
     """
     cls: Any = type(message)
-    for name, annotation in _annotations(cls).items():
-        problem = _find_problem(getattr(message, name), annotation)
+    for name, check in _checks_of(cls):
+        problem = check(getattr(message, name))
         if problem is not None:
             raise ValueError(f"`{name}` {problem}.")
 
 
 @functools.cache
-def _annotations(cls: type) -> dict[str, Any]:
+def _checks_of(cls: type) -> list[tuple[str, Check]]:
+    """Return the name and the check of each field of a dataclass."""
     hints = get_type_hints(cls, include_extras=True)
-    return {item.name: hints[item.name] for item in dataclasses.fields(cls)}
+    return [(item.name, _check_of(hints[item.name])) for item in dataclasses.fields(cls)]
 
 
-def _find_problem(value: Any, annotation: Any) -> str | None:
-    """Return what is wrong with a value, as the predicate of a sentence, or `None`."""
-    origin = get_origin(annotation)
+def _check_of(annotation: Any) -> Check:
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        annotation, *constraints = get_args(annotation)
-        return _find_problem(value, annotation) or _violated(value, constraints)
+        return _check_of_annotated(_check_of(arguments[0]), arguments[1:])
     if origin in (Union, types.UnionType):
-        problems = [_find_problem(value, option) for option in get_args(annotation)]
-        # The first option is the usual one, as `int` in `int | None`.
-        return None if None in problems else problems[0]
+        return _check_of_union([_check_of(option) for option in arguments])
     if origin is dict:
-        return _problem_of_dict(value, *get_args(annotation))
+        key, item = map(_check_of, arguments)
+        return lambda value: _problem_of_dict(value, key, item)
     if origin is list:
-        return _problem_of_list(value, *get_args(annotation))
+        entry = _check_of(arguments[0])
+        return lambda value: _problem_of_list(value, entry)
     if annotation is Any:
-        return _problem_of_json(value, MAX_JSON_DEPTH)
+        return lambda value: _problem_of_json(value, MAX_JSON_DEPTH)
     if origin is not None:
         # Another generic type, in the message of a user. Its entries are not checked.
-        return None if isinstance(value, origin) else f"is {_type_name(value)}, expected {origin.__name__}"
-    return _problem_of_scalar(value, type(None) if annotation is None else annotation)
+        return lambda value: (
+            None if isinstance(value, origin) else f"is {_type_name(value)}, expected {origin.__name__}"
+        )
+    if annotation is torch.Tensor:
+        return _problem_of_tensor
+    return _check_of_scalar(type(None) if annotation is None else annotation)
 
 
-def _problem_of_scalar(value: Any, expected: type) -> str | None:
-    if expected is torch.Tensor:
-        is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
-        return None if is_dense else f"is {_type_name(value)}, expected a tensor"
+def _check_of_annotated(check: Check, constraints: Sequence[Any]) -> Check:
+    def check_with_constraints(value: Any) -> str | None:
+        return check(value) or _violated(value, constraints)
+
+    return check_with_constraints
+
+
+def _check_of_union(checks: Sequence[Check]) -> Check:
+    def check_options(value: Any) -> str | None:
+        # The first option is the usual one, as `int` in `int | None`.
+        first = checks[0](value)
+        return None if first is None or any(check(value) is None for check in checks[1:]) else first
+
+    return check_options
+
+
+def _check_of_scalar(expected: type) -> Check:
     # `bool` is a subclass of `int`, so the types are compared exactly. An integer is a valid float.
     allowed = (int, float) if expected is float else (expected,)
-    if type(value) not in allowed:
-        return f"is {_type_name(value)}, expected {expected.__name__}"
-    if type(value) is int and abs(value) >= 2**64:
-        return "is an integer of more than 64 bits"
-    return _problem_of_text(value) if type(value) is str else None
+
+    def check_scalar(value: Any) -> str | None:
+        kind = type(value)
+        if kind not in allowed:
+            return f"is {_type_name(value)}, expected {expected.__name__}"
+        if kind is int and abs(value) >= 2**64:
+            return "is an integer of more than 64 bits"
+        return _problem_of_text(value) if kind is str else None
+
+    return check_scalar
+
+
+def _problem_of_tensor(value: Any) -> str | None:
+    is_dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return None if is_dense else f"is {_type_name(value)}, expected a tensor"
 
 
 def _problem_of_text(value: str) -> str | None:
@@ -125,24 +156,23 @@ def _problem_of_text(value: str) -> str | None:
     return None
 
 
-def _problem_of_dict(value: Any, key_type: Any, item_type: Any) -> str | None:
+def _problem_of_dict(value: Any, check_key: Check, check_item: Check) -> str | None:
     if type(value) is not dict:
         return f"is {_type_name(value)}, expected dict"
     for key, item in value.items():
-        if (problem := _find_problem(key, key_type)) is not None:
+        if (problem := check_key(key)) is not None:
             return f"has a key that {problem}"
         if type(key) is str and len(key) > MAX_NAME_LENGTH:
             return f"has a key of {len(key)} characters, at most {MAX_NAME_LENGTH} are allowed"
-        if (problem := _find_problem(item, item_type)) is not None:
+        if (problem := check_item(item)) is not None:
             return f"has a value that is invalid: {key!r} {problem}"
     return None
 
 
-def _problem_of_list(value: Any, item_type: Any) -> str | None:
+def _problem_of_list(value: Any, check_item: Check) -> str | None:
     if type(value) is not list:
         return f"is {_type_name(value)}, expected list"
-    problems = (_find_problem(item, item_type) for item in value)
-    found = next((problem for problem in problems if problem is not None), None)
+    found = next((problem for problem in map(check_item, value) if problem is not None), None)
     return None if found is None else f"has an item that {found}"
 
 
@@ -163,7 +193,7 @@ def _problem_of_json(value: Any, depth: int) -> str | None:
     return next((problem for problem in problems if problem is not None), None)
 
 
-def _violated(value: Any, constraints: list[Any]) -> str | None:
+def _violated(value: Any, constraints: Sequence[Any]) -> str | None:
     """Return the violated constraint. The value has the declared type."""
     for constraint in constraints:
         if isinstance(constraint, Range) and not constraint.smallest <= value <= constraint.largest:

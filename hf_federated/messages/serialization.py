@@ -2,6 +2,9 @@
 
 A blob is a safetensors file. Its metadata contains, as JSON, all values that are not tensors. Nothing is pickled, so
 it is safe to read a blob from an untrusted file or network.
+
+A [`FlatTree`] has the shortest header: each scalar is an entry of the metadata, and each tensor has its key as its
+name. The metadata of any other tree has one entry, `"tree"`, which refers to the tensors by number.
 """
 
 from __future__ import annotations
@@ -18,7 +21,11 @@ import safetensors.torch
 import torch
 
 
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_to_utf8_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+
 TREE_KEY = "tree"
+_METADATA_KEY = "__metadata__"
 # Length of the field that contains the length of the header. `pack` aligns the tensors to multiples of it.
 _LENGTH_BYTES = 8
 
@@ -26,12 +33,10 @@ _LENGTH_BYTES = 8
 def _flatten(value: Any, tensors: dict[str, torch.Tensor], names: dict[int, str], path: str) -> Any:
     """Replace each tensor of a tree by a reference, and each value that JSON cannot represent by a tagged value."""
     if isinstance(value, torch.Tensor):
-        if value.dtype not in _LAYOUT:
-            raise TypeError(f"{path or 'the value'} is a tensor of {value.dtype}, which cannot be serialized.")
         # A tensor object that occurs twice is serialized once, so tied weights need no additional bytes.
         if id(value) not in names:
             names[id(value)] = str(len(tensors))
-            tensors[names[id(value)]] = value
+            tensors[names[id(value)]] = _checked(value, path)
         return {"$tensor": names[id(value)]}
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -70,15 +75,52 @@ def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return tuple(_unflatten(item, tensors) for item in content)
         if tag == "$pairs":
             return {_unflatten(key, tensors): _unflatten(item, tensors) for key, item in content}
-    return {key: _unflatten(item, tensors) for key, item in value.items()}
+    content = {key: _unflatten(item, tensors) for key, item in value.items()}
+    return FlatTree(content) if isinstance(value, FlatTree) else content
+
+
+class FlatTree(dict[str, Any]):
+    """
+    A dictionary of tensors and scalars: `None`, `bool`, `int`, `float` and `str`.
+
+    No key may be `"tree"` or `"__metadata__"`. A tensor that occurs twice is serialized twice.
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated.messages.serialization import FlatTree, pack, unpack
+
+    >>> message = {"kind": "metrics", "step": 3, "values": torch.ones(2)}
+    >>> len(pack(FlatTree(message))) < len(pack(message))
+    True
+    >>> unpack(pack(FlatTree(message)))
+    {'kind': 'metrics', 'step': 3, 'values': tensor([1., 1.])}
+    ```
+    """
 
 
 def _split(tree: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Split a tree into its tensors by name and the safetensors metadata with all other values."""
     tensors: dict[str, torch.Tensor] = {}
+    if isinstance(tree, FlatTree):
+        metadata = {}
+        for key, value in tree.items():
+            if not _is_plain_key(key) or key in (TREE_KEY, _METADATA_KEY) or isinstance(value, (Mapping, list, tuple)):
+                raise TypeError(f"A flat tree cannot contain the {type(value).__name__} {key!r}.")
+            if isinstance(value, torch.Tensor):
+                tensors[key] = _checked(value, key)
+            else:
+                metadata[key] = _to_json(_flatten(value, {}, {}, key))
+        return tensors, metadata
     skeleton = _flatten(tree, tensors, {}, "")
-    metadata = {TREE_KEY: json.dumps(skeleton, separators=(",", ":"), allow_nan=False)}
-    return tensors, metadata
+    return tensors, {TREE_KEY: _to_json(skeleton)}
+
+
+def _checked(tensor: torch.Tensor, path: str) -> torch.Tensor:
+    if tensor.dtype not in _LAYOUT:
+        raise TypeError(f"{path or 'the value'} is a tensor of {tensor.dtype}, which cannot be serialized.")
+    return tensor
 
 
 def pack(tree: Any) -> bytes:
@@ -169,11 +211,12 @@ def unpack(blob: bytes | memoryview) -> Any:
         ValueError: If the blob is damaged, is incomplete or was not written by `pack`.
     """
     try:
+        header, data = _read_header(blob)
         if isinstance(blob, bytes) or not _can_be_shared(blob):
             tensors = safetensors.torch.load(bytes(blob))
         else:
-            tensors = _tensors_in(blob)
-        return _unflatten(_skeleton(blob), tensors)
+            tensors = _tensors_in(blob, header, data)
+        return _unflatten(_skeleton(header), tensors)
     except _DAMAGES as error:
         raise ValueError(f"Not a packed tree: {error}. The file or message is damaged or of another kind.") from error
 
@@ -197,24 +240,25 @@ def _can_be_shared(blob: memoryview) -> bool:
     return not blob.readonly and (address + header_length) % _LENGTH_BYTES == 0
 
 
-def _tensors_in(blob: memoryview) -> dict[str, torch.Tensor]:
+def _tensors_in(blob: memoryview, header: dict[str, Any], data: int) -> dict[str, torch.Tensor]:
     """
     Return the tensors of a safetensors file by name, as views of the file.
 
     `safetensors.torch.load` copies all tensors, so a large message would be in memory twice.
+
+    Args:
+        blob (`memoryview`): The file.
+        header (`dict`): The header of the file.
+        data (`int`): Position of the byte after the header.
 
     Raises:
         ValueError: If the tensors do not lie one after the other from the end of the header to the end of the file.
         KeyError: If a dtype is unknown.
         TypeError: If a field of the header has another type.
     """
-    data = _LENGTH_BYTES + int.from_bytes(blob[:_LENGTH_BYTES], "little")
-    if data > len(blob):
-        raise ValueError(f"the header of {len(blob)} bytes ends at byte {data}")
-    header = json.loads(bytes(blob[_LENGTH_BYTES:data]))
-    del header["__metadata__"]
     tensors, position = {}, data
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+    entries = [(name, entry) for name, entry in header.items() if name != _METADATA_KEY]
+    for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"]):
         dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
             raise ValueError(f"tensor {name!r} has the shape {shape} and the offsets {start} and {stop}")
@@ -234,18 +278,43 @@ def _tensors_in(blob: memoryview) -> dict[str, torch.Tensor]:
 def packed_kind(blob: bytes | memoryview) -> str | None:
     """Return the value of the key `kind` in a serialized tree, without reading the tensors, or `None` if missing."""
     try:
-        skeleton = _skeleton(blob)
+        skeleton = _skeleton(_read_header(blob)[0])
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
     kind = skeleton.get("kind") if isinstance(skeleton, dict) else None
     return kind if isinstance(kind, str) else None
 
 
-def _skeleton(blob: bytes | memoryview) -> Any:
-    """Return a serialized tree with references instead of tensors."""
+def _read_header(blob: bytes | memoryview) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file, and the position of the byte after the header."""
     stop = _LENGTH_BYTES + int.from_bytes(blob[:_LENGTH_BYTES], "little")
+    if stop > len(blob):
+        raise ValueError(f"the header of {len(blob)} bytes ends at byte {stop}")
     header = json.loads(bytes(blob[_LENGTH_BYTES:stop]))
-    return json.loads(header["__metadata__"][TREE_KEY])
+    if not isinstance(header, dict):
+        raise ValueError("the header is not a dictionary")
+    return header, stop
+
+
+def _skeleton(header: Mapping[str, Any]) -> Any:
+    """
+    Return a serialized tree with references instead of tensors.
+
+    Args:
+        header (`Mapping[str, Any]`): The header of the safetensors file.
+    """
+    metadata = header[_METADATA_KEY]
+    if not isinstance(metadata, dict):
+        raise ValueError("the metadata is not a dictionary")
+    if TREE_KEY in metadata:
+        return json.loads(metadata[TREE_KEY])
+    skeleton = FlatTree((key, json.loads(value)) for key, value in metadata.items())
+    for name in header:
+        if name in skeleton:
+            raise ValueError(f"{name!r} is a tensor and another value")
+        if name != _METADATA_KEY:
+            skeleton[name] = {"$tensor": name}
+    return skeleton
 
 
 def packed_size(tree: Any) -> int:
@@ -299,7 +368,8 @@ def _structure(value: Any, numbers: dict[int, int]) -> tuple[Any, int]:
         pairs = [(_structure(key, numbers), _structure(item, numbers)) for key, item in value.items()]
         length = sum(key[1] + item[1] for key, item in pairs)
         plain = all(map(_is_plain_key, value)) and tuple(value)
-        return ("mapping", plain, tuple((key[0], item[0]) for key, item in pairs)), length
+        form = "flat" if isinstance(value, FlatTree) else "mapping"
+        return (form, plain, tuple((key[0], item[0]) for key, item in pairs)), length
     if isinstance(value, (list, tuple)):
         items = [_structure(item, numbers) for item in value]
         return ("tuple" if isinstance(value, tuple) else "list", tuple(item[0] for item in items)), sum(
@@ -335,13 +405,13 @@ def _encode_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, s
     The file consists of eight bytes with the length of the header, the header padded with spaces to a multiple of
     eight, and the tensors in the given order.
     """
-    header: dict[str, Any] = {"__metadata__": metadata}
+    header: dict[str, Any] = {_METADATA_KEY: metadata}
     offset = 0
     for name, tensor in tensors.items():
         offsets = [offset, offset + tensor.nbytes]
         header[name] = {"dtype": _LAYOUT[tensor.dtype][1], "shape": list(tensor.shape), "data_offsets": offsets}
         offset += tensor.nbytes
-    return json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode(), offset
+    return _to_utf8_json(header).encode(), offset
 
 
 # Name of each dtype in safetensors, and its rank in the order of the tensors in the file.

@@ -30,6 +30,7 @@ from .messages import (
     MicroBatchId,
     SplitMessage,
     read_request,
+    rows_of,
 )
 from .module_parameters import TrainedParameters
 from .parts import Part
@@ -414,7 +415,7 @@ class BodyServer:
 
         The model itself would raise an unspecific error, which on a GPU ends the process.
         """
-        length = len(message.hidden["values"]) // message.batch_size
+        length = len(rows_of(message.hidden)) // message.batch_size
         limit, runner, positions = self.body.max_positions, self.body.layout.runner, message.position_ids
         # Packed sequences each start at position 0, so a packed row may be longer than the limit. Runners count
         # positions differently: for them the length of a row must not exceed the limit.

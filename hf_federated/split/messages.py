@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from ..messages import Serializable
+from ..messages import FlatMessage, Serializable
 from ..messages.fields import Count
 from ..messages.serialization import unpack
 
@@ -58,7 +58,7 @@ def unpack_mask(bits: torch.Tensor, width: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class SplitMessage(Serializable):
+class SplitMessage(FlatMessage):
     """
     Base class of the messages about one micro-batch.
 
@@ -98,7 +98,7 @@ class Forward(SplitMessage):
 
     Args:
         hidden (`dict[str, torch.Tensor]`):
-            Hidden states of shape `(batch · sequence, hidden)`, encoded by [`~split.Wire`].
+            Hidden states of `batch · sequence` positions, encoded by [`~split.Wire`].
         batch_size (`int`): Number of sequences in the batch.
         mask (`torch.Tensor`, *optional*): Attention mask packed by `pack_mask`. `None` if there is no padding.
         mask_width (`int`): Number of positions of the mask, including the positions in the cache. 0 without a mask.
@@ -220,7 +220,7 @@ class Hidden(SplitMessage):
 
     Args:
         hidden (`dict[str, torch.Tensor]`):
-            Hidden states of shape `(batch · sequence, hidden)`, encoded by [`~split.Wire`].
+            Hidden states of `batch · sequence` positions, encoded by [`~split.Wire`].
     """
 
     kind: ClassVar[str] = "split_hidden"
@@ -239,7 +239,7 @@ class Backward(SplitMessage):
 
     Args:
         gradient (`dict[str, torch.Tensor]`):
-            Gradient of shape `(batch · sequence, hidden)`, encoded by [`~split.Wire`].
+            Gradient of `batch · sequence` positions, encoded by [`~split.Wire`].
         num_targets (`int`, *optional*):
             Number of target tokens of the micro-batch, if the gradient is the gradient of the summed loss. `None` for
             the gradient of the mean loss, for which the server does not need the number.
@@ -270,7 +270,7 @@ class Gradient(SplitMessage):
 
     Args:
         gradient (`dict[str, torch.Tensor]`):
-            Gradient of shape `(batch · sequence, hidden)`, encoded by [`~split.Wire`].
+            Gradient of `batch · sequence` positions, encoded by [`~split.Wire`].
         squared_norm (`float`, *optional*):
             Squared norm of the gradients of the server's blocks, in the answer to the last gradient of a step. The
             client then knows the norm by which all parties clip. It is `None` if other parties contribute to the norm.
@@ -287,7 +287,7 @@ class Gradient(SplitMessage):
 
 
 @dataclass(frozen=True)
-class Forget(Serializable):
+class Forget(FlatMessage):
     """
     Client to server: the client no longer needs a key/value cache.
 
@@ -309,38 +309,49 @@ class Forget(Serializable):
             )
 
 
-# Allowed dtypes of encoded hidden states and gradients: floats, int8 or 4-bit integers with scales and zero points, or
-# the largest values with the bits of their places.
-_ENCODED: dict[str, tuple[torch.dtype, ...]] = {
-    "values": (torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8),
-    "scale": (torch.float32,),
-    "zero_point": (torch.float32,),
-    "kept": (torch.uint8,),
-    "mean_error": (torch.float32,),
+# Encoded hidden states and gradients: allowed dtypes of the tensor that has a row for each position, and of the tensor
+# that a gradient may add.
+_ROWS: dict[str, tuple[torch.dtype, ...]] = {
+    "values": (torch.float32, torch.float16, torch.bfloat16),
+    "int8": (torch.uint8,),
+    "int4": (torch.uint8,),
+    "topk": (torch.uint8,),
 }
+_ADDED: dict[str, tuple[torch.dtype, ...]] = {"mean_error": (torch.float32,)}
 
 
 def _check_states(message: Serializable, name: str, encoded: Mapping[str, torch.Tensor]) -> None:
-    if not isinstance(encoded, dict) or "values" not in encoded or not encoded.keys() <= _ENCODED.keys():
+    if (
+        not isinstance(encoded, dict)
+        or len(encoded.keys() & _ROWS.keys()) != 1
+        or encoded.keys() - _ROWS.keys() - _ADDED.keys()
+    ):
         raise ValueError(
-            f"{message.kind}: {name} must be a dictionary with the key 'values' and other keys from "
-            f"{sorted(_ENCODED)}, but is {_describe(encoded)}."
+            f"{message.kind}: {name} must be a dictionary with one of the keys {list(_ROWS)} and optionally "
+            f"{list(_ADDED)}, but is {_describe(encoded)}."
         )
     for part, tensor in encoded.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _ENCODED[part]:
+        allowed = _ROWS.get(part) or _ADDED[part]
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in allowed:
             raise ValueError(
-                f"{message.kind}: {name}[{part!r}] must be a tensor with one of the dtypes {_ENCODED[part]}, but is "
+                f"{message.kind}: {name}[{part!r}] must be a tensor with one of the dtypes {allowed}, but is "
                 f"{_describe(tensor)}."
             )
-    if encoded["values"].ndim != 2 or not encoded["values"].numel():
+    rows = rows_of(encoded)
+    if rows.ndim != 2 or not rows.numel():
         raise ValueError(
             f"{message.kind}: {name} must have the shape (batch · sequence, hidden) without empty dimensions, but is "
-            f"{_describe(encoded['values'])}."
+            f"{_describe(rows)}."
         )
+
+
+def rows_of(encoded: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the tensor of encoded hidden states or gradients that has a row for each position."""
+    return next(tensor for name, tensor in encoded.items() if name in _ROWS)
 
 
 def _num_states(encoded: Mapping[str, torch.Tensor]) -> int:
-    return len(encoded["values"])
+    return len(rows_of(encoded))
 
 
 def _describe(value: object) -> str:

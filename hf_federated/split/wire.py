@@ -81,19 +81,21 @@ class Wire:
             is_gradient (`bool`, *optional*, defaults to `False`): Whether the tensor is a gradient.
 
         Returns:
-            `dict[str, torch.Tensor]`: CPU tensors with one row for each of the `batch · sequence` positions: `values`,
-            and for some dtypes other tensors, as `layout` gives them. `"topk"` adds `mean_error` of shape `(hidden,)`
-            for a gradient.
+            `dict[str, torch.Tensor]`: CPU tensors, as [`~Wire.layout`] describes them: a tensor with a row for each
+            of the `batch · sequence` positions, and for gradients in `"topk"` also `mean_error` of shape `(hidden,)`.
         """
         rows = states.detach().flatten(0, 1)
-        if self.dtype in TRAVEL_DTYPES and self.dtype != "int8":
+        if self._name == "values":
             return {"values": rows.to("cpu", TRAVEL_DTYPES[self.dtype])}
         rows = rows.float()
         if self.dtype == "topk":
             compressed = keep_largest(rows, with_mean=is_gradient)
         else:
             compressed = quantize_rows(rows) if self.dtype == "int8" else quantize_groups(rows)
-        return {name: values.cpu() for name, values in compressed.items()}
+        # Separate tensors would need a header of 60 bytes each, 1 % of a short message.
+        columns = [compressed.pop(name) for name in self._columns(states.shape[-1])]
+        joined = torch.cat([column.reshape(len(rows), -1).view(torch.uint8) for column in columns], dim=1)
+        return {name: values.cpu() for name, values in {self._name: joined, **compressed}.items()}
 
     def decode(
         self, encoded: dict[str, torch.Tensor], batch_size: int, hidden_size: int, dtype: torch.dtype
@@ -114,14 +116,16 @@ class Wire:
             ValueError: If the wire dtype or the hidden size of the tensors differs, or the values are not finite.
         """
         self._check(encoded, hidden_size)
-        values = encoded["values"]
-        # A position with non-finite values decodes to NaN, which the check below rejects.
-        if self.dtype == "int8":
-            values = dequantize_rows(encoded)
-        elif self.dtype == "int4":
-            values = dequantize_groups(encoded, hidden_size)
-        elif self.dtype == "topk":
-            values = restore_largest(encoded, hidden_size)
+        values = encoded[self._name]
+        if self._name != "values":
+            columns = self._split(values, hidden_size)
+            # A position with non-finite values decodes to NaN, which the check below rejects.
+            if self.dtype == "int8":
+                values = dequantize_rows(columns)
+            elif self.dtype == "int4":
+                values = dequantize_groups(columns, hidden_size)
+            else:
+                values = restore_largest({**encoded, **columns}, hidden_size)
         values = values.to(dtype)
         if len(values) % batch_size:
             raise ValueError(f"{len(values)} positions cannot be divided into {batch_size} sequences of equal length.")
@@ -136,39 +140,75 @@ class Wire:
     def layout(
         self, num_positions: int, hidden_size: int, is_gradient: bool = False
     ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return the dtype and the shape of each encoded tensor."""
-        rows = (num_positions,)
-        if self.dtype == "int4":
-            groups = (torch.float32, (*rows, num_groups(hidden_size)))
-            return {"values": (torch.uint8, (*rows, -(-hidden_size // 2))), "scale": groups, "zero_point": groups}
-        if self.dtype == "topk":
-            layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-                "values": (torch.bfloat16, (*rows, num_kept(hidden_size))),
-                "kept": (torch.uint8, (*rows, -(-hidden_size // 8))),
-            }
-            return {**layout, "mean_error": (torch.float32, (hidden_size,))} if is_gradient else layout
-        values = (TRAVEL_DTYPES[self.dtype], (*rows, hidden_size))
-        if self.dtype == "int8":
-            return {"values": values, "scale": (torch.float32, rows), "zero_point": (torch.float32, rows)}
-        return {"values": values}
+        """
+        Return the dtype and the shape of each encoded tensor.
+
+        The floating-point dtypes send a tensor `values`. The other dtypes send a tensor with their name, whose rows
+        are bytes:
+
+        | dtype | bytes of a row | shape in the row |
+        | --- | --- | --- |
+        | `int8` | scale and zero point, float32 | `(1,)` each |
+        | | integers, int8 | `(hidden,)` |
+        | `int4` | scales and zero points, float32 | `(ceil(hidden / 64),)` each |
+        | | integers, uint8, two in each byte | `(ceil(hidden / 2),)` |
+        | `topk` | values, bfloat16 | `(ceil(hidden / 4),)` |
+        | | bits of their places, uint8 | `(ceil(hidden / 8),)` |
+        """
+        if self._name == "values":
+            return {"values": (TRAVEL_DTYPES[self.dtype], (num_positions, hidden_size))}
+        row_bytes = sum(dtype.itemsize * length for dtype, length in self._columns(hidden_size).values())
+        layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            self._name: (torch.uint8, (num_positions, row_bytes))
+        }
+        if self.dtype == "topk" and is_gradient:
+            layout["mean_error"] = (torch.float32, (hidden_size,))
+        return layout
 
     def num_bytes(self, batch_size: int, sequence_length: int, hidden_size: int, is_gradient: bool = False) -> int:
         """Return the size in bytes of one message's hidden states or gradients, without the message header."""
         layout = self.layout(batch_size * sequence_length, hidden_size, is_gradient)
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in layout.values())
 
+    @property
+    def _name(self) -> str:
+        """Name of the tensor that has a row for each position."""
+        return self.dtype if self.dtype in ("int8", "int4", "topk") else "values"
+
+    def _columns(self, hidden_size: int) -> dict[str, tuple[torch.dtype, int]]:
+        """Return the dtype and the number of values of what the rows of bytes contain, in the order of the row."""
+        if self.dtype == "topk":
+            return {"values": (torch.bfloat16, num_kept(hidden_size)), "kept": (torch.uint8, -(-hidden_size // 8))}
+        groups = (torch.float32, 1 if self.dtype == "int8" else num_groups(hidden_size))
+        values = (torch.int8, hidden_size) if self.dtype == "int8" else (torch.uint8, -(-hidden_size // 2))
+        return {"scale": groups, "zero_point": groups, "values": values}
+
+    def _split(self, rows: torch.Tensor, hidden_size: int) -> dict[str, torch.Tensor]:
+        """Split rows of bytes into the tensors that were joined."""
+        columns = self._columns(hidden_size)
+        parts = rows.split([dtype.itemsize * length for dtype, length in columns.values()], dim=1)
+        # A copy is aligned for every dtype.
+        split = {
+            name: part.clone(memory_format=torch.contiguous_format).view(dtype)
+            for (name, (dtype, _)), part in zip(columns.items(), parts, strict=True)
+        }
+        if self.dtype == "int8":
+            split |= {name: split[name].squeeze(1) for name in ("scale", "zero_point")}
+        return split
+
     def _check(self, encoded: dict[str, torch.Tensor], hidden_size: int) -> None:
         """Check names, dtypes and shapes of received tensors."""
-        values = encoded["values"]
-        layout = self.layout(len(values), hidden_size, is_gradient="mean_error" in encoded)
+        num_positions = len(encoded[self._name]) if self._name in encoded else 0
+        layout = self.layout(num_positions, hidden_size, is_gradient="mean_error" in encoded)
         if encoded.keys() != layout.keys() or any(encoded[name].dtype != layout[name][0] for name in layout):
+            dtypes = ", ".join(sorted(str(tensor.dtype) for tensor in encoded.values()))
             raise ValueError(
-                f"Received hidden states encoded as {sorted(encoded)} of dtype {values.dtype}, but this party expects "
+                f"Received hidden states encoded as {sorted(encoded)} of dtype {dtypes}, but this party expects "
                 f"wire dtype {self.dtype}. Set the same wire dtype for both parties."
             )
         for name, (_, shape) in layout.items():
             if encoded[name].shape != shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(encoded[name].shape)}, but {len(values)} positions of hidden size "
+                    f"{name} has shape {tuple(encoded[name].shape)}, but {num_positions} positions of hidden size "
                     f"{hidden_size} need shape {shape}. Load client and server parts from the same model."
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import pickle
 import random
@@ -10,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from networked import DirectLink, unbundled
 
-from hf_federated.messages.serialization import pack, unpack
+from hf_federated.messages.serialization import FlatTree, pack, unpack
 from hf_federated.split.messages import Backward, Forward
 from hf_federated.split_training.messages import (
     BeginStep,
@@ -78,8 +80,15 @@ def attack(kind: type | None = None, step: int = 0) -> Callable[[Attack], Attack
 def with_fields(blob: bytes, **changes: Any) -> bytes:
     """Change fields of a serialized message without the checks of its class. `...` removes a field."""
     tree = unpack(blob)
-    fields = {name: value for name, value in {**tree["fields"], **changes}.items() if value is not ...}
-    return pack({**tree, "fields": fields})
+    if not isinstance(tree, FlatTree):
+        fields = {name: value for name, value in {**tree["fields"], **changes}.items() if value is not ...}
+        return pack({**tree, "fields": fields})
+    values = {name: value for name, value in tree.items() if name.partition(".")[0] not in changes}
+    for name, value in changes.items():
+        values |= {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    scalars = {name: json.dumps(value) for name, value in values.items() if name not in tensors and value is not ...}
+    return safetensors.torch.save(tensors, scalars)
 
 
 def with_values(message: Any, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> bytes:

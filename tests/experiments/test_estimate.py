@@ -154,7 +154,7 @@ def compare_generation(model: SplitModel, estimate: Estimate, batch_size: int, l
     """Generate three tokens of each sequence, and compare the messages with the estimate."""
     sizes: list[tuple[int, int]] = []
     model.boundary.link.watch = lambda blob, answer: sizes.append((len(answer), len(blob)))
-    model.generate(torch.ones(batch_size, length, dtype=torch.int64), max_new_tokens=3, min_new_tokens=3)
+    model.eval().generate(torch.ones(batch_size, length, dtype=torch.int64), max_new_tokens=3, min_new_tokens=3)
     for unit, measured in zip(estimate.units[1:], sizes, strict=False):
         assert (unit.bytes_down, unit.bytes_up) == pytest.approx(measured, abs=PADDING)
         assert unit.round_trips == 1

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from hf_federated import SplitModel
-from hf_federated.messages.serialization import unpack
-from hf_federated.split import ClientBatchRunner, merge_parts, save_parts
+from hf_federated.messages.serialization import packed_kind
+from hf_federated.split import ClientBatchRunner, Forward, merge_parts, save_parts
 from hf_federated.split.adapters import load_adapter
 from hf_federated.split.chatglm import ChatGlmRunner
 from hf_federated.split.layouts import AttentionInputs
@@ -63,9 +63,9 @@ def test_context_lengths_and_positions_are_sent_but_token_ids_are_not():
     blobs: list[bytes] = []
     split.boundary.link.watch = lambda *pair: blobs.extend(pair)
     split(chatglm_input_ids())
-    fields = unpack(blobs[0])["fields"]
-    assert fields["context_lengths"].tolist() == [4, 6]
-    assert fields["position_ids"].tolist() == [
+    message = Forward.from_bytes(blobs[0])
+    assert message.context_lengths.tolist() == [4, 6]
+    assert message.position_ids.tolist() == [
         [[0, 1, 2, 3, 3, 3, 3, 3], [0, 0, 0, 0, 1, 2, 3, 4]],
         [[0, 1, 2, 3, 4, 5, 1, 1], [0, 0, 0, 0, 0, 0, 1, 2]],
     ]
@@ -291,8 +291,10 @@ def with_prefixes(split: SplitModel, length: int) -> list[tuple[torch.Tensor, to
 
 def sent_length(blob: bytes) -> int:
     """Return the number of tokens per sequence whose hidden states a message contains; 0 without hidden states."""
-    fields = unpack(blob)["fields"]
-    return len(fields["hidden"]["values"]) // fields["batch_size"] if "hidden" in fields else 0
+    if packed_kind(blob) != Forward.kind:
+        return 0
+    message = Forward.from_bytes(blob)
+    return len(message.hidden["values"]) // message.batch_size
 
 
 def test_clients_of_a_server_batch_may_have_sequences_of_different_lengths():

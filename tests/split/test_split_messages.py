@@ -11,7 +11,7 @@ from decoders import batch, decoder
 from safetensors.torch import load
 
 from hf_federated import SplitModel
-from hf_federated.messages.serialization import pack, unpack
+from hf_federated.messages.serialization import FlatTree, pack, unpack
 from hf_federated.split import Backward, Forward, Hidden, LocalLink, Wire
 from hf_federated.split.messages import pack_mask, unpack_mask
 from hf_federated.split.wire import WIRE_DTYPES
@@ -43,14 +43,10 @@ def test_messages_contain_no_token_ids_labels_or_loss():
     }
     for blob in blobs:
         tree = unpack(blob)
-        tensors = {
-            name if isinstance(value, torch.Tensor) else f"{name}.values"
-            for name, value in tree["fields"].items()
-            if isinstance(value, (torch.Tensor, dict))
-        }
+        tensors = {name for name, value in tree.items() if isinstance(value, torch.Tensor)}
         assert tensors == declared[tree["kind"]]
         # Numbers outside of tensors are counts and ids, so no number is a loss.
-        assert not any(isinstance(value, float) for value in tree["fields"].values())
+        assert not any(isinstance(value, float) for value in tree.values())
         # The bits of the mask are the only integer tensor in the serialized message.
         dtypes = {str(tensor.dtype) for tensor in load(blob).values()}
         assert dtypes <= {"torch.float32", "torch.uint8"}
@@ -74,7 +70,9 @@ def test_num_bytes_matches_the_size_of_the_messages(dtype):
     bits = batch_size * math.ceil(length / 8)
     headers = [len(blob) - sum(tensor.nbytes for tensor in load(blob).values()) for blob in blobs]
     assert sum(map(len, blobs)) == states + bits + sum(headers)
-    assert max(headers) < 800
+    # A step with 64 tokens and a hidden size of 576 has at most 1 % more bytes.
+    bytes_of_step = 2 * sum(Wire(dtype).num_bytes(1, 64, 576, is_gradient) for is_gradient in (False, True))
+    assert sum(headers) <= 0.01 * bytes_of_step + 2 * 60  # the mask, and larger numbers
     wire = Wire(dtype)
     sizes = [wire.num_bytes(batch_size, length, hidden, is_gradient) for is_gradient in (False, True)]
     assert 2 * sum(sizes) == states
@@ -84,7 +82,7 @@ def test_attention_mask_without_padding_is_not_sent():
     split = SplitModel.from_model(decoder("llama"))
     inputs = batch(None)
     blobs = traffic(split, **inputs, attention_mask=torch.ones_like(inputs["input_ids"]))
-    assert unpack(blobs[0])["fields"]["mask"] is None
+    assert Forward.from_bytes(blobs[0]).mask is None and "mask" not in unpack(blobs[0])
 
 
 @pytest.mark.parametrize("width", [1, 7, 8, 9, 64, 65])
@@ -98,7 +96,7 @@ def test_unpack_mask_inverts_pack_mask(width):
 def test_message_with_labels_raises_error_on_the_server():
     split = SplitModel.from_model(decoder("llama"))
     tree = forward_message().to_tree()
-    tree["fields"]["labels"] = torch.tensor([[1, 2]])
+    tree["labels"] = torch.tensor([[1, 2]])
     with pytest.raises(ValueError, match="'labels'"):
         split.boundary.link.exchange(pack(tree))
 
@@ -154,11 +152,11 @@ def test_invalid_message_field_raises_error(changes, message):
         forward_message(**changes)
 
 
-def test_wrong_number_of_scales_raises_error():
+def test_row_without_scale_raises_error():
     encoded = Wire("int8").encode(torch.randn(1, 6, 4))
-    encoded["scale"] = encoded["scale"][:1]
+    encoded["int8"] = encoded["int8"][:, 4:]
     with pytest.raises(
-        ValueError, match="scale has shape \\(1,\\), but 6 positions of hidden size 4 need shape \\(6,\\)"
+        ValueError, match="int8 has shape \\(6, 8\\), but 6 positions of hidden size 4 need shape \\(6, 12\\)"
     ):
         Wire("int8").decode(encoded, 1, 4, torch.float32)
 
@@ -179,7 +177,8 @@ def test_server_rejects_invalid_messages_and_answers_later_messages():
         (b"no message", "Not a packed tree"),
         (pack({"kind": "predict", "fields": {}}), "got kind 'predict'"),
         (pack({"kind": [1], "fields": {}}), "got kind \\[1\\]"),
-        (pack({"kind": "split_forget", "fields": {"client_id": [1], "cache_id": 0}}), "client_id must be str"),
+        (pack(FlatTree(kind="split_forget", client_id=1, cache_id=0)), "client_id must be str"),
+        (pack({"kind": "split_forget", "fields": {"client_id": "a", "cache_id": 0}}), "'cache_id'.*got None"),
         (
             forward_message(hidden={"values": torch.zeros(130, 32)}).to_bytes(),
             "65 positions, but the model supports at most 64",

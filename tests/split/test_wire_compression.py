@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -68,7 +70,7 @@ def test_largest_values_of_a_gradient_keep_the_mean_of_its_tokens(width):
     gradient[1, 15:] = 0
     wire = Wire("topk")
     encoded = wire.encode(gradient, is_gradient=True)
-    assert wire.encode(gradient).keys() == {"values", "kept"}
+    assert wire.encode(gradient).keys() == {"topk"} and encoded.keys() == {"topk", "mean_error"}
     assert sum(tensor.nbytes for tensor in encoded.values()) == wire.num_bytes(3, 20, width, is_gradient=True)
     actual = wire.decode(encoded, 3, width, torch.float32)
     assert torch.allclose(actual.double().sum((0, 1)), gradient.double().sum((0, 1)), atol=1e-5)
@@ -117,37 +119,69 @@ def test_values_that_are_not_finite_raise_an_error(dtype, value):
         restored(dtype, states)
 
 
-def filled(encoded: dict[str, torch.Tensor], name: str, value: float) -> dict[str, torch.Tensor]:
-    return {**encoded, name: torch.full_like(encoded[name], value)}
+Columns = dict[str, torch.Tensor]
+
+
+def with_columns(dtype: str, encoded: Columns, change: Callable[[Columns], Columns]) -> Columns:
+    """Change what the rows of an encoded tensor of width 70 contain, as the table of `Wire.layout` lists it."""
+    layouts = {
+        "int4": {"scale": (torch.float32, 8), "zero_point": (torch.float32, 8), "values": (torch.uint8, 35)},
+        "topk": {"values": (torch.bfloat16, 36), "kept": (torch.uint8, 9)},
+    }
+    columns, start = {}, 0
+    for name, (column_dtype, num_bytes) in layouts[dtype].items():
+        columns[name] = encoded[dtype][:, start : start + num_bytes].clone().view(column_dtype)
+        start += num_bytes
+    assert start == encoded[dtype].shape[1]
+    return {**encoded, dtype: torch.cat([column.view(torch.uint8) for column in change(columns).values()], dim=1)}
+
+
+def filled(columns: Columns, name: str, value: float) -> Columns:
+    return {**columns, name: torch.full_like(columns[name], value)}
 
 
 @pytest.mark.parametrize(
     ("dtype", "change", "message"),
     [
+        ("int4", lambda sent: sent, None),
         ("int4", lambda sent: filled(sent, "scale", math.inf), "not finite"),
         ("int4", lambda sent: filled(sent, "scale", 3e38), "not finite"),
         ("int4", lambda sent: filled(sent, "zero_point", math.nan), "not finite"),
-        ("int4", lambda sent: {**sent, "scale": sent["scale"][:, :1]}, "scale has shape \\(6, 1\\), .* \\(6, 2\\)"),
-        ("int4", lambda sent: {**sent, "scale": sent["scale"][:1]}, "scale has shape \\(1, 2\\), .* \\(6, 2\\)"),
         (
             "int4",
-            lambda sent: {**sent, "values": sent["values"][:, 1:]},
-            "values has shape \\(6, 34\\), .* \\(6, 35\\)",
+            lambda sent: {**sent, "scale": sent["scale"][:, :1]},
+            "int4 has shape \\(6, 47\\), .* need shape \\(6, 51\\)",
         ),
-        ("int4", lambda sent: {**sent, "scale": sent["scale"].half()}, "same wire dtype"),
-        ("int4", lambda sent: {"values": sent["values"]}, "same wire dtype"),
+        ("topk", lambda sent: sent, None),
         ("topk", lambda sent: filled(sent, "values", math.inf), "not finite"),
         ("topk", lambda sent: filled(sent, "kept", 0), "ranges from 0 to 0, .* must have 18 set bits"),
         ("topk", lambda sent: filled(sent, "kept", 255), "ranges from 70 to 70, .* must have 18 set bits"),
         # The bits after the last value do not count.
         ("topk", lambda sent: {**sent, "kept": sent["kept"].roll(1, dims=1)}, "must have 18 set bits"),
-        ("topk", lambda sent: {**sent, "kept": sent["kept"][:, :1]}, "kept has shape \\(6, 1\\), .* \\(6, 9\\)"),
         (
             "topk",
-            lambda sent: {**sent, "values": sent["values"][:, :1]},
-            "values has shape \\(6, 1\\), .* \\(6, 18\\)",
+            lambda sent: {**sent, "values": sent["values"].float()},
+            "topk has shape \\(6, 81\\), .* need shape \\(6, 45\\)",
         ),
-        ("topk", lambda sent: {**sent, "values": sent["values"].float()}, "same wire dtype"),
+    ],
+)
+def test_invalid_rows_raise_an_error(dtype, change, message):
+    encoded = Wire(dtype).encode(states_with_largest_values_at_the_end())
+    changed = with_columns(dtype, encoded, change)
+    if message is None:
+        assert torch.equal(changed[dtype], encoded[dtype])
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        Wire(dtype).decode(changed, 2, 70, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change", "message"),
+    [
+        ("int4", lambda sent: {"int4": sent["int4"][:5]}, "5 positions cannot be divided into 2 sequences"),
+        ("int4", lambda sent: {"int4": sent["int4"].view(torch.int8)}, "same wire dtype"),
+        ("int4", lambda sent: {"topk": sent["int4"]}, "encoded as \\['topk'\\] .* same wire dtype"),
+        ("topk", lambda sent: {"int4": sent["topk"]}, "encoded as \\['int4'\\] .* same wire dtype"),
+        ("topk", lambda sent: {}, "same wire dtype"),
         ("topk", lambda sent: {**sent, "mean_error": torch.zeros(69)}, "mean_error has shape \\(69,\\), .* \\(70,\\)"),
         ("topk", lambda sent: {**sent, "mean_error": torch.full((70,), math.nan)}, "not finite"),
         ("topk", lambda sent: {**sent, "mean_error": torch.zeros(70).half()}, "same wire dtype"),
@@ -155,9 +189,22 @@ def filled(encoded: dict[str, torch.Tensor], name: str, value: float) -> dict[st
     ],
 )
 def test_invalid_compressed_tensors_raise_an_error(dtype, change, message):
-    states = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(0))
-    states[..., -6:] += 10  # the largest values are at the end
-    encoded = Wire(dtype).encode(states)
+    encoded = Wire(dtype).encode(states_with_largest_values_at_the_end())
     Wire(dtype).decode(encoded, 2, 70, torch.float32)
     with pytest.raises(ValueError, match=message):
         Wire(dtype).decode(change(encoded), 2, 70, torch.float32)
+
+
+def states_with_largest_values_at_the_end() -> torch.Tensor:
+    states = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(0))
+    states[..., -6:] += 10
+    return states
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "topk"])
+@pytest.mark.parametrize("hidden_size", [1, 3, 64, 70])
+def test_rows_of_one_position_are_decoded(hidden_size, dtype):
+    """The columns of a single row are contiguous, but not aligned."""
+    states = torch.randn(1, 1, hidden_size)
+    many = torch.cat([states, torch.randn(1, 4, hidden_size)], dim=1)
+    assert torch.equal(restored(dtype, states)[0, 0], restored(dtype, many)[0, 0])
