@@ -24,6 +24,7 @@ from .joined_inputs import join_attention_inputs, join_states, split_by_client
 from .layouts import AttentionInputs
 from .messages import (
     Backward,
+    Forget,
     Forward,
     Gradient,
     Hidden,
@@ -32,7 +33,7 @@ from .messages import (
     read_request,
     rows_of,
 )
-from .module_parameters import TrainedParameters
+from .module_parameters import ModuleParameters
 from .parts import Part
 from .wire import Wire
 
@@ -91,6 +92,9 @@ class BodyServer:
         seed (`int`, *optional*):
             Seed of the body's random numbers in training (dropout). The random numbers depend only on the seed, the
             client, the step and the micro-step. By default the global generator of the process is used.
+        trusts_clients (`bool`, *optional*, defaults to `False`):
+            Whether the clients are in this process. If not, a backward pass with gradients that are not finite raises
+            an error and changes nothing, and the norms for `take_boundary_scale` are recorded.
 
     Attributes:
         num_targets (`int`): Number of target tokens of the gradients received since the last `average_gradients`.
@@ -98,10 +102,11 @@ class BodyServer:
     Example: see [`SplitModel`], which creates a `BodyServer` if both parties are in one process.
     """
 
-    def __init__(self, body: Part, wire: Wire, seed: int | None = None) -> None:
+    def __init__(self, body: Part, wire: Wire, seed: int | None = None, trusts_clients: bool = False) -> None:
         self.body = body
         self.wire = wire
         self.seed = seed
+        self.trusts_clients = trusts_clients
         self.num_targets = 0
         # Micro-batches whose gradient was not received yet.
         self._graphs: OrderedDict[MicroBatchId, _Graph] = OrderedDict()
@@ -109,7 +114,7 @@ class BodyServer:
         self._norms: dict[str, _BoundaryNorms] = {}
         # Whether a forward pass draws random numbers in training. `None` before the first one.
         self._draws_random_numbers: bool | None = None
-        self._trained = TrainedParameters(body)
+        self._parameters = ModuleParameters(body)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy. A copy has no graphs and no caches."""
@@ -130,12 +135,14 @@ class BodyServer:
                 body. The error changes neither weights nor gradients nor other micro-batches.
         """
         message = read_request(blob)
-        if isinstance(message, Forward):
-            return self.forward(message).to_bytes()
-        if isinstance(message, Backward):
-            return self.backward(message).to_bytes()
-        self._caches.pop((message.client_id, message.cache_id), None)
-        return b""
+        if isinstance(message, Forget):
+            self._caches.pop((message.client_id, message.cache_id), None)
+            return b""
+        return self.process(message).to_bytes()
+
+    def process(self, message: Forward | Backward) -> Hidden | Gradient:
+        """Answer a message with hidden states or a gradient. The answer and the message may share memory."""
+        return self.forward(message) if isinstance(message, Forward) else self.backward(message)
 
     def forward(self, message: Forward) -> Hidden:
         """Run the body's blocks on a client's hidden states."""
@@ -182,7 +189,7 @@ class BodyServer:
             )
         for message in messages:
             self._check_positions(message)
-        device = next(self.body.model.parameters()).device
+        device = self._first_parameter.device
         states = [self._decode(message, message.hidden, message.batch_size).to(device) for message in messages]
         sizes = [(len(client_states), client_states.shape[1]) for client_states in states]
         inputs = join_states(states)
@@ -257,11 +264,16 @@ class BodyServer:
         self._drop(graph)
         # Activation checkpointing runs a part of the forward pass again, with the same random numbers.
         with contextlib.nullcontext() if self._draws_random_numbers is False else _GENERATORS:
-            received = self._accumulate_gradients(graph, client_gradients, gradient)
+            if self.trusts_clients:
+                graph.outputs.backward(gradient)
+            else:
+                self._accumulate_gradients(graph, client_gradients, gradient)
+        received = cast(torch.Tensor, graph.inputs.grad)
         self.num_targets += sum(num_targets)
         answers = dict(zip(graph.micro_batch_ids, split_by_client(received, graph.sizes), strict=True))
-        for message in messages:
-            self._record_norms(graph, message, gradient, answers[message.micro_batch_id])
+        if not self.trusts_clients:
+            for message in messages:
+                self._record_norms(graph, message, gradient, answers[message.micro_batch_id])
         return [
             Gradient(
                 *message.micro_batch_id, gradient=self.wire.encode(answers[message.micro_batch_id], is_gradient=True)
@@ -271,9 +283,9 @@ class BodyServer:
 
     def _accumulate_gradients(
         self, graph: _Graph, client_gradients: Sequence[torch.Tensor], gradient: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> None:
         """
-        Run the backward pass of a server batch, and add the gradients of the parameters to their `grad`.
+        Run the backward pass of a server batch, and add the gradients to the `grad` of inputs and parameters.
 
         For hundreds of adapters, `backward` takes less time than `torch.autograd.grad`.
 
@@ -283,13 +295,10 @@ class BodyServer:
                 `(batch, sequence, hidden)`.
             gradient (`torch.Tensor`): The gradients of all clients, joined as the outputs of the forward pass are.
 
-        Returns:
-            `torch.Tensor`: Gradient with respect to the inputs of the forward pass, of their shape.
-
         Raises:
-            ClientFaultError: If a gradient is not finite. Every `grad` is then as before.
+            ClientFaultError: If a gradient is not finite. The `grad` of every parameter is then as before.
         """
-        trained = self._trained.find()
+        trained = self._parameters.trained()
         before = [parameter.grad for parameter in trained]
         for parameter in trained:
             parameter.grad = None
@@ -306,7 +315,6 @@ class BodyServer:
         for parameter, (new, old) in zip(trained, added, strict=True):
             if old is not None:
                 parameter.grad = old if new is None else old.add_(new)
-        return result
 
     def average_gradients(self) -> None:
         """Divide the gradients by the number of received target tokens, if clients sent gradients of summed losses."""
@@ -342,7 +350,8 @@ class BodyServer:
         Return the scale of the squared norm of a client's parameter gradients, and forget the step of the client.
 
         The gradient of a weight is a product of gradients and states, and those at the cut layers have the scale of
-        those inside the client's blocks. The scale is the product of their squared norms since the last call.
+        those inside the client's blocks. The scale is the product of their squared norms since the last call. Requires
+        `trusts_clients=False`.
 
         Args:
             client_id (`str`): The client.
@@ -396,9 +405,15 @@ class BodyServer:
 
     def _decode(self, message: SplitMessage, encoded: dict[str, torch.Tensor], batch_size: int) -> torch.Tensor:
         try:
-            return self.wire.decode(encoded, batch_size, self.body.model.config.hidden_size, self.body.dtype)
+            dtype = self._first_parameter.dtype
+            return self.wire.decode(encoded, batch_size, self.body.model.config.hidden_size, dtype)
         except ValueError as error:
             raise ValueError(f"Client {message.client_id!r}, step {message.step}: {error}") from error
+
+    @property
+    def _first_parameter(self) -> torch.nn.Parameter:
+        """The first floating-point parameter, with the dtype and the device of the body."""
+        return next(parameter for parameter in self._parameters.all() if parameter.is_floating_point())
 
     def _graph(self, message: Backward) -> _Graph:
         if message.micro_batch_id not in self._graphs:
@@ -551,7 +566,9 @@ def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
 @contextlib.contextmanager
 def _autocast(device: torch.device, dtype: str | None) -> Iterator[None]:
     """Apply the client's autocast setting, independently of the autocast state of the server thread."""
-    if dtype is None:
+    if dtype is None and not torch.is_autocast_enabled(device.type):
+        yield
+    elif dtype is None:
         with torch.autocast(device.type, enabled=False):
             yield
     else:

@@ -1,8 +1,8 @@
 """The client's side of the cut layer, as a node in the model's autograd graph.
 
-In the forward pass, the client sends hidden states as bytes and receives hidden states. In the backward pass, it sends
-and receives gradients in the same way. The bytes are the same within one process and between two machines. Only the
-[`Link`] that carries them differs.
+In the forward pass, the client sends hidden states and receives hidden states. In the backward pass, it sends and
+receives gradients in the same way. The messages are the same within one process and between two machines. Only the
+[`Link`] that carries them differs: within one process, the message itself is passed and its bytes are counted.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from .body import BodyServer
 from .messages import Backward, Forget, Forward, Gradient, Hidden, MicroBatchId, pack_mask
 from .wire import Wire
+
+
+A = TypeVar("A", Hidden, Gradient)
 
 
 class Link(Protocol):
@@ -37,13 +40,32 @@ class Link(Protocol):
         """Notify the link that an optimizer step ended."""
 
 
+def deliver(link: Link, message: Forward | Backward, answer_class: type[A]) -> A:
+    """
+    Send a message over a link and wait for the answer.
+
+    Args:
+        link ([`Link`]): The link. The message is serialized, unless the link has a method `deliver`.
+        message ([`~split.messages.Forward`] or [`~split.messages.Backward`]): The message.
+        answer_class (`type`): The class of the answer, [`~split.messages.Hidden`] or [`~split.messages.Gradient`].
+
+    Raises:
+        ValueError: If the answer is damaged, or of another class.
+    """
+    pass_message: Callable[[Forward | Backward, type[A]], A] | None = getattr(link, "deliver", None)
+    if pass_message is not None:
+        return pass_message(message, answer_class)
+    return answer_class.from_bytes(link.exchange(message.to_bytes()))
+
+
 class LocalLink:
     """
     A link to a server in the same process.
 
     Args:
         server ([`BodyServer`]): The server.
-        watch (`Callable[[bytes, bytes], None]`, *optional*): A callback that gets every message and its answer.
+        watch (`Callable[[bytes, bytes], None]`, *optional*): A callback that gets every serialized message and its
+            answer. Messages are serialized only for this callback.
     """
 
     def __init__(self, server: BodyServer, watch: Callable[[bytes, bytes], None] | None = None) -> None:
@@ -56,6 +78,18 @@ class LocalLink:
         if self.watch is not None:
             self.watch(blob, answer)
         return answer
+
+    def deliver(self, message: Forward | Backward, answer_class: type[A]) -> A:
+        """
+        Pass the message to the server and return the answer, without serialization.
+
+        Args:
+            message ([`~split.messages.Forward`] or [`~split.messages.Backward`]): The message.
+            answer_class (`type`): The class of the answer.
+        """
+        if self.watch is not None:
+            return answer_class.from_bytes(self.exchange(message.to_bytes()))
+        return cast(A, self.server.process(message))
 
     def end_step(self) -> None:
         """Do nothing at the end of an optimizer step."""
@@ -229,7 +263,7 @@ class Boundary:
         else:
             summed = self.wire.encode(gradient * total, is_gradient=True)
             message = Backward(client_id, step, micro_step, summed, num_targets=context.num_targets)
-        answer = Gradient.from_bytes(self.link.exchange(message.to_bytes()))
+        answer = deliver(self.link, message, Gradient)
         _check_micro_batch(answer.micro_batch_id, context.micro_batch_id)
         self.squared_norm_of_body = answer.squared_norm
         states = self.wire.decode(answer.gradient, len(gradient), gradient.shape[-1], context.dtype).to(context.device)
@@ -267,7 +301,7 @@ class _ServerBody(torch.autograd.Function):
         num_targets: int | None,
     ) -> torch.Tensor:
         message = Forward(hidden=boundary.wire.encode(hidden), **header)
-        answer = Hidden.from_bytes(boundary.link.exchange(message.to_bytes()))
+        answer = deliver(boundary.link, message, Hidden)
         _check_micro_batch(answer.micro_batch_id, message.micro_batch_id)
         ctx.boundary, ctx.micro_batch_id, ctx.num_targets = boundary, message.micro_batch_id, num_targets
         ctx.dtype, ctx.device = hidden.dtype, hidden.device

@@ -14,11 +14,12 @@ a backward pass in another thread raises an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from .body import BodyServer
+from .boundary import A
 from .lockstep import LockstepRunner
-from .messages import Backward, Forget, Forward, read_request
+from .messages import Backward, Forget, Forward, Gradient, Hidden, Request, read_request
 
 
 T = TypeVar("T")
@@ -93,16 +94,16 @@ class ClientBatchRunner:
         """Whether the work of a client is in progress."""
         return self._lockstep.is_active(client_id)
 
-    def exchange(self, client_id: str, message: Forward | Backward) -> bytes:
+    def exchange(self, client_id: str, message: Forward | Backward) -> Hidden | Gradient:
         """Wait at the cut layer until all clients have sent a message, and return the server's answer."""
-        answer: bytes = self._lockstep.exchange(client_id, message)
+        answer: Hidden | Gradient = self._lockstep.exchange(client_id, message)
         return answer
 
-    def _run_server(self, messages: Sequence[Any]) -> list[bytes]:
+    def _run_server(self, messages: Sequence[Any]) -> Sequence[Hidden | Gradient]:
         if all(isinstance(message, Forward) for message in messages):
-            return [answer.to_bytes() for answer in self.server.forward_batch(messages)]
+            return self.server.forward_batch(messages)
         if all(isinstance(message, Backward) for message in messages):
-            return [answer.to_bytes() for answer in self.server.backward_batch(messages)]
+            return self.server.backward_batch(messages)
         kinds = sorted({type(message).kind for message in messages})
         raise ValueError(
             f"All clients of a server step must send messages of the same kind, but they sent {kinds}. Make all "
@@ -133,15 +134,37 @@ class ClientBatchLink:
             ValueError: If the message has the id of another client.
         """
         message = read_request(blob)
+        # A client may drop a cache at any time, without waiting for the other clients.
+        if isinstance(message, Forget):
+            self._check_client(message)
+            return self.runner.server.answer(blob)
+        return self._answer(message).to_bytes()
+
+    def deliver(self, message: Forward | Backward, answer_class: type[A]) -> A:
+        """
+        Wait for the other clients, and return the server's answer, without serialization.
+
+        Args:
+            message ([`~split.messages.Forward`] or [`~split.messages.Backward`]): The message.
+            answer_class (`type`): The class of the answer.
+
+        Raises:
+            ValueError: If the message has the id of another client.
+        """
+        return cast(A, self._answer(message))
+
+    def _answer(self, message: Forward | Backward) -> Hidden | Gradient:
+        self._check_client(message)
+        if not self.runner.is_running(self.client_id):
+            return self.runner.server.process(message)
+        return self.runner.exchange(self.client_id, message)
+
+    def _check_client(self, message: Request) -> None:
         if message.client_id != self.client_id:
             raise ValueError(
                 f"The link of client {self.client_id!r} got a message of client {message.client_id!r}. Use a separate "
                 "link for each client."
             )
-        # A client may drop a cache at any time, without waiting for the other clients.
-        if isinstance(message, Forget) or not self.runner.is_running(self.client_id):
-            return self.runner.server.answer(blob)
-        return self.runner.exchange(self.client_id, message)
 
     def end_step(self) -> None:
         """Do nothing at the end of an optimizer step."""

@@ -20,6 +20,8 @@ def join_states(states: Sequence[torch.Tensor]) -> torch.Tensor:
     Returns:
         `torch.Tensor`: Shape `(sum of the batches, longest sequence, hidden)`.
     """
+    if len(states) == 1:
+        return states[0]
     width = max(tensor.shape[1] for tensor in states)
     return _concatenate([functional.pad(tensor, (0, 0, 0, width - tensor.shape[1])) for tensor in states])
 
@@ -32,6 +34,8 @@ def split_by_client(states: torch.Tensor, sizes: Sequence[tuple[int, int]]) -> l
         states (`torch.Tensor`): Joined hidden states, as [`join_states`] returns them.
         sizes (`Sequence[tuple[int, int]]`): The batch size and the sequence length of each client.
     """
+    if len(sizes) == 1:
+        return [states]
     by_client = states.split([batch_size for batch_size, _ in sizes])
     return [client_states[:, :length] for client_states, (_, length) in zip(by_client, sizes, strict=True)]
 

@@ -57,7 +57,7 @@ _LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels")
 
 class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin):
     """
-    A causal language model in three parts. Client and server exchange only serialized messages.
+    A causal language model in three parts. Client and server exchange only messages.
 
     Calls, training and generation work as with the original model, and logits and gradients are the same as with
     `use_cache=False`. Outside of `generate`, a split model creates a cache only if `use_cache=True` is passed.
@@ -178,7 +178,8 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
             cut = cut_of(config, head_blocks, tail_blocks, layout)
             parts = split_into_parts(model, cut, layout)
         wire = Wire.for_weights(parts["head"].dtype, wire_dtype)
-        boundary = Boundary(LocalLink(BodyServer(parts["body"], wire)), wire, client_id)
+        server = BodyServer(parts["body"], wire, trusts_clients=True)
+        boundary = Boundary(LocalLink(server), wire, client_id)
         split = cls(config, parts["head"], parts["tail"], boundary, parts["body"])
         if isinstance(model_or_name, str):
             split.eval()

@@ -1,4 +1,4 @@
-"""`TrainedParameters`: the trained parameters of a module with hundreds of adapters, found in little time."""
+"""`ModuleParameters`: the parameters of a module with hundreds of adapters, found in little time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 
-class TrainedParameters:
+class ModuleParameters:
     """
-    Finds the parameters of a module that require a gradient.
+    Finds the parameters of a module.
 
     `Module.parameters` takes 1 % of a step of a split model with LoRA, because each adapter has several submodules.
     This class searches the submodules again only after one of them has registered a parameter or a module, as an
@@ -27,14 +27,14 @@ class TrainedParameters:
 
     ```python
     >>> import torch
-    >>> from hf_federated.split.module_parameters import TrainedParameters
+    >>> from hf_federated.split.module_parameters import ModuleParameters
 
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-    >>> trained = TrainedParameters(module)
-    >>> len(trained.find())
+    >>> parameters = ModuleParameters(module)
+    >>> len(parameters.all())
     4
     >>> module[0] = torch.nn.Linear(2, 2, bias=False)
-    >>> len(trained.find())
+    >>> len(parameters.all())
     3
     ```
     """
@@ -46,16 +46,20 @@ class TrainedParameters:
         # `_Registrations.number` at the time of the last search.
         self._searched_at = -1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TrainedParameters:
-        return TrainedParameters(copy.deepcopy(self._module, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleParameters:
+        return ModuleParameters(copy.deepcopy(self._module, memo))
 
-    def find(self) -> list[nn.Parameter]:
-        """Return the parameters that require a gradient, each once, in the order of `Module.parameters`."""
+    def all(self) -> list[nn.Parameter]:
+        """Return all parameters, each once, in the order of `Module.parameters`."""
         if self._searched_at != _Registrations.number:
             self._searched_at = _Registrations.number
             _Registrations.observed.update(self._module.modules())
             self._parameters = list(self._module.parameters())
-        return [parameter for parameter in self._parameters if parameter.requires_grad]
+        return self._parameters
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the parameters that require a gradient, in the same order."""
+        return [parameter for parameter in self.all() if parameter.requires_grad]
 
 
 class _Registrations:

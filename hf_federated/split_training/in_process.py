@@ -115,7 +115,7 @@ class SplitFederation:
             if name not in self.servers:
                 server_body = body if name == SERVER else replica_of(body, config.device_of_body(len(self.servers)))
                 self.servers[name] = Party(name, server_body, None)
-                self._body_servers[name] = BodyServer(server_body, wire, seed)
+                self._body_servers[name] = BodyServer(server_body, wire, seed, trusts_clients=True)
             self._server_names[client_id] = name
             if config.strategy == "client_batch" and self._client_batch is None:
                 self._client_batch = ClientBatchRunner(self._body_servers[name])

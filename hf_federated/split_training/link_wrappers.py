@@ -7,7 +7,8 @@ from typing import Any
 
 from ..security.encrypted_link import EncryptedLink, EncryptedServer, PendingAnswer
 from ..security.encrypted_session import ClientSession, Identity, ServerSession
-from ..split.boundary import Link
+from ..split.boundary import A, Link, deliver
+from ..split.messages import Backward, Forward
 
 
 # Arguments: client id, bytes sent, bytes received.
@@ -75,6 +76,18 @@ class ByteCountingLink(_ByteCounter):
         record_bytes (`Callable[[str, int, int], None]`): Called after each exchange with the client id, the bytes sent
             and the bytes received.
     """
+
+    def deliver(self, message: Forward | Backward, answer_class: type[A]) -> A:
+        """
+        Send a message and return the answer. The link may pass the message without serializing it.
+
+        Args:
+            message ([`~split.messages.Forward`] or [`~split.messages.Backward`]): The message.
+            answer_class (`type`): The class of the answer.
+        """
+        answer = deliver(self._carrier, message, answer_class)
+        self.record_bytes(self.client_id, message.num_bytes, answer.num_bytes)
+        return answer
 
     def end_step(self) -> None:
         """Report the end of an optimizer step."""

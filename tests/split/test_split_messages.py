@@ -12,7 +12,7 @@ from safetensors.torch import load
 
 from hf_federated import SplitModel
 from hf_federated.messages.serialization import FlatTree, pack, unpack
-from hf_federated.split import Backward, Forward, Hidden, LocalLink, Wire
+from hf_federated.split import Backward, BodyServer, Forward, Hidden, LocalLink, Wire
 from hf_federated.split.messages import pack_mask, unpack_mask
 from hf_federated.split.wire import WIRE_DTYPES
 
@@ -220,7 +220,8 @@ def test_server_rejects_invalid_messages_and_answers_later_messages():
 
 def test_overflowing_gradient_raises_error_and_does_not_change_the_body():
     full_model = decoder("llama")
-    exchange = SplitModel.from_model(full_model).boundary.link.exchange
+    split = SplitModel.from_model(full_model)
+    exchange = BodyServer(split.server_body, split.boundary.wire).answer
     exchange(forward_message(hidden={"values": torch.randn(6, 32)}, grad=True).to_bytes())
     with pytest.raises(ValueError, match="are not finite"):
         exchange(Backward("client", 0, 0, {"values": torch.full((6, 32), 3e38)}).to_bytes())
@@ -229,7 +230,8 @@ def test_overflowing_gradient_raises_error_and_does_not_change_the_body():
 
 def test_finite_gradients_with_overflowing_norm_are_accepted():
     full_model = decoder("llama")
-    exchange = SplitModel.from_model(full_model).boundary.link.exchange
+    split = SplitModel.from_model(full_model)
+    exchange = BodyServer(split.server_body, split.boundary.wire).answer
     exchange(forward_message(hidden={"values": torch.randn(6, 32)}, grad=True).to_bytes())
     exchange(Backward("client", 0, 0, {"values": torch.full((6, 32), 1e25)}).to_bytes())
     actual = [parameter.grad for parameter in full_model.parameters() if parameter.grad is not None]

@@ -1,4 +1,4 @@
-"""`TrainedParameters` finds what `Module.parameters` finds, also after the module has changed."""
+"""`ModuleParameters` finds what `Module.parameters` finds, also after the module has changed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from hf_federated import SplitModel
-from hf_federated.split import Wire
-from hf_federated.split.module_parameters import TrainedParameters
+from hf_federated.split import BodyServer, LocalLink, Wire
+from hf_federated.split.module_parameters import ModuleParameters
 
 
 def trained(module: nn.Module) -> list[int]:
     return [id(parameter) for parameter in module.parameters() if parameter.requires_grad]
 
 
-def found(parameters: TrainedParameters) -> list[int]:
-    return list(map(id, parameters.find()))
+def found(parameters: ModuleParameters) -> list[int]:
+    return list(map(id, parameters.trained()))
 
 
 def freeze(model: nn.Module) -> None:
@@ -48,7 +48,7 @@ def share_weight(model: nn.Module) -> None:
 @pytest.mark.parametrize("change", [freeze, add_adapter, replace_block, replace_weight, share_weight])
 def test_parameters_are_found_after_a_change(change):
     model = decoder("llama")
-    parameters = TrainedParameters(model)
+    parameters = ModuleParameters(model)
     assert found(parameters) == trained(model)
     change(model)
     assert found(parameters) == trained(model)
@@ -57,17 +57,17 @@ def test_parameters_are_found_after_a_change(change):
 def test_an_unchanged_module_is_searched_once(monkeypatch):
     """The slices of blocks that a forward pass creates do not count as changes."""
     model = decoder("llama")
-    parameters = TrainedParameters(model)
+    parameters = ModuleParameters(model)
     expected = found(parameters)
     model(torch.tensor([[1, 2, 3]]))
-    TrainedParameters(decoder("llama")).find()
+    ModuleParameters(decoder("llama")).trained()
     monkeypatch.setattr(model, "parameters", pytest.fail)
     assert found(parameters) == expected
 
 
 def test_a_copy_finds_the_parameters_of_the_copied_module():
-    parameters = TrainedParameters(nn.Linear(2, 2))
-    parameters.find()
+    parameters = ModuleParameters(nn.Linear(2, 2))
+    parameters.trained()
     module, copied = copy.deepcopy((parameters._module, parameters))
     assert found(copied) == trained(module)
     assert not set(found(copied)) & set(found(parameters))
@@ -77,6 +77,7 @@ def test_a_copy_finds_the_parameters_of_the_copied_module():
 def test_a_failed_backward_pass_keeps_the_gradients_of_a_new_adapter(accumulated, monkeypatch):
     """The body gets an adapter after its server was created. A gradient that overflows changes nothing."""
     split = SplitModel.from_model(decoder("llama"))
+    split.boundary.link = LocalLink(BodyServer(split.server_body, split.boundary.wire))
     split.add_adapter(LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"))
     tokens = torch.tensor([[1, 2, 3]])
     if accumulated:
