@@ -1,7 +1,7 @@
 """The server's side of the cut layer: forward and backward passes of the body on the clients' hidden states.
 
-A [`BodyServer`] receives and returns bytes. Between messages it keeps the autograd graphs of micro-batches whose
-gradient it has not received yet, and the key/value caches of unfinished generations.
+Between messages, a [`BodyServer`] keeps the autograd graphs of micro-batches whose gradient it has not received, and
+the key/value caches of unfinished generations.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ class BodyServer:
             Seed of the body's random numbers in training (dropout). The random numbers depend only on the seed, the
             client, the step and the micro-step. By default the global generator of the process is used.
         trusts_clients (`bool`, *optional*, defaults to `False`):
-            Whether the clients are in this process. If not, a backward pass with gradients that are not finite raises
-            an error and changes nothing, and the norms for `take_boundary_scale` are recorded.
+            Whether the server skips checks that clients in the same process do not need. By default, a backward pass
+            whose gradients are not finite raises an error and changes nothing, and the server records the norms that
+            `take_boundary_scale` needs.
 
     Attributes:
         num_targets (`int`): Number of target tokens of the gradients received since the last `average_gradients`.

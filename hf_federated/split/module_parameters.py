@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from typing import Any
@@ -46,8 +45,9 @@ class ModuleParameters:
         # `_Registrations.number` at the time of the last search.
         self._searched_at = -1
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleParameters:
-        return ModuleParameters(copy.deepcopy(self._module, memo))
+    def __reduce__(self) -> tuple[type[ModuleParameters], tuple[nn.Module]]:
+        # A copy, also in another process, searches its own module.
+        return ModuleParameters, (self._module,)
 
     def all(self) -> list[nn.Parameter]:
         """Return all parameters, each once, in the order of `Module.parameters`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -65,12 +66,15 @@ def test_an_unchanged_module_is_searched_once(monkeypatch):
     assert found(parameters) == expected
 
 
-def test_a_copy_finds_the_parameters_of_the_copied_module():
-    parameters = ModuleParameters(nn.Linear(2, 2))
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_copy_finds_the_parameters_of_the_copied_module(copy_of):
+    parameters = ModuleParameters(nn.Sequential(nn.Linear(2, 2)))
     parameters.trained()
-    module, copied = copy.deepcopy((parameters._module, parameters))
+    module, copied = copy_of((parameters._module, parameters))
     assert found(copied) == trained(module)
     assert not set(found(copied)) & set(found(parameters))
+    module[0] = nn.Linear(2, 2, bias=False)
+    assert found(copied) == trained(module)
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
