@@ -17,4 +17,6 @@ def is_finite(values: torch.Tensor) -> bool:
     Args:
         values (`torch.Tensor`): Tensor of any shape and of a floating-point dtype, on any device.
     """
+    if values.element_size() == 1:  # torch has no sum of 8-bit floats
+        values = values.float()
     return math.isfinite(values.sum()) or bool(values.isfinite().all())

@@ -32,3 +32,9 @@ def test_finite_values_whose_sum_overflows_are_finite(sign, dtype):
 
 def test_an_empty_tensor_is_finite():
     assert is_finite(torch.zeros(0, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn])
+def test_8_bit_floats_are_checked(dtype):
+    assert is_finite(torch.ones(3).to(dtype))
+    assert not is_finite(torch.tensor([1.0, math.nan]).to(dtype))
