@@ -203,14 +203,16 @@ def _with_unrounded_buffers(parts: Iterable[Part], model: nn.Module) -> Iterator
     `.to(torch.bfloat16)` rounds the rotary frequencies of a model, and the parts create them again in float32. The
     rounding can change the logits of a small model by 10 %.
     """
+    buffers = dict(model.named_buffers())
     replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
     try:
         for part in parts:
             for name, buffer in part.model.named_buffers():
-                parent, _, attribute = part.original_name(name).rpartition(".")
-                owner = model.get_submodule(parent)
-                rounded = getattr(owner, attribute)
+                original = part.original_name(name)
+                rounded = buffers.get(original, buffer)
                 if rounded.dtype != buffer.dtype and torch.equal(buffer.to(rounded.dtype), rounded):
+                    parent, _, attribute = original.rpartition(".")
+                    owner = model.get_submodule(parent)
                     replaced.append((owner, attribute, rounded))
                     setattr(owner, attribute, buffer)
         yield

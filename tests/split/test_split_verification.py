@@ -231,3 +231,12 @@ def test_rotary_frequencies_of_another_model_are_a_difference(monkeypatch):
     model.model.rotary_emb.inv_freq *= 3
     with pytest.raises(ValueError, match="do not compute what the whole model computes"):
         SplitModel.from_model(model)
+
+
+@pytest.mark.parametrize("replacement", [None, torch.ones(2)])
+def test_model_without_an_unused_buffer_is_verified(replacement):
+    model = decoder("llama").to(torch.bfloat16)
+    del model.model.rotary_emb.original_inv_freq
+    if replacement is not None:
+        model.model.rotary_emb.original_inv_freq = replacement
+    SplitModel.from_model(model)
