@@ -65,7 +65,7 @@ class Serializable:
 
     @classmethod
     def _from_tree(cls: type[M], tree: Any) -> M:
-        kind = tree.get("kind") if isinstance(tree, dict) else type(tree).__name__
+        kind = kind_of(tree)
         if kind != cls.kind:
             raise ValueError(f"Expected a message of kind {cls.kind!r}, got kind {kind!r}.")
         expected = _defaults(cast(Any, cls))
@@ -86,6 +86,12 @@ class Serializable:
         return tree.get("fields")
 
 
+def kind_of(tree: Any) -> str:
+    """Return the kind of a message in an untrusted tree, or a description in brackets if the kind is no text."""
+    kind = tree.get("kind") if isinstance(tree, dict) else tree
+    return kind if isinstance(kind, str) else f"<{type(kind).__name__}>"
+
+
 @functools.cache
 def _defaults(cls: Any) -> dict[str, Any]:
     """Return the default of each field of a dataclass by name, `dataclasses.MISSING` if a field has none."""
@@ -97,7 +103,8 @@ class FlatMessage(Serializable):
     """
     A message with a short header. Its fields are scalars, tensors and dictionaries of tensors.
 
-    A field that has its default value is not sent. The tensors of a dictionary are sent as `field.key`.
+    A field that has its default value is not sent. The tensors of a dictionary are sent as `field.key`. A dictionary
+    must not be empty.
     """
 
     def to_tree(self) -> FlatTree:
@@ -114,7 +121,10 @@ class FlatMessage(Serializable):
     @classmethod
     def _fields_of(cls, tree: dict[str, Any]) -> Any:
         if not isinstance(tree, FlatTree):
-            return None
+            raise ValueError(
+                f"A message of kind {cls.kind!r} must be a flat tree. Use the same version of hf_federated for all "
+                "parties."
+            )
         sent: dict[str, Any] = {}
         parts: dict[str, dict[str, Any]] = {}
         for key, value in tree.items():

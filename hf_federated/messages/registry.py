@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Message
+from .base import Message, kind_of
 from .distillation import Distill, Feedback, Predict, Predictions
 from .serialization import unpack
 from .training import ClientFailure, ClientUpdate, Evaluate, Fit, Metrics
@@ -26,8 +26,8 @@ def message_from_tree(tree: Any) -> Message:
     Raises:
         ValueError: If the kind is unknown or the fields differ from the fields of the kind.
     """
-    kind = tree.get("kind") if isinstance(tree, dict) else None
-    if not isinstance(kind, str) or kind not in KINDS:
+    kind = kind_of(tree)
+    if kind not in KINDS:
         raise ValueError(f"Unknown message kind {kind!r}; known kinds are {sorted(KINDS)}.")
     return KINDS[kind]._from_tree(tree)
 

@@ -279,6 +279,8 @@ def packed_kind(blob: bytes | memoryview) -> str | None:
     """Return the value of the key `kind` in a serialized tree, without reading the tensors, or `None` if missing."""
     try:
         skeleton = _skeleton(_read_header(blob)[0])
+        if isinstance(skeleton, dict) and skeleton.keys() == {"$pairs"}:
+            skeleton = {key: value for key, value in skeleton["$pairs"] if isinstance(key, str)}
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
     kind = skeleton.get("kind") if isinstance(skeleton, dict) else None
@@ -290,7 +292,7 @@ def _read_header(blob: bytes | memoryview) -> tuple[dict[str, Any], int]:
     stop = _LENGTH_BYTES + int.from_bytes(blob[:_LENGTH_BYTES], "little")
     if stop > len(blob):
         raise ValueError(f"the header of {len(blob)} bytes ends at byte {stop}")
-    header = json.loads(bytes(blob[_LENGTH_BYTES:stop]))
+    header = json.loads(str(blob[_LENGTH_BYTES:stop], "utf-8"))
     if not isinstance(header, dict):
         raise ValueError("the header is not a dictionary")
     return header, stop

@@ -12,8 +12,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from hf_federated.messages import FlatMessage
+from hf_federated.messages import FlatMessage, read_message
 from hf_federated.messages.serialization import FlatTree, PackedPieces, pack, packed_kind, packed_size, unpack
+from hf_federated.split.messages import read_request
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ def test_fields_with_their_default_are_not_sent():
     [
         (write({"states.values": torch.ones(1)}, kind="sample", name="a"), "has the fields"),
         (write({"states.values": torch.ones(1)}, kind="other", name="a", count=1), "got kind 'other'"),
-        (write({"states.values": torch.ones(1)}, name="a", count=1), "got kind None"),
-        (write({"states.values": torch.ones(1), "kind": torch.ones(1)}, name="a", count=1), "got kind tensor"),
+        (write({"states.values": torch.ones(1)}, name="a", count=1), "got kind '<NoneType>'"),
+        (write({"states.values": torch.ones(1), "kind": torch.ones(1)}, name="a", count=1), "got kind '<Tensor>'"),
         (write({"states.values": torch.ones(1)}, kind="sample", name="a", count=1, labels=[1]), "labels"),
         (
             write({"states.values": torch.ones(1), "labels.a": torch.ones(1)}, kind="sample", name="a", count=1),
@@ -104,9 +105,12 @@ def test_fields_with_their_default_are_not_sent():
         (write({"states.values": torch.ones(1), "name": torch.ones(1)}, kind="sample", name="a", count=1), "damaged"),
         (safetensors.torch.save({"states.values": torch.ones(1)}, {"kind": "sample"}), "damaged"),
         (safetensors.torch.save({"states.values": torch.ones(1)}), "damaged"),
-        (pack({"kind": "sample", "fields": {"name": "a", "count": 1, "states": {}}}), "has the fields .* got None"),
-        (pack({"kind": "sample", "name": "a", "count": 1, "states": {}}), "has the fields .* got None"),
-        (pack([1]), "got kind 'list'"),
+        (
+            pack({"kind": "sample", "fields": {"name": "a", "count": 1, "states": {}}}),
+            "must be a flat tree. Use the same version",
+        ),
+        (pack({"kind": "sample", "name": "a", "count": 1, "states": {}}), "must be a flat tree. Use the same version"),
+        (pack([1]), "got kind '<list>'"),
     ],
 )
 @pytest.mark.parametrize("form", [bytes, lambda blob: memoryview(bytearray(blob))], ids=["bytes", "view"])
@@ -124,6 +128,32 @@ def test_damaged_metadata_is_an_error(metadata):
         with pytest.raises(ValueError, match="damaged"):
             unpack(form)
         assert packed_kind(form) is None
+
+
+def test_text_that_is_not_utf8_is_an_error():
+    header = json.dumps({"__metadata__": {"kind": '"sample"'}}).encode("utf-16")
+    header += b"\n\0" * (-(-len(header) // 8) * 4 - len(header) // 2)
+    blob = len(header).to_bytes(8, "little") + header
+    for form in (blob, memoryview(bytearray(blob))):
+        with pytest.raises(ValueError, match="damaged"):
+            unpack(form)
+        assert packed_kind(form) is None
+
+
+def test_kind_with_many_dimensions_is_an_error():
+    blob = pack({"kind": torch.zeros([1] * 2000), "fields": {}})
+    with pytest.raises(ValueError, match="got kind '<Tensor>'"):
+        Sample.from_bytes(blob)
+    with pytest.raises(ValueError, match="got kind '<Tensor>'"):
+        read_request(blob)
+    with pytest.raises(ValueError, match="Unknown message kind '<Tensor>'"):
+        read_message(blob)
+
+
+def test_kind_among_pairs_is_found():
+    pairs = {"tree": json.dumps({"$pairs": [["kind", "sample"], ["$a", 1]]})}
+    blob = safetensors.torch.save({"a": torch.ones(1)}, pairs)
+    assert packed_kind(blob) == unpack(blob)["kind"] == "sample"
 
 
 @pytest.mark.parametrize("value", [{}, [1], (1,), {"a": torch.ones(1)}], ids=str)
