@@ -33,7 +33,6 @@ from .messages import (
     read_request,
     rows_of,
 )
-from .module_parameters import ModuleParameters
 from .parts import Part
 from .wire import Wire
 
@@ -115,7 +114,6 @@ class BodyServer:
         self._norms: dict[str, _BoundaryNorms] = {}
         # Whether a forward pass draws random numbers in training. `None` before the first one.
         self._draws_random_numbers: bool | None = None
-        self._parameters = ModuleParameters(body)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy. A copy has no graphs and no caches."""
@@ -133,7 +131,8 @@ class BodyServer:
 
         Raises:
             ValueError: If the message is damaged, has an unknown kind or an undeclared field, or does not fit this
-                body. The error changes neither weights nor gradients nor other micro-batches.
+                body. The error changes neither weights nor gradients nor other micro-batches. With
+                `trusts_clients=True`, gradients that are not finite raise no error.
         """
         message = read_request(blob)
         if isinstance(message, Forget):
@@ -190,8 +189,7 @@ class BodyServer:
             )
         for message in messages:
             self._check_positions(message)
-        device = self._first_parameter.device
-        states = [self._decode(message, message.hidden, message.batch_size).to(device) for message in messages]
+        states = [self._decode_states(message) for message in messages]
         sizes = [(len(client_states), client_states.shape[1]) for client_states in states]
         inputs = join_states(states)
         mask, positions, contexts = join_attention_inputs(messages, sizes, inputs.device)
@@ -268,7 +266,7 @@ class BodyServer:
             if self.trusts_clients:
                 graph.outputs.backward(gradient)
             else:
-                self._accumulate_gradients(graph, client_gradients, gradient)
+                self._backward_with_check(graph, client_gradients, gradient)
         received = cast(torch.Tensor, graph.inputs.grad)
         self.num_targets += sum(num_targets)
         answers = dict(zip(graph.micro_batch_ids, split_by_client(received, graph.sizes), strict=True))
@@ -282,13 +280,11 @@ class BodyServer:
             for message in messages
         ]
 
-    def _accumulate_gradients(
+    def _backward_with_check(
         self, graph: _Graph, client_gradients: Sequence[torch.Tensor], gradient: torch.Tensor
     ) -> None:
         """
         Run the backward pass of a server batch, and add the gradients to the `grad` of inputs and parameters.
-
-        For hundreds of adapters, `backward` takes less time than `torch.autograd.grad`.
 
         Args:
             graph (`_Graph`): The forward pass.
@@ -299,23 +295,17 @@ class BodyServer:
         Raises:
             ClientFaultError: If a gradient is not finite. The `grad` of every parameter is then as before.
         """
-        trained = self._parameters.trained()
-        before = [parameter.grad for parameter in trained]
-        for parameter in trained:
-            parameter.grad = None
-        try:
-            graph.outputs.backward(gradient)
-            result = cast(torch.Tensor, graph.inputs.grad)
-            added = [(parameter.grad, old) for parameter, old in zip(trained, before, strict=True)]
-            if not _are_finite([result, *(new for new, _ in added if new is not None)]):
-                raise _overflow_error(graph, client_gradients, split_by_client(result, graph.sizes))
-        except BaseException:
-            for parameter, old in zip(trained, before, strict=True):
-                parameter.grad = old
-            raise
-        for parameter, (new, old) in zip(trained, added, strict=True):
-            if old is not None:
-                parameter.grad = old if new is None else old.add_(new)
+        trained = [parameter for parameter in self.body.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(graph.outputs, [graph.inputs, *trained], gradient, allow_unused=True)
+        if not _are_finite([tensor for tensor in gradients if tensor is not None]):
+            raise _overflow_error(graph, client_gradients, split_by_client(gradients[0], graph.sizes))
+        graph.inputs.grad = gradients[0]
+        for parameter, parameter_gradient in zip(trained, gradients[1:], strict=True):
+            if parameter_gradient is not None:
+                if parameter.grad is None:
+                    parameter.grad = parameter_gradient
+                else:
+                    parameter.grad += parameter_gradient
 
     def average_gradients(self) -> None:
         """Divide the gradients by the number of received target tokens, if clients sent gradients of summed losses."""
@@ -327,7 +317,7 @@ class BodyServer:
 
     def size_of_states(self, message: Forward) -> float:
         """Return the root mean square of a client's hidden states."""
-        states = self._decode(message, message.hidden, message.batch_size)
+        states = self._decode_states(message)
         return _norm(states) / states.numel() ** 0.5
 
     def sensitivity(self, message: Backward) -> float:
@@ -380,7 +370,7 @@ class BodyServer:
                 or have invalid positions.
         """
         self._check_positions(message)
-        self._decode(message, message.hidden, message.batch_size)
+        self._decode_states(message)
 
     def check_backward(self, message: Backward) -> None:
         """
@@ -395,7 +385,7 @@ class BodyServer:
     def _decode_gradient(self, graph: _Graph, message: Backward) -> torch.Tensor:
         """Decode a gradient, whose shape must be the shape of the hidden states of its micro-batch."""
         batch_size, length = graph.sizes[graph.micro_batch_ids.index(message.micro_batch_id)]
-        gradient = self._decode(message, message.gradient, batch_size)
+        gradient = self._decode(message, message.gradient, batch_size, graph.inputs.dtype)
         expected = (batch_size, length, self.body.model.config.hidden_size)
         if gradient.shape != expected:
             raise ValueError(
@@ -404,17 +394,18 @@ class BodyServer:
             )
         return gradient
 
-    def _decode(self, message: SplitMessage, encoded: dict[str, torch.Tensor], batch_size: int) -> torch.Tensor:
+    def _decode_states(self, message: Forward) -> torch.Tensor:
+        """Decode hidden states, with the dtype and on the device of the body."""
+        weight = next(parameter for parameter in self.body.model.parameters() if parameter.is_floating_point())
+        return self._decode(message, message.hidden, message.batch_size, weight.dtype).to(weight.device)
+
+    def _decode(
+        self, message: SplitMessage, encoded: dict[str, torch.Tensor], batch_size: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         try:
-            dtype = self._first_parameter.dtype
             return self.wire.decode(encoded, batch_size, self.body.model.config.hidden_size, dtype)
         except ValueError as error:
             raise ValueError(f"Client {message.client_id!r}, step {message.step}: {error}") from error
-
-    @property
-    def _first_parameter(self) -> torch.nn.Parameter:
-        """The first floating-point parameter, with the dtype and the device of the body."""
-        return next(parameter for parameter in self._parameters.all() if parameter.is_floating_point())
 
     def _graph(self, message: Backward) -> _Graph:
         if message.micro_batch_id not in self._graphs:

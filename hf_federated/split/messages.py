@@ -15,6 +15,7 @@ from typing import ClassVar, TypeVar
 import torch
 
 from ..messages import FlatMessage, Serializable
+from ..messages.base import kind_of
 from ..messages.fields import Count
 from ..messages.serialization import unpack
 
@@ -390,7 +391,7 @@ def read_one_of(blob: bytes | memoryview, kinds: Mapping[str, type[M]]) -> M:
         ValueError: If the message is damaged, has an unknown kind, or has an undeclared field.
     """
     tree = unpack(blob)
-    kind = tree.get("kind") if isinstance(tree, dict) else None
-    if not isinstance(kind, str) or kind not in kinds:
+    kind = kind_of(tree)
+    if kind not in kinds:
         raise ValueError(f"The server accepts messages of the kinds {sorted(kinds)}, but got kind {kind!r}.")
     return kinds[kind]._from_tree(tree)

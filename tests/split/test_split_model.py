@@ -466,7 +466,7 @@ def test_cache_cannot_be_used_after_a_failed_call(fails_at, monkeypatch):
     with torch.no_grad():
         cache = split(ids[:, :3], use_cache=True).past_key_values
         with monkeypatch.context() as patch, pytest.raises(ConnectionError):
-            owner, name = (link, "deliver") if fails_at == "server" else (split.client_tail.model, "forward")
+            owner, name = (link, "exchange") if fails_at == "server" else (split.client_tail.model, "forward")
             patch.setattr(owner, name, fail)
             split(ids[:, 3:4], past_key_values=cache)
         with pytest.raises(ValueError, match="generate from the beginning"):
