@@ -87,8 +87,10 @@ class Serializable:
 
 
 def kind_of(tree: Any) -> str:
-    """Return the kind of a message in an untrusted tree, or a description in brackets if the kind is no text."""
-    kind = tree.get("kind") if isinstance(tree, dict) else tree
+    """Return the kind of a message in an untrusted tree, or the name of a type in brackets if it has no kind."""
+    if not isinstance(tree, dict):
+        return f"<{type(tree).__name__}>"
+    kind = tree.get("kind")
     return kind if isinstance(kind, str) else f"<{type(kind).__name__}>"
 
 

@@ -19,7 +19,7 @@ from .messages import Backward, Forget, Forward, Gradient, Hidden, MicroBatchId,
 from .wire import Wire
 
 
-A = TypeVar("A", Hidden, Gradient)
+Answer = TypeVar("Answer", Hidden, Gradient)
 
 
 class Link(Protocol):
@@ -40,7 +40,7 @@ class Link(Protocol):
         """Notify the link that an optimizer step ended."""
 
 
-def deliver(link: Link, message: Forward | Backward, answer_class: type[A]) -> A:
+def deliver(link: Link, message: Forward | Backward, answer_class: type[Answer]) -> Answer:
     """
     Send a message over a link and wait for the answer.
 
@@ -53,14 +53,16 @@ def deliver(link: Link, message: Forward | Backward, answer_class: type[A]) -> A
         ValueError: If the answer is damaged, or of another class.
     """
     # Looked up in the class, because a wrapper that forwards unknown attributes would skip its own `exchange`.
-    pass_message: Callable[[Link, Forward | Backward, type[A]], A] | None = getattr(type(link), "deliver", None)
+    pass_message: Callable[[Link, Forward | Backward, type[Answer]], Answer] | None = getattr(
+        type(link), "deliver", None
+    )
     if pass_message is not None:
         return pass_message(link, message, answer_class)
     return answer_class.from_bytes(link.exchange(message.to_bytes()))
 
 
 def replaces_exchange(link: Link, link_class: type[Link]) -> bool:
-    """Whether a link has another method `exchange` than a class of links, which must then get every message."""
+    """Whether the method `exchange` of a link is not the one of this class. It must then get every message."""
     return getattr(link.exchange, "__func__", None) is not link_class.exchange
 
 
@@ -85,7 +87,7 @@ class LocalLink:
             self.watch(blob, answer)
         return answer
 
-    def deliver(self, message: Forward | Backward, answer_class: type[A]) -> A:
+    def deliver(self, message: Forward | Backward, answer_class: type[Answer]) -> Answer:
         """
         Pass the message to the server and return the answer, without serialization.
 
@@ -95,7 +97,7 @@ class LocalLink:
         """
         if self.watch is not None or replaces_exchange(self, LocalLink):
             return answer_class.from_bytes(self.exchange(message.to_bytes()))
-        return cast(A, self.server.process(message))
+        return cast(Answer, self.server.process(message))
 
     def end_step(self) -> None:
         """Do nothing at the end of an optimizer step."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from .body import BodyServer
-from .boundary import A, replaces_exchange
+from .boundary import Answer, replaces_exchange
 from .lockstep import LockstepRunner
 from .messages import Backward, Forget, Forward, Gradient, Hidden, Request, read_request
 
@@ -140,7 +140,7 @@ class ClientBatchLink:
             return self.runner.server.answer(blob)
         return self._answer(message).to_bytes()
 
-    def deliver(self, message: Forward | Backward, answer_class: type[A]) -> A:
+    def deliver(self, message: Forward | Backward, answer_class: type[Answer]) -> Answer:
         """
         Wait for the other clients, and return the server's answer, without serialization.
 
@@ -153,7 +153,7 @@ class ClientBatchLink:
         """
         if replaces_exchange(self, ClientBatchLink):
             return answer_class.from_bytes(self.exchange(message.to_bytes()))
-        return cast(A, self._answer(message))
+        return cast(Answer, self._answer(message))
 
     def _answer(self, message: Forward | Backward) -> Hidden | Gradient:
         self._check_client(message)

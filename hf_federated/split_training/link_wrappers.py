@@ -7,7 +7,7 @@ from typing import Any
 
 from ..security.encrypted_link import EncryptedLink, EncryptedServer, PendingAnswer
 from ..security.encrypted_session import ClientSession, Identity, ServerSession
-from ..split.boundary import A, Link, deliver
+from ..split.boundary import Answer, Link, deliver
 from ..split.messages import Backward, Forward
 
 
@@ -77,7 +77,7 @@ class ByteCountingLink(_ByteCounter):
             and the bytes received.
     """
 
-    def deliver(self, message: Forward | Backward, answer_class: type[A]) -> A:
+    def deliver(self, message: Forward | Backward, answer_class: type[Answer]) -> Answer:
         """
         Send a message and return the answer. The link may pass the message without serializing it.
 

@@ -346,7 +346,7 @@ def test_unknown_kind_is_rejected_with_the_known_kinds():
         read_message(pack({"kind": "gossip", "fields": {}}))
 
 
-@pytest.mark.parametrize("tree", [3, [], {}, {"kind": None}, {"kind": []}, {"fields": {}}], ids=repr)
+@pytest.mark.parametrize("tree", [3, "fit", [], {}, {"kind": None}, {"kind": []}, {"fields": {}}], ids=repr)
 def test_tree_that_is_not_a_message_is_rejected(tree):
     with pytest.raises(ValueError, match="Unknown message kind"):
         read_message(pack(tree))
