@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..utils.finite_values import dtype_of_sum, is_finite
 from .base import Message
 from .fields import check_fields
 from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Metrics
@@ -81,14 +82,11 @@ def first_non_finite(state: Mapping[str, torch.Tensor]) -> str | None:
     floating = {name: value for name, value in state.items() if value.is_floating_point() and value.numel()}
     if not floating:
         return None
-    # A finite sum implies finite values, and a sum is the cheapest check. Sums of finite values may overflow, so the
-    # exact check below decides.
-    sums = torch.stack(
-        [value.sum(dtype=torch.promote_types(value.dtype, torch.float32)) for value in floating.values()]
-    )
+    # As in `is_finite`, with one transfer from an accelerator for all tensors.
+    sums = torch.stack([value.sum(dtype=dtype_of_sum(value.dtype)) for value in floating.values()])
     if bool(sums.isfinite().all()):
         return None
-    return next((name for name, value in floating.items() if not value.isfinite().all()), None)
+    return next((name for name, value in floating.items() if not is_finite(value)), None)
 
 
 def _check_state(state: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], where: str) -> None:

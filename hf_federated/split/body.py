@@ -15,11 +15,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch.nn.utils import get_total_norm
 from transformers import DynamicCache
 
-from ..utils.finite_values import is_finite
 from ..utils.random import derived_seed, generator_states, isolated_rng
+from .client_faults import are_finite, check_outputs, norm, overflow_error
 from .joined_inputs import join_attention_inputs, join_states, split_by_client
 from .layouts import AttentionInputs
 from .messages import (
@@ -35,23 +34,6 @@ from .messages import (
 )
 from .parts import Part
 from .wire import Wire
-
-
-class ClientFaultError(ValueError):
-    """
-    Raised if the messages of some clients make a computation for several clients impossible.
-
-    Args:
-        client_ids (`Sequence[str]`): The clients that cause the error.
-        text (`str`): The error, as a clause that names the clients.
-        is_recoverable (`bool`, *optional*, defaults to `True`): Whether the computation can be repeated without these
-            clients.
-    """
-
-    def __init__(self, client_ids: Sequence[str], text: str, is_recoverable: bool = True) -> None:
-        super().__init__(text)
-        self.client_ids = list(client_ids)
-        self.is_recoverable = is_recoverable
 
 
 # Held while a body draws random numbers. The generators belong to the process.
@@ -200,7 +182,7 @@ class BodyServer:
         with self._random_numbers(first), torch.set_grad_enabled(first.grad), _autocast(inputs.device, first.autocast):
             outputs = self.body(inputs, mask, positions, cache, contexts, use_cache=cache is not None).logits
         if first.grad:
-            _check_outputs(messages, split_by_client(outputs.detach(), sizes))
+            check_outputs([message.client_id for message in messages], split_by_client(outputs.detach(), sizes))
             self._keep(_Graph(micro_batch_ids, inputs, outputs, sizes))
         return [
             Hidden(*message.micro_batch_id, hidden=self.wire.encode(client_outputs))
@@ -297,8 +279,9 @@ class BodyServer:
         """
         trained = [parameter for parameter in self.body.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(graph.outputs, [graph.inputs, *trained], gradient, allow_unused=True)
-        if not _are_finite([tensor for tensor in gradients if tensor is not None]):
-            raise _overflow_error(graph, client_gradients, split_by_client(gradients[0], graph.sizes))
+        if not are_finite([tensor for tensor in gradients if tensor is not None]):
+            client_ids = [client_id for client_id, _, _ in graph.micro_batch_ids]
+            raise overflow_error(client_ids, client_gradients, split_by_client(gradients[0], graph.sizes))
         graph.inputs.grad = gradients[0]
         for parameter, parameter_gradient in zip(trained, gradients[1:], strict=True):
             if parameter_gradient is not None:
@@ -318,7 +301,7 @@ class BodyServer:
     def size_of_states(self, message: Forward) -> float:
         """Return the root mean square of a client's hidden states."""
         states = self._decode_states(message)
-        return _norm(states) / states.numel() ** 0.5
+        return norm(states) / states.numel() ** 0.5
 
     def sensitivity(self, message: Backward) -> float:
         """
@@ -334,7 +317,7 @@ class BodyServer:
         index = graph.micro_batch_ids.index(message.micro_batch_id)
         states = split_by_client(graph.outputs.detach(), graph.sizes)[index]
         gradient = self._decode_gradient(graph, message)
-        return _norm(gradient) * _norm(states) / max(message.num_targets or 1, 1)
+        return norm(gradient) * norm(states) / max(message.num_targets or 1, 1)
 
     def take_boundary_scale(self, client_id: str) -> float:
         """
@@ -357,8 +340,8 @@ class BodyServer:
             split_by_client(tensor.detach(), graph.sizes)[index] for tensor in (graph.outputs, graph.inputs, received)
         )
         # Blocks normalize the hidden states. A normalized state has the squared norm of its number of values.
-        norms.states += _norm(inputs) ** 2 + _norm(outputs) ** 2 + outputs.numel()
-        norms.gradients += _norm(gradient) ** 2 + _norm(answered) ** 2
+        norms.states += norm(inputs) ** 2 + norm(outputs) ** 2 + outputs.numel()
+        norms.gradients += norm(gradient) ** 2 + norm(answered) ** 2
         norms.num_targets += message.num_targets or 0
 
     def check_forward(self, message: Forward) -> None:
@@ -510,55 +493,10 @@ def _are_equal_states(first: Any, second: Any) -> bool:
     )
 
 
-def _norm(tensor: torch.Tensor) -> float:
-    # The squares of float32 values overflow above 1e19.
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-
-
-def _overflow_error(
-    graph: _Graph, received: Sequence[torch.Tensor], answers: Sequence[torch.Tensor]
-) -> ClientFaultError:
-    """Name the clients whose hidden states or gradients lead to gradients that are not finite."""
-    client_ids = [client_id for client_id, _, _ in graph.micro_batch_ids]
-    faulty = [client_id for client_id, answer in zip(client_ids, answers, strict=True) if not is_finite(answer)]
-    if not faulty or len(faulty) == len(client_ids):
-        norms = [_norm(gradient) for gradient in received]
-        faulty = [client_ids[norms.index(max(norms))]]
-    return ClientFaultError(
-        faulty,
-        "The received gradients lead to gradients of the server's blocks that are not finite. They are from client "
-        f"{', '.join(map(repr, faulty))}.",
-        is_recoverable=False,
-    )
-
-
-def _check_outputs(messages: Sequence[Forward], outputs: Sequence[torch.Tensor]) -> None:
-    """
-    Reject the clients of a server batch whose hidden states overflow in the body.
-
-    A gradient of zero times NaN is NaN, so the graph of the batch would be of no use to the other clients.
-    """
-    if len(messages) > 1 and not _are_finite(outputs):
-        faulty = [
-            message.client_id for message, states in zip(messages, outputs, strict=True) if not is_finite(states)
-        ]
-        raise ClientFaultError(
-            faulty, f"the hidden states of client {', '.join(map(repr, faulty))} overflow in the server's blocks"
-        )
-
-
-def _are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all values are finite. A norm of all tensors is faster than separate checks of hundreds of adapters."""
-    if bool(get_total_norm(tensors).isfinite()):
-        return True
-    # The norm may overflow although all values are finite.
-    return all(map(is_finite, tensors))
-
-
 @contextlib.contextmanager
 def _autocast(device: torch.device, dtype: str | None) -> Iterator[None]:
     """Apply the client's autocast setting, independently of the autocast state of the server thread."""
-    if dtype is None and not torch.is_autocast_enabled(device.type):
+    if dtype is None and not torch.is_autocast_enabled(device.type):  # the usual case, in less time
         yield
     elif dtype is None:
         with torch.autocast(device.type, enabled=False):

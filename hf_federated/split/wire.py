@@ -81,8 +81,8 @@ class Wire:
             is_gradient (`bool`, *optional*, defaults to `False`): Whether the tensor is a gradient.
 
         Returns:
-            `dict[str, torch.Tensor]`: CPU tensors, as [`~Wire.layout`] describes them: a tensor with a row for each
-            of the `batch · sequence` positions, and for gradients in `"topk"` also `mean_error` of shape `(hidden,)`.
+            `dict[str, torch.Tensor]`: CPU tensors with the dtypes and shapes that [`~Wire.layout`] returns. One tensor
+            has a row for each position. Gradients in `"topk"` also have `mean_error` of shape `(hidden,)`.
         """
         rows = states.detach().flatten(0, 1)
         if self._name == "values":

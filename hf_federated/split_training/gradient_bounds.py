@@ -26,7 +26,7 @@ import statistics
 import threading
 from collections.abc import Mapping
 
-from ..split.body import ClientFaultError
+from ..split.client_faults import ClientFaultError
 
 
 # Largest accepted multiple of the reference. In runs of randomly initialized models of 4 to 6 blocks, with and without
@@ -50,7 +50,7 @@ class GradientBounds:
     >>> bounds = GradientBounds()
     >>> bounds.check_squared_norms(0, {"north": 4.0, "south": 1e30}, {"north": 8.0, "south": 8.0})
     Traceback (most recent call last):
-    hf_federated.split.body.ClientFaultError: client 'south' reports gradients of norm 1e+15 at step 0, but at most ...
+    hf_federated.split.client_faults.ClientFaultError: client 'south' reports gradients of norm 1e+15 at step 0, ...
     ```
     """
 

@@ -17,9 +17,9 @@ import torch
 
 from ..messages import Serializable
 from ..messages.fields import MAX_COUNT, Count, MaxEntries, Range, check_fields
+from ..messages.validation import first_non_finite
 from ..split.body import MAX_GRAPHS
 from ..split.messages import REQUESTS, read_one_of
-from ..utils.finite_values import is_finite
 
 
 @dataclass(frozen=True)
@@ -379,8 +379,8 @@ class PartParameters(Serializable):
         for name, value in self.state.items():
             if not isinstance(value, torch.Tensor):
                 raise ValueError(f"{self.kind}: {name!r} is not a tensor.")
-            if value.is_floating_point() and not is_finite(value):
-                raise ValueError(
-                    f"{self.kind}: {name!r} of client {self.client_id!r} has NaN or infinite values at step "
-                    f"{self.step}. Lower the learning rate, or set max_grad_norm."
-                )
+        if (not_finite := first_non_finite(self.state)) is not None:
+            raise ValueError(
+                f"{self.kind}: {not_finite!r} of client {self.client_id!r} has NaN or infinite values at step "
+                f"{self.step}. Lower the learning rate, or set max_grad_norm."
+            )

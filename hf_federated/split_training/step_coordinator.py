@@ -26,7 +26,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..split.body import ClientFaultError
+from ..split.client_faults import ClientFaultError
 from ..split.messages import Backward, Forget, Forward, Gradient
 from .envelope_relay import EnvelopeRelay
 from .gradient_bounds import GradientBounds

@@ -17,6 +17,10 @@ def is_finite(values: torch.Tensor) -> bool:
     Args:
         values (`torch.Tensor`): Tensor of any shape and of a floating-point dtype, on any device.
     """
-    if values.element_size() == 1:  # torch has no sum of 8-bit floats
-        values = values.float()
-    return math.isfinite(values.sum()) or bool(values.isfinite().all())
+    dtype = dtype_of_sum(values.dtype)
+    return math.isfinite(values.sum(dtype=dtype)) or bool(values.to(dtype).isfinite().all())
+
+
+def dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which to add values. Torch cannot add 8-bit floats, and sums of float16 values overflow."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -121,19 +121,20 @@ def test_a_changed_message_is_an_error(form, blob, error):
 
 @pytest.mark.parametrize("metadata", [[], "tree", 3, None, {"kind": 3}, {"kind": "{"}, {"kind": "[" * 10**5}], ids=str)
 def test_damaged_metadata_is_an_error(metadata):
-    header = json.dumps({"__metadata__": metadata}).encode()
-    header = header.ljust(-(-len(header) // 8) * 8)
-    blob = len(header).to_bytes(8, "little") + header
-    for form in (blob, memoryview(bytearray(blob))):
-        with pytest.raises(ValueError, match="damaged"):
-            unpack(form)
-        assert packed_kind(form) is None
+    check_damaged(json.dumps({"__metadata__": metadata}))
 
 
-def test_text_that_is_not_utf8_is_an_error():
-    header = json.dumps({"__metadata__": {"kind": '"sample"'}}).encode("utf-16")
-    header += b"\n\0" * (-(-len(header) // 8) * 4 - len(header) // 2)
-    blob = len(header).to_bytes(8, "little") + header
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig"])
+def test_text_that_is_not_utf8_is_an_error(encoding):
+    check_damaged(json.dumps({"__metadata__": {"kind": '"sample"'}}), encoding)
+
+
+def check_damaged(header: str, encoding: str = "utf-8") -> None:
+    """Check that a file with this header is refused, as bytes and as a view."""
+    while len(header.encode(encoding)) % 8 and len(header) < 2 * 10**5:
+        header += " "
+    encoded = header.encode(encoding)
+    blob = len(encoded).to_bytes(8, "little") + encoded
     for form in (blob, memoryview(bytearray(blob))):
         with pytest.raises(ValueError, match="damaged"):
             unpack(form)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from hf_federated.messages.validation import first_non_finite
 from hf_federated.utils.finite_values import is_finite
 
 
@@ -38,3 +39,10 @@ def test_an_empty_tensor_is_finite():
 def test_8_bit_floats_are_checked(dtype):
     assert is_finite(torch.ones(3).to(dtype))
     assert not is_finite(torch.tensor([1.0, math.nan]).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e5m2])
+def test_first_tensor_that_is_not_finite_is_named(dtype):
+    state = {name: torch.ones(3).to(dtype) for name in ("a", "b", "c")}
+    assert first_non_finite(state) is None
+    assert first_non_finite({**state, "b": torch.tensor([1.0, math.nan]).to(dtype)}) == "b"
