@@ -23,6 +23,7 @@ LAYERS = (
     "_compat config utils",
     "messages distributed",
     "adapters data tasks transport security",
+    "methods",
     "clients postprocessing",
     "aggregation distillation split",
     "engines",
@@ -105,7 +106,7 @@ def test_import_scan_finds_known_imports():
 
 
 def test_aggregation_imports_only_tensor_and_message_modules():
-    allowed = {"_compat", "aggregation", "messages", "postprocessing", "utils"}
+    allowed = {"_compat", "aggregation", "messages", "methods", "postprocessing", "utils"}
     # MutualKD also distills and trains a private model of the client.
     exceptions = {"mutual_kd": {"distillation"}}
     for path, name in modules():

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ..methods import UpdateCollection
 from ..utils.algorithm_names import AGGREGATION_NAMES, import_reference
 from ..utils.weighted_mean import WeightedMean
 from .base import Accumulator, Aggregation, LocalHook
@@ -27,7 +28,6 @@ from .robust import RobustAggregation
 from .scaffold import Scaffold
 from .server_optimizer import ServerOptimizer
 from .trimmed_mean import TrimmedMean
-from .update_collection import UpdateCollection
 
 
 AGGREGATIONS: Mapping[str, type[Aggregation]] = MappingProxyType(

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from ..messages import Fit
+from ..methods import UpdateCollection
 from ..utils.arguments import require
 from ..utils.robust_statistics import median
 from ..utils.weighted_mean import State, wide_dtype
 from .base import LocalHook
 from .robust import ClippedMean
-from .update_collection import UpdateCollection
 from .update_statistics import clipping_scales, combine, gram_matrix
 
 

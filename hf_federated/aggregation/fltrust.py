@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from ..messages import ClientUpdate
+from ..methods import UpdateCollection
 from ..utils.weighted_mean import State
 from .robust import RobustAggregation
-from .update_collection import UpdateCollection
 from .update_statistics import combine, products_with, rounded, squared_norm, squared_norms
 
 

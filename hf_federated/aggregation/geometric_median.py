@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..methods import UpdateCollection
 from ..utils.arguments import require
 from ..utils.weighted_mean import State
 from .robust import RobustAggregation
-from .update_collection import UpdateCollection
 from .update_statistics import combine, gram_matrix, rounded, squared_distances
 
 

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..methods import UpdateCollection
 from ..utils.arguments import require
 from ..utils.errors import RoundFailedError
 from ..utils.weighted_mean import State
 from .lora_factors import combined_factors
 from .robust import RobustAggregation, check_num_hostile, count_hostile
-from .update_collection import UpdateCollection
 from .update_statistics import combine, gram_matrix, split_names, squared_distances
 
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..methods import UpdateCollection
 from ..utils.random import isolated_rng
 from ..utils.weighted_mean import State
-from .update_collection import UpdateCollection
 
 
 # Parts of the dotted names of the factors, from PEFT.

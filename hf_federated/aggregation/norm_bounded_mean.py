@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..methods import UpdateCollection
 from ..utils.arguments import require
 from ..utils.robust_statistics import median
 from ..utils.weighted_mean import State
 from .lora_factors import find_pairs
 from .robust import ClippedMean
-from .update_collection import UpdateCollection
 from .update_statistics import clipping_scales, combine, squared_norms
 
 

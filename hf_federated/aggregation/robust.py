@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..messages import ClientUpdate
+from ..methods import UpdateCollection
 from ..utils.arguments import require
 from ..utils.errors import RoundFailedError
 from ..utils.robust_statistics import num_tolerated
@@ -15,7 +16,6 @@ from ..utils.weighted_mean import State, WeightedMean, wide_dtype
 from .base import Accumulator, Aggregation
 from .lora_factors import find_other_factors, find_pairs
 from .server_optimizer import ServerOptimizer
-from .update_collection import UpdateCollection
 from .update_statistics import clipping_scales, distance
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from ..methods import UpdateCollection
 from ..utils.robust_statistics import trimmed_mean
 from ..utils.weighted_mean import State
 from .robust import RobustAggregation, check_num_hostile, count_hostile
-from .update_collection import UpdateCollection
 from .update_statistics import coordinate_wise
 
 

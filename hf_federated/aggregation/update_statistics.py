@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ..methods import UpdateCollection
 from ..utils.weighted_mean import PIECE, State, wide_dtype
 from .lora_factors import (
     FactorPair,
@@ -21,7 +22,6 @@ from .lora_factors import (
     coordinate_wise_factors,
     find_pairs,
 )
-from .update_collection import UpdateCollection
 
 
 # Number of bits of a computed weight. The last bits of a sum depend on the number of threads, and a result must not.
