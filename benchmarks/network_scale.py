@@ -59,9 +59,9 @@ class RoundTimes(FederatedCallback):
         self.ends: list[tuple[float, float]] = []
         self.num_failures = 0
 
-    def on_round_end(self, args: Any, state: Any, control: Any, server: Any = None, **kwargs: Any) -> None:
+    def on_round_end(self, args: Any, state: Any, control: Any, round: Any = None, **kwargs: Any) -> None:
         self.ends.append((time.perf_counter(), time.process_time()))
-        self.num_failures += len(server.rejected)
+        self.num_failures += len(round.rejected)
 
 
 def training_arguments(folder: str) -> TrainingArguments:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         FLTrust,
         GeometricMedian,
         Krum,
-        LocalHook,
         LocalOnly,
         MutualKD,
         NormBoundedMean,
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
         AdaFD,
         Cronus,
         Distillation,
+        DistillationPart,
         FedAUX,
         FedDF,
         FedDRS,
@@ -66,9 +66,10 @@ if TYPE_CHECKING:
     )
     from .engines import NetworkEngine
     from .messages.ledger import Ledger
+    from .methods import ClientPart, Method, Round
     from .postprocessing import ClipUpdate, GaussianNoise, Postprocessor
     from .server.anomaly_report import AnomalyReport
-    from .server.callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState
+    from .server.callbacks import AggregationCallback, DistillationCallback, FederatedCallback
     from .split import SplitModel
     from .split_training import SplitConfig, SplitFederatedTrainer, split_federate
     from .trainer.federate import FederatedTrainer, federate
@@ -87,6 +88,7 @@ __all__ = [
     "AggregationCallback",
     "AnomalyReport",
     "CenteredClipping",
+    "ClientPart",
     "ClientSpec",
     "ClipUpdate",
     "CoordinateMedian",
@@ -94,6 +96,7 @@ __all__ = [
     "DatasetSource",
     "Distillation",
     "DistillationCallback",
+    "DistillationPart",
     "FLTrust",
     "FeatureClusterPartitioner",
     "FedAUX",
@@ -118,8 +121,8 @@ __all__ = [
     "Krum",
     "LabelDirichletPartitioner",
     "Ledger",
-    "LocalHook",
     "LocalOnly",
+    "Method",
     "MultiDomainPartitioner",
     "MutualKD",
     "NaturalPartitioner",
@@ -130,9 +133,9 @@ __all__ = [
     "Postprocessor",
     "QuantityDirichletPartitioner",
     "RobustAggregation",
+    "Round",
     "RoundFailedError",
     "Scaffold",
-    "ServerState",
     "SplitConfig",
     "SplitFederatedTrainer",
     "SplitModel",
@@ -155,6 +158,7 @@ _MODULES = {
     "AggregationCallback": ".server.callbacks",
     "AnomalyReport": ".server.anomaly_report",
     "CenteredClipping": ".aggregation",
+    "ClientPart": ".methods",
     "ClientSpec": ".clients",
     "ClipUpdate": ".postprocessing",
     "CoordinateMedian": ".aggregation",
@@ -162,6 +166,7 @@ _MODULES = {
     "DatasetSource": ".data",
     "Distillation": ".distillation",
     "DistillationCallback": ".server.callbacks",
+    "DistillationPart": ".distillation",
     "FLTrust": ".aggregation",
     "FeatureClusterPartitioner": ".data",
     "FedAUX": ".distillation",
@@ -186,8 +191,8 @@ _MODULES = {
     "Krum": ".aggregation",
     "LabelDirichletPartitioner": ".data",
     "Ledger": ".messages.ledger",
-    "LocalHook": ".aggregation",
     "LocalOnly": ".aggregation",
+    "Method": ".methods",
     "MultiDomainPartitioner": ".data",
     "MutualKD": ".aggregation",
     "NaturalPartitioner": ".data",
@@ -198,9 +203,9 @@ _MODULES = {
     "Postprocessor": ".postprocessing",
     "QuantityDirichletPartitioner": ".data",
     "RobustAggregation": ".aggregation",
+    "Round": ".methods",
     "RoundFailedError": ".utils.errors",
     "Scaffold": ".aggregation",
-    "ServerState": ".server.callbacks",
     "SplitConfig": ".split_training",
     "SplitFederatedTrainer": ".split_training",
     "SplitModel": ".split",
@@ -210,6 +215,9 @@ _MODULES = {
     "split_federate": ".split_training",
     "split_for_distillation": ".data",
     "text_generation": ".distillation",
+    # Names of version 0.1, which will be removed in 1.0.
+    "LocalHook": ".methods.previous_release",
+    "ServerState": ".server.previous_release",
 }
 
 

@@ -13,9 +13,18 @@ from tiny import rows, tiny_model
 from torch import nn
 from transformers import TrainerCallback
 
-from hf_federated import AGGREGATIONS, DISTILLATIONS, Aggregation, Distillation, FederatedDataset, LocalHook
+from hf_federated import (
+    AGGREGATIONS,
+    DISTILLATIONS,
+    Aggregation,
+    ClientPart,
+    Distillation,
+    DistillationPart,
+    FederatedDataset,
+    Round,
+)
 from hf_federated.aggregation import Accumulator, WeightedMean
-from hf_federated.distillation import DistillationClient, DistillationServer, LocalDistillation, Requirements
+from hf_federated.distillation import Requirements
 from hf_federated.engines import Engine, LocalEngine, RankEngine
 from hf_federated.messages import ClientUpdate, Fit
 from hf_federated.postprocessing import ClipUpdate, Postprocessor
@@ -34,10 +43,44 @@ REFERENCE = "local"
 STRICTEST = "2 serialized ranks"
 
 
+class EveryAggregationPart(ClientPart):
+    """Client half of `EveryAggregationHook`."""
+
+    _steps = 0
+    _rate = 0.0
+
+    def receive(self, message: Fit) -> None:
+        self._message = message
+
+    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return {**inputs, "output_hidden_states": True}
+
+    def loss(self, loss: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        penalty = outputs["hidden_states"][-1].square().mean()
+        return self._message.settings["scale"] * loss + 1e-2 * penalty * float(self._message.extra["shift"].sum())
+
+    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                parameter.grad += self.method.pull * (parameter.detach() - self._message.state[name])
+
+    def on_step(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        self._steps += 1
+        self._rate += param_groups[0]["lr"]
+
+    def send(self, update: ClientUpdate) -> ClientUpdate:
+        seen = self.memory["seen"] = self.memory.get("seen", 0) + self._steps
+        offset = self.memory.get("offset", torch.zeros(2)) + torch.tensor([1.0, self._rate])
+        self.memory["offset"] = offset
+        extra = {"steps": torch.tensor([float(self._steps), float(offset[1])]), "seen": torch.tensor(seen)}
+        return dataclasses.replace(update, extra={**update.extra, **extra})
+
+
 class EveryAggregationHook(Aggregation):
     """Overrides every hook of an averaging algorithm, so that each of them changes the result."""
 
     name: ClassVar[str] = "every_aggregation_hook"
+    client_part: ClassVar[type[ClientPart]] = EveryAggregationPart
     needs_gradients: ClassVar[bool] = True
 
     def __init__(self, weighting: str = "tokens", pull: float = 0.1) -> None:
@@ -101,42 +144,6 @@ class EveryAggregationHook(Aggregation):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._velocity, self._rounds = dict(state["velocity"]), state["rounds"]
 
-    def local_hook(self, message: Fit, kept: dict[str, Any] | None) -> LocalHook:
-        return EveryLocalHook(self.pull, message, kept or {"seen": 0, "offset": torch.zeros(2)})
-
-
-class EveryLocalHook(LocalHook):
-    changes_loss: ClassVar[bool] = True
-
-    def __init__(self, pull: float, message: Fit, kept: dict[str, Any]) -> None:
-        self._pull = pull
-        self._message = message
-        self._kept = kept
-        self._steps = 0
-        self._rate = 0.0
-
-    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        return {**inputs, "output_hidden_states": True}
-
-    def loss(self, loss: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-        penalty = outputs["hidden_states"][-1].square().mean()
-        return self._message.settings["scale"] * loss + 1e-2 * penalty * float(self._message.extra["shift"].sum())
-
-    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                parameter.grad += self._pull * (parameter.detach() - self._message.state[name])
-
-    def on_step(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        self._steps += 1
-        self._rate += param_groups[0]["lr"]
-
-    def finish(self) -> tuple[dict[str, torch.Tensor], dict[str, Any] | None]:
-        seen = self._kept["seen"] + self._steps
-        offset = self._kept["offset"] + torch.tensor([1.0, self._rate])
-        extra = {"steps": torch.tensor([float(self._steps), float(offset[1])]), "seen": torch.tensor(seen)}
-        return extra, {"seen": seen, "offset": offset}
-
 
 class CountBatches(TrainerCallback):
     def __init__(self) -> None:
@@ -146,34 +153,32 @@ class CountBatches(TrainerCallback):
         self.num_steps += 1
 
 
-class EveryLocalDistillation(LocalDistillation):
-    def __init__(self, model: nn.Module, state: dict[str, Any]) -> None:
-        self._counter = CountBatches()
-        self._state = state
-        self._num_batches = 0
-        self.callbacks = (self._counter,)
-        self.frozen = [parameter for name, parameter in model.named_parameters() if name.endswith("LayerNorm.bias")]
+class EveryDistillationPart(DistillationPart):
+    """Client half of `EveryDistillationHook`."""
 
-    def on_batch(self, trainer, model, inputs, num_items):
+    _num_batches = 0
+
+    def receive(self, message):
+        self._counter = CountBatches()
+        self.callbacks = (self._counter,)
+        model = self.context.model.trainer.model
+        self.frozen = [parameter for name, parameter in model.named_parameters() if name.endswith("LayerNorm.bias")]
+        self.memory["rounds"] = self.memory.get("rounds", 0) + 1
+        self.memory["size"] = torch.tensor(len(self.context.open_dataset()))
+
+    def on_batch(self, model, inputs, num_items):
         self._num_batches += 1
 
-    def finish(self, trainer, metrics):
-        metrics["batches"] = float(self._num_batches + self._counter.num_steps + self._state["rounds"])
-        return {}
+    def send(self, update):
+        batches = float(self._num_batches + self._counter.num_steps + self.memory["rounds"])
+        return dataclasses.replace(update, metrics={**update.metrics, "batches": batches})
 
+    def client_loss(self, logits, targets, settings):
+        return -(targets * logits.log_softmax(-1)).sum(-1).mean()
 
-class EveryDistillationClient(DistillationClient):
-    def before_training(self, context):
-        context.state["rounds"] = context.state.get("rounds", 0) + 1
-        context.state["size"] = torch.tensor(len(context.open_dataset()))
-
-    def local_training(self, context, round):
-        return EveryLocalDistillation(context.model.trainer.model, context.state)
-
-    def handle(self, message, context):
-        context.state["answers"] = context.state.get("answers", 0) + 1
-        context.state_changed = True
-        return super().handle(message, context)
+    def answer(self, message):
+        self.memory["answers"] = self.memory.get("answers", 0) + 1
+        return super().answer(message)
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -182,7 +187,7 @@ class EveryDistillationHook(Distillation):
 
     name: ClassVar[str] = "every_distillation_hook"
     broadcasts: ClassVar[str] = "probabilities"
-    client_class: ClassVar[type[DistillationClient]] = EveryDistillationClient
+    client_part: ClassVar[type[ClientPart]] = EveryDistillationPart
 
     power: float = 2.0
 
@@ -201,7 +206,7 @@ class EveryDistillationHook(Distillation):
         if metrics["batches"] < 1:
             raise ValueError("no batch")
 
-    def on_update(self, update: ClientUpdate, server: DistillationServer) -> None:
+    def accept(self, round: Round, update: ClientUpdate) -> None:
         if update.state:
             raise ValueError("a client that keeps its parameters sent some")
 
@@ -216,9 +221,6 @@ class EveryDistillationHook(Distillation):
 
     def broadcast(self, ensemble, server):
         return (ensemble + server.predict().softmax(-1)) / 2
-
-    def client_loss(self, logits, targets, settings):
-        return -(targets * logits.log_softmax(-1)).sum(-1).mean()
 
     def state_dict(self) -> dict[str, Any]:
         return {"total": self._total}

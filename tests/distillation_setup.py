@@ -54,13 +54,10 @@ class Recorder(FederatedCallback):
 
     Args:
         serialize (`bool`, *optional*, defaults to `False`): Whether messages are converted to bytes and back.
-        separate (`bool`, *optional*, defaults to `False`):
-            Whether clients use a separate algorithm object with the same settings, as in another process.
     """
 
-    def __init__(self, serialize: bool = False, separate: bool = False) -> None:
+    def __init__(self, serialize: bool = False) -> None:
         self.serialize = serialize
-        self.separate = separate
         self.sent: list[Message] = []
         self.received: list[Message] = []
         self.trainer: Any = None
@@ -68,9 +65,6 @@ class Recorder(FederatedCallback):
     def on_round_begin(self, args, state, control, **kwargs):
         engine = self.trainer.engine
         engine.serialize = self.serialize
-        if self.separate and engine.worker._distillation is self.trainer.distillation:
-            algorithm = self.trainer.distillation
-            engine.worker._distillation = type(algorithm)(**algorithm.settings())
         if engine.worker.handle.__func__ is type(engine.worker).handle:
             handle = engine.worker.handle
 

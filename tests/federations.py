@@ -13,7 +13,7 @@ from typing import Any
 from tiny import arguments, rows, tiny_model
 from transformers import Trainer
 
-from hf_federated import DistillationCallback, FederatedConfig, FederatedTrainer, federate
+from hf_federated import FederatedConfig, FederatedTrainer, federate
 
 
 # With the batch size of `arguments()`, an epoch of these clients has two steps, one step and two steps.
@@ -46,11 +46,4 @@ def build_federation(
         **{"model": tiny_model(), "args": arguments(directory, **kwargs), **(trainer or {})},
         train_dataset=CLIENTS if train_dataset is None else train_dataset,
         federation=FederatedConfig(**{"num_rounds": num_rounds, **(federation or {})}),
-    )
-
-
-def distillation_callback(trainer: FederatedTrainer) -> DistillationCallback:
-    """The callback that runs the distillation of a trainer. Its `server` holds the server's model and optimizer."""
-    return next(
-        callback for callback in trainer.callback_handler.callbacks if isinstance(callback, DistillationCallback)
     )

@@ -49,8 +49,8 @@ class KillInRound(FederatedCallback):
     def __init__(self, round: int) -> None:
         self.round = round
 
-    def on_client_end(self, args, state, control, server=None, **kwargs):
-        if server.round == self.round:
+    def on_client_end(self, args, state, control, round=None, **kwargs):
+        if round.number == self.round:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -88,9 +88,9 @@ class AwaitCondition(FederatedCallback):
     def __init__(self, round: int, condition: Callable[[], bool]) -> None:
         self.round, self.condition = round, condition
 
-    def on_round_begin(self, args, state, control, server=None, **kwargs):
+    def on_round_begin(self, args, state, control, round=None, **kwargs):
         deadline = time.monotonic() + 60
-        while server.round == self.round and not self.condition():
+        while round.number == self.round and not self.condition():
             assert time.monotonic() < deadline, "the condition does not hold"
             time.sleep(0.01)
 

@@ -57,10 +57,10 @@ class Trouble(FederatedCallback):
         self.kind = kind
         self.rank = rank
 
-    def on_client_end(self, args, state, control, server=None, **kwargs):
-        if server.round == 1 and dist.get_rank() != self.rank:
+    def on_client_end(self, args, state, control, round=None, **kwargs):
+        if round.number == 1 and dist.get_rank() != self.rank:
             time.sleep(1)  # This process is busy and not in a collective operation when the failure happens.
-        elif server.round == 1:
+        elif round.number == 1:
             if self.kind == "callback":
                 raise ValueError("the callback gave up")
             if self.kind == "kill":
@@ -108,8 +108,8 @@ class ClientStops(FederatedCallback):
 class ClientSaves(FederatedCallback):
     """Request a checkpoint at the update of client 3 in the first round."""
 
-    def on_client_end(self, args, state, control, update=None, server=None, **kwargs):
-        if update.client_id == "client 3" and server.round == 0:
+    def on_client_end(self, args, state, control, update=None, round=None, **kwargs):
+        if update.client_id == "client 3" and round.number == 0:
             control.should_save = True
             return control
 

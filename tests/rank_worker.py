@@ -26,7 +26,6 @@ from typing import Any
 import conformance
 import numpy as np
 import torch
-from federations import distillation_callback
 from float16 import Float16Trainer
 from forks import prepare_forks
 from language import masking_tokenizer
@@ -299,14 +298,14 @@ class RoundRecorder(FederatedCallback):
         self.cohorts: list[list[str]] = []
         self.rejected: list[dict[str, str]] = []
 
-    def on_round_begin(self, args, state, control, server=None, **kwargs):
-        self.cohorts.append(list(server.cohort))
+    def on_round_begin(self, args, state, control, round=None, **kwargs):
+        self.cohorts.append(list(round.cohort))
 
-    def on_client_end(self, args, state, control, update=None, server=None, **kwargs):
-        self.trained.append([server.round, update.client_id])
+    def on_client_end(self, args, state, control, update=None, round=None, **kwargs):
+        self.trained.append([round.number, update.client_id])
 
-    def on_aggregate(self, args, state, control, server=None, **kwargs):
-        self.rejected.append(server.rejected)
+    def on_aggregate(self, args, state, control, round=None, **kwargs):
+        self.rejected.append(round.rejected)
 
 
 def train(rank: int, request: dict[str, Any]) -> None:
@@ -395,7 +394,13 @@ def digests(trainer: Trainer) -> dict[str, Any]:
         for client_id in trainer.clients
         if client_id in models
     }
-    states = {"server": distillation_callback(trainer).state_dict(), **client_states}
+    states = {
+        "server": {
+            "algorithm": trainer.distillation.state_dict(),
+            "student": trainer.distillation.server.student.state_dict(),
+        },
+        **client_states,
+    }
     return {name: hashlib.sha256(pack(state)).hexdigest() for name, state in states.items()}
 
 

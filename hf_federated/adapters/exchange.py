@@ -164,14 +164,19 @@ class Exchange:
                 local.append(name)
         return exchanged, local
 
-    def read(self) -> dict[str, torch.Tensor]:
+    def read(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """
         Copy the exchanged parameters and buffers.
 
+        Args:
+            device (`torch.device`, *optional*): Device of the copies. Defaults to the model's device.
+
         Returns:
-            `dict[str, torch.Tensor]`: Values by name, on the model's device, without gradients.
+            `dict[str, torch.Tensor]`: Values by name, without gradients.
         """
-        return {name: tensor.clone() for name, tensor in self.tensors.items()}
+        if device is None:
+            return {name: tensor.clone() for name, tensor in self.tensors.items()}
+        return {name: tensor.to(device, copy=True) for name, tensor in self.tensors.items()}
 
     @torch.no_grad()
     def write(self, state: Mapping[str, torch.Tensor]) -> None:

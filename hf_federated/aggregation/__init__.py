@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ..methods import UpdateCollection
+from ..methods import Accumulator, UpdateCollection
 from ..utils.algorithm_names import AGGREGATION_NAMES, import_reference
 from ..utils.weighted_mean import WeightedMean
-from .base import Accumulator, Aggregation, LocalHook
+from .base import Aggregation
 from .centered_clipping import CenteredClipping
 from .coordinate_median import CoordinateMedian
 from .fedavg import FedAvg
@@ -83,7 +83,6 @@ __all__ = [
     "FedProx",
     "GeometricMedian",
     "Krum",
-    "LocalHook",
     "LocalOnly",
     "LowRankUpdates",
     "MutualKD",

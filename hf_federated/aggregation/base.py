@@ -1,33 +1,27 @@
-"""Base classes of the averaging algorithms.
+"""Base class of the averaging algorithms.
 
-An algorithm has a server side, the methods of [`Aggregation`], and an optional client side, a [`LocalHook`] that runs
-inside local training. The two sides share only messages. The client side reads its input from the received `Fit`
-(`settings`, `extra`) and from the state that this client kept in earlier rounds.
-
-A round on the server has these steps:
+An algorithm is a [`Method`] that averages. Its server half has these steps in a round:
 
 ```
 fit_settings(), fit_extra()      -> fields of the Fit message
 accumulator(state)               -> empty means
-accumulator.add(update)          for each reply, in any order; no reply is stored
+accumulate(accumulator, update)  for each reply, in any order; no reply is stored
 aggregate(accumulator, state)    -> the new global state
 ```
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
-
-from ..messages import ClientUpdate, Disclosure, Fit
-from ..methods import Accumulator
+from ..messages import ClientUpdate
+from ..messages.validation import first_non_finite
+from ..methods import Accumulator, Method, Round
 from ..postprocessing import Postprocessor
 from ..utils.arguments import require_one_of
+from ..utils.errors import RoundFailedError
 from ..utils.weighted_mean import State
+from .validation import check_aggregate
 
 
 WEIGHTINGS = ("examples", "tokens", "uniform")
@@ -35,91 +29,7 @@ WEIGHTINGS = ("examples", "tokens", "uniform")
 STEP_EXPONENT = 0.75
 
 
-class LocalHook:
-    """
-    Client side of an algorithm, called during local training.
-
-    [`Aggregation.local_hook`] creates one hook for each `Fit`. The hook is discarded after the local training of the
-    client.
-
-    Example:
-
-    ```python
-    >>> from hf_federated import LocalHook
-
-    >>> class WithoutBiases(LocalHook):
-    ...     def on_gradients(self, parameters):
-    ...         for name, parameter in parameters.items():
-    ...             if name.endswith("bias"):
-    ...                 parameter.grad = None
-    ```
-    """
-
-    # Whether the subclass overrides `inputs` or `loss`.
-    changes_loss: ClassVar[bool] = False
-
-    def start(self, trainer: Any, exchange: Any, model: Any) -> None:
-        """
-        Called before local training if the algorithm [trains private models][`Aggregation`].
-
-        Args:
-            trainer (`transformers.Trainer`): Trainer of the private model of the client. The model is in its state
-                before the first round.
-            exchange ([`~hf_federated.adapters.Exchange`]): Reads and writes the parameters of the private model.
-            model (`PreTrainedModel`): The shared model.
-        """
-
-    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of the shared model for a batch of a training step."""
-        return dict(inputs)
-
-    def loss(self, loss: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """
-        Compute the loss of a training step.
-
-        Args:
-            loss (`torch.Tensor`): Loss of the trainer, as the mean over this batch.
-            outputs (`Any`): Outputs of the shared model, by name.
-            inputs (`Mapping[str, Any]`): Inputs of the model, from [`~LocalHook.inputs`].
-
-        Returns:
-            `torch.Tensor`: Loss on the same scale as `loss`. With gradient accumulation, it gets the same weight as
-            the loss of the trainer.
-        """
-        return loss
-
-    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """
-        Called before each optimizer step and before gradient clipping.
-
-        The gradients of the whole accumulated batch are in `.grad`. With `fp16=True`, they are divided by the loss
-        scale, and the method is not called for a step whose gradients overflow, because the optimizer skips this step.
-
-        Args:
-            parameters (`Mapping[str, torch.nn.Parameter]`): The exchanged parameters, by name.
-        """
-
-    def on_step(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """
-        Called before each optimizer step, after [`~LocalHook.on_gradients`] and under the same conditions.
-
-        Args:
-            param_groups (`Sequence[Mapping[str, Any]]`): Parameter groups of the optimizer. `"lr"` is the learning
-                rate of this step.
-        """
-
-    def finish(self) -> tuple[State, dict[str, Any] | None]:
-        """
-        Called after local training.
-
-        Returns:
-            `tuple`: Tensors to send as `extra` of the update, by parameter name, and the state that this client keeps
-            for its next round. The state is `None` if the client keeps nothing.
-        """
-        return {}, None
-
-
-class Aggregation:
+class Aggregation(Method):
     """
     Base class of the averaging algorithms. It averages the parameters of the clients.
 
@@ -158,48 +68,20 @@ class Aggregation:
     ```
     """
 
-    # Name in messages. Defaults to the name of the class.
-    name: ClassVar[str] = ""
-    # Constructor arguments that are another name of an argument, by alias. `settings` does not contain them.
-    aliases: ClassVar[Mapping[str, str]] = {}
     # Whether server and clients exchange parameters. If not, each client keeps its own model.
     exchanges_parameters: ClassVar[bool] = True
     # Content of an update: the trained parameters (`"parameters"`), or their changes by the training (`"changes"`).
     update_content: ClassVar[str] = "parameters"
-    # Whether each client also trains a private model, which its hook receives in `start`.
+    # Whether each client also trains a private model, which its client half opens.
     trains_private_models: ClassVar[bool] = False
-    # Whether the server also trains in each round, on `server_dataset` of the trainer.
-    trains_on_server: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "name" not in vars(cls):
-            cls.name = cls.__name__
 
     def __init__(self, weighting: str = "examples") -> None:
         require_one_of("weighting", weighting, WEIGHTINGS)
         self.weighting = weighting
 
-    # ---- Settings
-
-    def settings(self) -> dict[str, Any]:
-        """Return all constructor arguments with their values, without aliases."""
-        names = inspect.signature(type(self)).parameters
-        return {name: getattr(self, name) for name in names if name not in self.aliases}
-
-    def non_default_settings(self) -> dict[str, Any]:
-        """Return the constructor arguments whose values differ from the defaults."""
-        parameters = inspect.signature(type(self)).parameters
-        return {name: value for name, value in self.settings().items() if value != parameters[name].default}
-
-    def __repr__(self) -> str:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self.non_default_settings().items())
-        return f"{type(self).__name__}({arguments})"
-
     @property
-    def disclosures(self) -> tuple[Disclosure, ...]:
-        """Values that a client sends in addition to parameters and the fields of an update."""
-        return ()
+    def counts_tokens(self) -> bool:
+        return self.weighting == "tokens"
 
     # ---- Server side
 
@@ -240,16 +122,6 @@ class Aggregation:
             num_clients (`int`): Number of clients of the federation, including clients that are not sampled.
         """
 
-    def on_server_update(self, update: ClientUpdate) -> None:
-        """
-        Receive the result of the server's own training of this round, before the clients train.
-
-        It is called if the class sets `trains_on_server`.
-
-        Args:
-            update ([`ClientUpdate`]): The update that a client with the examples of the server would send.
-        """
-
     def postprocessors(self) -> list[Postprocessor]:
         """
         Return the postprocessors that belong to the algorithm.
@@ -258,19 +130,6 @@ class Aggregation:
         postprocessors.
         """
         return []
-
-    def fit_settings(self) -> dict[str, Any]:
-        """Return the `settings` of the `Fit` messages of this round, as JSON scalars."""
-        return {}
-
-    def fit_extra(self, state: State) -> State:
-        """
-        Return the tensors for `extra` of the `Fit` messages of this round.
-
-        Args:
-            state (`dict[str, torch.Tensor]`): The global state.
-        """
-        return {}
 
     def expected_extra(self, state: State) -> State:
         """
@@ -282,20 +141,6 @@ class Aggregation:
             state (`dict[str, torch.Tensor]`): The global state.
         """
         return {}
-
-    def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
-        """
-        Check the values of the additional tensors of an update.
-
-        The names, shapes and dtypes have already been compared with [`~Aggregation.expected_extra`], and all values
-        are finite.
-
-        Args:
-            extra (`Mapping[str, torch.Tensor]`): Additional tensors of the client.
-
-        Raises:
-            ValueError: If the algorithm cannot use the values. The server then rejects the update.
-        """
 
     def check_update(self, update: ClientUpdate) -> None:
         """
@@ -335,18 +180,28 @@ class Aggregation:
         """
         return float(update.num_steps**STEP_EXPONENT)
 
-    def accumulator(self, state: State, extra: State | None = None) -> Accumulator:
-        """
-        Create an empty accumulator for one round.
+    # ---- The conversation of a round
 
-        An override may add means with their references to `means` of [`Accumulator`].
+    def update_extra(self, state: State) -> State:
+        return self.expected_extra(state)
 
-        Args:
-            state (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of the state of an update.
-            extra (`dict[str, torch.Tensor]`, *optional*): Tensors with the names, shapes and dtypes of `extra` of an
-                update. Defaults to [`~Aggregation.expected_extra`].
-        """
-        return Accumulator(self, state, self.expected_extra(state) if extra is None else extra)
+    def check(self, round: Round, update: ClientUpdate) -> None:
+        self.check_update(update)
+
+    def accept(self, round: Round, update: ClientUpdate) -> None:
+        round.collected.add(update)
+
+    def finish(self, round: Round) -> State:
+        aggregated = self.aggregate(round.collected, round.state)
+        check_aggregate(self, aggregated, round.state)
+        if (name := first_non_finite(aggregated)) is not None:
+            raise RoundFailedError(
+                f"Round {round.number + 1}: {self!r} computed NaN or infinite values for {name!r} from finite "
+                "updates. Lower the learning rate of the server."
+            )
+        return aggregated
+
+    # ---- Sums
 
     def accumulate(self, accumulator: Accumulator, update: ClientUpdate) -> None:
         """
@@ -372,31 +227,3 @@ class Aggregation:
             `dict[str, torch.Tensor]`: The new global state, with the names, shapes and dtypes of `state`.
         """
         return accumulator.mean.finalize()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state that the server keeps between rounds, as scalars and tensors."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state that `state_dict` returned."""
-
-    # ---- Client side
-
-    needs_gradients: ClassVar[bool] = False
-
-    def local_hook(self, message: Fit, kept: dict[str, Any] | None) -> LocalHook | None:
-        """
-        Create the client side for one local training.
-
-        The method runs on the client, on a different instance of this class than the instance of the server. It may
-        use only the constructor arguments, `message` and `kept`.
-
-        Args:
-            message ([`Fit`]): Message from the server.
-            kept (`dict`, *optional*): State that the previous hook of this client returned from
-                [`~LocalHook.finish`].
-
-        Returns:
-            [`LocalHook`], *optional*: The hook, or `None` if the algorithm has no client side.
-        """
-        return None

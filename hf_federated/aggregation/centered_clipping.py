@@ -2,20 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ..messages import Fit
-from ..methods import UpdateCollection
+from ..messages import ClientUpdate, Fit
+from ..methods import ClientPart, UpdateCollection
 from ..utils.arguments import require
 from ..utils.robust_statistics import median
 from ..utils.weighted_mean import State, wide_dtype
-from .base import LocalHook
 from .robust import ClippedMean
 from .update_statistics import clipping_scales, combine, gram_matrix
+
+
+class MomentumPart(ClientPart):
+    """Replace the change of the trained parameters by its momentum over the rounds of the client."""
+
+    _message: Fit
+    _names: Collection[str] = ()
+
+    def receive(self, message: Fit) -> None:
+        self._message = message
+
+    @property
+    def changes_gradients(self) -> bool:
+        return self._message.settings["client_momentum"] > 0
+
+    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._names = parameters.keys()
+
+    def send(self, update: ClientUpdate) -> ClientUpdate:
+        momentum, previous = self._message.settings["client_momentum"], self.memory.get("momentum")
+        if momentum == 0:
+            return update
+        changes: State = {}
+        state = dict(update.state)
+        for name in self._names:
+            value = state[name]
+            before = self._message.state[name].to(value.device, wide_dtype(value.dtype))
+            change = value.to(before) - before
+            if previous is not None:
+                change = momentum * previous[name].to(change) + (1 - momentum) * change
+            state[name] = (before + change).to(value)
+            changes[name] = change
+        self.memory["momentum"] = changes
+        return dataclasses.replace(update, state=state)
 
 
 class CenteredClipping(ClippedMean):
@@ -90,6 +124,7 @@ class CenteredClipping(ClippedMean):
 
     name: ClassVar[str] = "centered_clipping"
     needs_gradients: ClassVar[bool] = True
+    client_part: ClassVar[type[ClientPart]] = MomentumPart
     supports_factors: ClassVar[bool] = False
 
     def __init__(
@@ -111,8 +146,6 @@ class CenteredClipping(ClippedMean):
         self.num_iterations = num_iterations
         # `v` of the floating tensors. Empty before the first round.
         self._center: State = {}
-
-    # ---- Server side
 
     def setup(self, num_rounds: int, num_clients: int) -> None:
         super().setup(num_rounds, num_clients)
@@ -161,39 +194,6 @@ class CenteredClipping(ClippedMean):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._center = dict(state["center"])
-
-    # ---- Client side
-
-    def local_hook(self, message: Fit, kept: dict[str, Any] | None) -> LocalHook | None:
-        momentum = message.settings["client_momentum"]
-        return ClientMomentum(momentum, message.state, (kept or {}).get("momentum")) if momentum > 0 else None
-
-
-class ClientMomentum(LocalHook):
-    """Replace the change of the trained parameters by its momentum over the rounds of the client."""
-
-    def __init__(self, momentum: float, before: State, previous: State | None) -> None:
-        self._momentum = momentum
-        self._before = before
-        self._previous = previous
-        self._parameters: Mapping[str, nn.Parameter] = {}
-
-    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
-
-    @torch.no_grad()
-    def finish(self) -> tuple[State, dict[str, Any] | None]:
-        kept: State = {}
-        for name, parameter in self._parameters.items():
-            wide = wide_dtype(parameter.dtype)
-            before = self._before[name].to(parameter.device, wide)
-            change = parameter.detach().to(wide) - before
-            if self._previous is not None:
-                change = self._momentum * self._previous[name].to(change) + (1 - self._momentum) * change
-            # The update is read from the parameters after this method.
-            parameter.copy_(before + change)
-            kept[name] = change
-        return {}, {"momentum": kept}
 
 
 def centered_weights(gram: torch.Tensor, radius: float | None, num_iterations: int) -> tuple[torch.Tensor, float]:

@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ..messages import ClientUpdate, Disclosure, Fit
+from ..messages import ClientUpdate, Disclosure
+from ..methods import Accumulator, ClientPart
 from ..utils.arguments import require
 from ..utils.weighted_mean import State, WeightedMean
-from .base import Accumulator, Aggregation, LocalHook
-from .fedprox import ProximalHook
+from .base import Aggregation
+from .fedprox import ProximalPart
 
 
 NORMALIZER = "normalizer"
+
+
+class NormalizerPart(ProximalPart):
+    """Add the proximal gradient and compute the normalizer of this local training."""
+
+    _normalizer = 0.0
+    _momentum_buffer = 0.0
+
+    @property
+    def changes_gradients(self) -> bool:
+        return True
+
+    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        if self._weight > 0:
+            super().on_gradients(parameters)
+
+    def on_step(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        rate, momentum = param_groups[0]["lr"], param_groups[0].get("momentum")
+        if momentum is None or any((group["lr"], group["momentum"]) != (rate, momentum) for group in param_groups):
+            raise ValueError(
+                "FedNova needs SGD with one learning rate and one momentum for all parameters. Set optim='sgd' and do "
+                "not override `create_optimizer`."
+            )
+        if any(group["nesterov"] or group["dampening"] for group in param_groups):
+            raise ValueError("FedNova does not support Nesterov momentum or dampening. Remove both from optim_args.")
+        # Plain SGD on a unit gradient. The proximal term subtracts `μ` times the distance covered.
+        gradient = 1.0 - self._weight * self._normalizer
+        self._momentum_buffer = momentum * self._momentum_buffer + gradient
+        self._normalizer += rate * self._momentum_buffer
+
+    def send(self, update: ClientUpdate) -> ClientUpdate:
+        normalizer = torch.tensor(self._normalizer, dtype=torch.float64)
+        return dataclasses.replace(update, extra={**update.extra, NORMALIZER: normalizer})
 
 
 class FedNova(Aggregation):
@@ -69,6 +104,7 @@ class FedNova(Aggregation):
 
     name: ClassVar[str] = "fednova"
     needs_gradients: ClassVar[bool] = True
+    client_part: ClassVar[type[ClientPart]] = NormalizerPart
 
     def __init__(self, proximal_weight: float = 0.0, weighting: str = "examples") -> None:
         super().__init__(weighting)
@@ -87,8 +123,6 @@ class FedNova(Aggregation):
                 "FedNova with momentum needs a fresh client optimizer in each round, but "
                 "client_optimizer_state='carry'. Set it to 'reset'."
             )
-
-    # Server side
 
     def fit_settings(self) -> dict[str, Any]:
         return {"proximal_weight": self.proximal_weight}
@@ -126,38 +160,3 @@ class FedNova(Aggregation):
             return mean
         wide = value.to(mean)
         return (wide + step * (mean - wide)).to(value.dtype)
-
-    # Client side
-
-    def local_hook(self, message: Fit, kept: dict[str, Any] | None) -> LocalHook | None:
-        return NormalizerHook(message.settings["proximal_weight"], message.state)
-
-
-class NormalizerHook(ProximalHook):
-    """Add the proximal gradient and compute the normalizer of this local training."""
-
-    def __init__(self, proximal_weight: float, anchor: State) -> None:
-        super().__init__(proximal_weight, anchor)
-        self._normalizer = 0.0
-        self._momentum_buffer = 0.0
-
-    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        if self._weight > 0:
-            super().on_gradients(parameters)
-
-    def on_step(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        rate, momentum = param_groups[0]["lr"], param_groups[0].get("momentum")
-        if momentum is None or any((group["lr"], group["momentum"]) != (rate, momentum) for group in param_groups):
-            raise ValueError(
-                "FedNova needs SGD with one learning rate and one momentum for all parameters. Set optim='sgd' and do "
-                "not override `create_optimizer`."
-            )
-        if any(group["nesterov"] or group["dampening"] for group in param_groups):
-            raise ValueError("FedNova does not support Nesterov momentum or dampening. Remove both from optim_args.")
-        # Plain SGD on a unit gradient. The proximal term subtracts `μ` times the distance covered.
-        gradient = 1.0 - self._weight * self._normalizer
-        self._momentum_buffer = momentum * self._momentum_buffer + gradient
-        self._normalizer += rate * self._momentum_buffer
-
-    def finish(self) -> tuple[State, dict[str, Any] | None]:
-        return {NORMALIZER: torch.tensor(self._normalizer, dtype=torch.float64)}, None

@@ -9,8 +9,36 @@ import torch
 from torch import nn
 
 from ..messages import Fit
+from ..methods import ClientPart
 from ..utils.arguments import require
-from .base import Aggregation, LocalHook, State
+from ..utils.weighted_mean import State
+from .base import Aggregation
+
+
+class ProximalPart(ClientPart):
+    """Add `μ (w − w_t)` to the gradients. The message contains `μ` and `w_t`."""
+
+    _weight = 0.0
+    _anchor: State
+
+    def receive(self, message: Fit) -> None:
+        self._weight = message.settings["proximal_weight"]
+        self._anchor = message.state
+
+    @property
+    def changes_gradients(self) -> bool:
+        return self._weight > 0
+
+    @torch.no_grad()
+    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        gradients: list[torch.Tensor] = []
+        distances: list[torch.Tensor] = []
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+                distances.append(parameter.detach() - self._anchor[name].to(parameter))
+        if gradients:
+            torch._foreach_add_(gradients, distances, alpha=self._weight)
 
 
 class FedProx(Aggregation):
@@ -22,7 +50,7 @@ class FedProx(Aggregation):
 
     Each client minimizes `F_i(w) + (μ/2) ‖w − w_t‖²`, where `w_t` is the global state that the client received.
 
-    The hook adds the gradient of the term, `μ (w − w_t)`, once per optimizer step and before gradient clipping. It
+    The client adds the gradient of the term, `μ (w − w_t)`, once per optimizer step and before gradient clipping. It
     works with any `compute_loss`. The logged loss is the loss of the client without the term. There is no argument for
     the partial work of the paper (`γ`-inexactness). `local_epochs` and `min_clients` of [`FederatedConfig`] allow it.
 
@@ -66,6 +94,7 @@ class FedProx(Aggregation):
     name: ClassVar[str] = "fedprox"
     aliases: ClassVar[Mapping[str, str]] = {"mu": "proximal_weight"}
     needs_gradients: ClassVar[bool] = True
+    client_part: ClassVar[type[ClientPart]] = ProximalPart
 
     def __init__(self, proximal_weight: float = 0.01, weighting: str = "examples", *, mu: float | None = None) -> None:
         super().__init__(weighting)
@@ -80,26 +109,3 @@ class FedProx(Aggregation):
 
     def fit_settings(self) -> dict[str, Any]:
         return {"proximal_weight": self.proximal_weight}
-
-    def local_hook(self, message: Fit, kept: dict[str, Any] | None) -> LocalHook | None:
-        weight = message.settings["proximal_weight"]
-        return ProximalHook(weight, message.state) if weight > 0 else None
-
-
-class ProximalHook(LocalHook):
-    """Add `μ (w − w_t)` to the gradients."""
-
-    def __init__(self, weight: float, anchor: State) -> None:
-        self._weight = weight
-        self._anchor = anchor
-
-    @torch.no_grad()
-    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        gradients: list[torch.Tensor] = []
-        distances: list[torch.Tensor] = []
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                gradients.append(parameter.grad)
-                distances.append(parameter.detach() - self._anchor[name].to(parameter))
-        if gradients:
-            torch._foreach_add_(gradients, distances, alpha=self._weight)

@@ -18,11 +18,12 @@ from ..distillation.losses import kl_divergence
 from ..distillation.low_rank import compress, decompress, energy_schedule
 from ..messages import ClientUpdate, Disclosure, Fit
 from ..messages.validation import InvalidUpdateError
+from ..methods import Accumulator, ClientPart
 from ..postprocessing import Postprocessor
 from ..utils.arguments import require
 from ..utils.random import isolated_rng
 from ..utils.weighted_mean import State
-from .base import Accumulator, Aggregation, LocalHook
+from .base import Aggregation
 
 
 # Label of a position that the losses ignore.
@@ -67,6 +68,100 @@ class LowRankUpdates(Postprocessor):
             for name, value in changes.items()
         }
         return dataclasses.replace(update, state=values)
+
+
+class Mentor(ClientPart):
+    """Client half of [`MutualKD`]: the private model, its optimizer, and the loss of both models."""
+
+    _projection: nn.Linear | None = None
+
+    def receive(self, message: Fit) -> None:
+        """
+        Prepare the private model of the client, and restore the state that the client kept.
+
+        Args:
+            message ([`Fit`]): Message from the server. Its seed is the seed of the initial projection.
+
+        Raises:
+            ModelMismatchError: If the kept state does not match the mentor.
+            ValueError: If attention maps are matched and a model does not return them.
+        """
+        context, method, model = self.context, self.method, self.context.model.trainer.model
+        trainer, self._exchange = context.open_private_model()  # type: ignore[misc]
+        self._trainer = copy.copy(trainer)
+        self._trainer.optimizer = None
+        self._mentor = trainer.model
+        self._predicts_next = predicts_next_token(self._mentor)
+        if method.match_attention:
+            for description, matched in (("shared model", model), ("private model", self._mentor)):
+                check_returns_attention(matched, description)
+        if method.match_hidden:
+            small, large = model.config.hidden_size, self._mentor.config.hidden_size
+            if small != large:
+                with isolated_rng(message.seed):
+                    self._projection = nn.Linear(small, large, bias=False).to(trainer.args.device)
+        self._trainer.create_optimizer()
+        if self._projection is not None:
+            self._trainer.optimizer.add_param_group({"params": list(self._projection.parameters())})
+        if self.memory:
+            self._exchange.restore(self.memory["mentor"], context.client_id)
+            if self._projection is not None:
+                self._projection.load_state_dict(self.memory["projection"])
+            self._trainer.optimizer.load_state_dict(self.memory["optimizer"])
+        self._mentor.train()
+
+    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        method = self.method
+        requested = {"output_hidden_states": method.match_hidden, "output_attentions": method.match_attention}
+        return {**inputs, **{name: True for name, is_requested in requested.items() if is_requested}}
+
+    def loss(self, loss: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        temperature = self.method.temperature
+        with self._trainer.compute_loss_context_manager():
+            mentor_outputs = self._mentor(**inputs)
+        labeled = labeled_positions(outputs["logits"], inputs.get("labels"), self._predicts_next)
+        small, large = outputs["logits"][labeled].float(), mentor_outputs.logits[labeled].float()
+        distillation_loss = kl_divergence(small, large.detach(), temperature)
+        distillation_loss = distillation_loss + kl_divergence(large, small.detach(), temperature)
+        mask = inputs.get("attention_mask")
+        if self.method.match_hidden:
+            hidden_loss = self._hidden_loss(outputs["hidden_states"], mentor_outputs.hidden_states, mask)
+            distillation_loss = distillation_loss + hidden_loss
+        if self.method.match_attention:
+            distillation_loss = distillation_loss + attention_loss(
+                outputs["attentions"], mentor_outputs.attentions, mask
+            )
+        return loss + mentor_outputs.loss + distillation_loss / (loss + mentor_outputs.loss).detach()
+
+    def _hidden_loss(
+        self, small: tuple[torch.Tensor, ...], large: tuple[torch.Tensor, ...], mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the sum of the MSE of the hidden states over the embeddings and all layers of the mentee."""
+        losses = []
+        unpadded = unpadded_positions(mask, small[0].shape[:2], small[0].device)
+        for layer, hidden in enumerate(small):
+            depth = round(layer * (len(large) - 1) / (len(small) - 1))
+            projected = hidden if self._projection is None else self._projection(hidden.float())
+            losses.append(F.mse_loss(projected[unpadded].float(), large[depth][unpadded].float()))
+        return torch.stack(losses).sum()
+
+    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        optimizer, args = self._trainer.optimizer, self._trainer.args
+        if args.max_grad_norm:
+            nn.utils.clip_grad_norm_(
+                [parameter for group in optimizer.param_groups for parameter in group["params"]], args.max_grad_norm
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def send(self, update: ClientUpdate) -> ClientUpdate:
+        self.memory["mentor"] = self._exchange.read()
+        self.memory["optimizer"] = self._trainer.optimizer.state_dict()
+        if self._projection is not None:
+            self.memory["projection"] = {
+                name: value.detach().clone() for name, value in self._projection.state_dict().items()
+            }
+        return update
 
 
 class MutualKD(Aggregation):
@@ -143,6 +238,7 @@ class MutualKD(Aggregation):
     name: ClassVar[str] = "mutual_kd"
     needs_gradients: ClassVar[bool] = True
     trains_private_models: ClassVar[bool] = True
+    client_part: ClassVar[type[ClientPart]] = Mentor
     update_content: ClassVar[str] = "changes"
 
     def __init__(
@@ -192,127 +288,6 @@ class MutualKD(Aggregation):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._round = state["round"]
 
-    def local_hook(self, message: Fit, kept: dict[str, Any] | None) -> LocalHook:
-        return Mentor(self.temperature, self.match_hidden, self.match_attention, message.seed, message.client_id, kept)
-
-
-class Mentor(LocalHook):
-    """
-    Client side of [`MutualKD`]: the private model, its optimizer, and the loss of both models.
-
-    Args:
-        temperature (`float`): Temperature of both KL divergences.
-        match_hidden (`bool`): Whether the loss includes the MSE of the hidden states.
-        match_attention (`bool`): Whether the loss includes the MSE of the attention maps.
-        seed (`int`): Seed of the initial projection.
-        client_id (`str`): Id of the client.
-        kept (`dict`, *optional*): State that the client kept: the mentor, the projection and the optimizer.
-    """
-
-    changes_loss: ClassVar[bool] = True
-
-    def __init__(
-        self,
-        temperature: float,
-        match_hidden: bool,
-        match_attention: bool,
-        seed: int,
-        client_id: str,
-        kept: dict[str, Any] | None,
-    ) -> None:
-        self._temperature = temperature
-        self._match_hidden = match_hidden
-        self._match_attention = match_attention
-        self._seed = seed
-        self._client_id = client_id
-        self._kept = kept
-        self._projection: nn.Linear | None = None
-
-    def start(self, trainer: Any, exchange: Any, model: Any) -> None:
-        """
-        Prepare the private model of the client, and restore the state that the client kept.
-
-        Args:
-            trainer (`transformers.Trainer`): Trainer of the mentor. The mentor is in its state before the first round.
-            exchange ([`Exchange`]): Reads and writes the parameters of the mentor.
-            model (`PreTrainedModel`): The mentee, which is the shared model.
-
-        Raises:
-            ModelMismatchError: If the kept state does not match the mentor.
-            ValueError: If attention maps are matched and a model does not return them.
-        """
-        self._trainer, self._exchange = copy.copy(trainer), exchange
-        self._trainer.optimizer = None
-        self._mentor = trainer.model
-        self._predicts_next = predicts_next_token(self._mentor)
-        if self._match_attention:
-            for description, matched in (("shared model", model), ("private model", self._mentor)):
-                check_returns_attention(matched, description)
-        if self._match_hidden:
-            small, large = model.config.hidden_size, self._mentor.config.hidden_size
-            if small != large:
-                with isolated_rng(self._seed):
-                    self._projection = nn.Linear(small, large, bias=False).to(trainer.args.device)
-        self._trainer.create_optimizer()
-        if self._projection is not None:
-            self._trainer.optimizer.add_param_group({"params": list(self._projection.parameters())})
-        if self._kept is not None:
-            exchange.restore(self._kept["mentor"], self._client_id)
-            if self._projection is not None:
-                self._projection.load_state_dict(self._kept["projection"])
-            self._trainer.optimizer.load_state_dict(self._kept["optimizer"])
-        self._mentor.train()
-
-    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        requested = {"output_hidden_states": self._match_hidden, "output_attentions": self._match_attention}
-        return {**inputs, **{name: True for name, is_requested in requested.items() if is_requested}}
-
-    def loss(self, loss: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-        with self._trainer.compute_loss_context_manager():
-            mentor_outputs = self._mentor(**inputs)
-        labelled = labelled_positions(outputs["logits"], inputs.get("labels"), self._predicts_next)
-        small, large = outputs["logits"][labelled].float(), mentor_outputs.logits[labelled].float()
-        distillation_loss = kl_divergence(small, large.detach(), self._temperature)
-        distillation_loss = distillation_loss + kl_divergence(large, small.detach(), self._temperature)
-        mask = inputs.get("attention_mask")
-        if self._match_hidden:
-            hidden_loss = self._hidden_loss(outputs["hidden_states"], mentor_outputs.hidden_states, mask)
-            distillation_loss = distillation_loss + hidden_loss
-        if self._match_attention:
-            distillation_loss = distillation_loss + attention_loss(
-                outputs["attentions"], mentor_outputs.attentions, mask
-            )
-        return loss + mentor_outputs.loss + distillation_loss / (loss + mentor_outputs.loss).detach()
-
-    def _hidden_loss(
-        self, small: tuple[torch.Tensor, ...], large: tuple[torch.Tensor, ...], mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the sum of the MSE of the hidden states over the embeddings and all layers of the mentee."""
-        losses = []
-        unpadded = unpadded_positions(mask, small[0].shape[:2], small[0].device)
-        for layer, hidden in enumerate(small):
-            depth = round(layer * (len(large) - 1) / (len(small) - 1))
-            projected = hidden if self._projection is None else self._projection(hidden.float())
-            losses.append(F.mse_loss(projected[unpadded].float(), large[depth][unpadded].float()))
-        return torch.stack(losses).sum()
-
-    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        optimizer, args = self._trainer.optimizer, self._trainer.args
-        if args.max_grad_norm:
-            nn.utils.clip_grad_norm_(
-                [parameter for group in optimizer.param_groups for parameter in group["params"]], args.max_grad_norm
-            )
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def finish(self) -> tuple[State, dict[str, Any] | None]:
-        kept = {"mentor": self._exchange.read(), "optimizer": self._trainer.optimizer.state_dict()}
-        if self._projection is not None:
-            kept["projection"] = {
-                name: value.detach().clone() for name, value in self._projection.state_dict().items()
-            }
-        return {}, kept
-
 
 def check_returns_attention(model: Any, description: str) -> None:
     """
@@ -339,7 +314,7 @@ def predicts_next_token(model: Any) -> bool:
     return type(base_model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-def labelled_positions(logits: torch.Tensor, labels: torch.Tensor | None, predicts_next: bool) -> torch.Tensor:
+def labeled_positions(logits: torch.Tensor, labels: torch.Tensor | None, predicts_next: bool) -> torch.Tensor:
     """
     Return a mask of the predictions that have a label.
 

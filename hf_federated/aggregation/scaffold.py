@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ..messages import Disclosure, Fit
+from ..messages import ClientUpdate, Disclosure, Fit
+from ..methods import Accumulator, ClientPart
 from ..utils.arguments import require
 from ..utils.weighted_mean import State, wide_dtype
-from .base import Accumulator, Aggregation, LocalHook
+from .base import Aggregation
+
+
+class ControlVariatePart(ClientPart):
+    """Add `c − c_i` to the gradients and average the uncorrected gradients. The client keeps `c_i`."""
+
+    _server: State
+    _own: State
+    _sum: State
+    _num_steps = 0
+
+    def receive(self, message: Fit) -> None:
+        own = self.memory.get("control")
+        self._server = message.extra
+        self._own = {
+            name: torch.zeros_like(value) if own is None else own[name].to(value)
+            for name, value in message.extra.items()
+        }
+        self._sum = {name: torch.zeros_like(value) for name, value in message.extra.items()}
+
+    @torch.no_grad()
+    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._num_steps += 1
+        for name, parameter in parameters.items():
+            if parameter.grad is None:
+                continue
+            self._sum[name] += parameter.grad.to(self._sum[name])
+            parameter.grad += (self._server[name] - self._own[name]).to(parameter.grad)
+
+    def send(self, update: ClientUpdate) -> ClientUpdate:
+        if self._num_steps == 0:
+            raise RuntimeError(
+                "Scaffold received no gradient in this local training, so it cannot compute a control variate. Check "
+                "that the client trains at least one step."
+            )
+        own = {name: value / self._num_steps for name, value in self._sum.items()}
+        self.memory["control"] = own
+        changes = {name: value - self._own[name] for name, value in own.items()}
+        return dataclasses.replace(update, extra={**update.extra, **changes})
 
 
 class Scaffold(Aggregation):
@@ -24,7 +64,7 @@ class Scaffold(Aggregation):
     Clients train with the corrected gradient `g − c_i + c`. `g` is the gradient of the client, `c_i` the control
     variate of the client and `c` the control variate of the server.
 
-    The hook adds the correction `c − c_i` to the gradient, before gradient clipping and before the client optimizer.
+    The client adds the correction `c − c_i` to the gradient, before gradient clipping and before the client optimizer.
     The new control variate of a client is the mean of its uncorrected gradients over the local steps of the round. For
     plain SGD without clipping, this mean equals option II of the paper, `c_i⁺ = c_i − c + (x − y_i) / (K η_l)`. Unlike
     option II, the mean is also valid for momentum, adaptive optimizers and learning-rate schedules. The server then
@@ -72,6 +112,7 @@ class Scaffold(Aggregation):
 
     name: ClassVar[str] = "scaffold"
     needs_gradients: ClassVar[bool] = True
+    client_part: ClassVar[type[ClientPart]] = ControlVariatePart
 
     def __init__(self, server_lr: float = 1.0, weighting: str = "uniform") -> None:
         super().__init__(weighting)
@@ -124,37 +165,3 @@ class Scaffold(Aggregation):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._control = dict(state["control"])
-
-    def local_hook(self, message: Fit, kept: dict[str, Any] | None) -> LocalHook | None:
-        return ControlVariateHook(message.extra, (kept or {}).get("control"))
-
-
-class ControlVariateHook(LocalHook):
-    """Add `c − c_i` to the gradients and average the uncorrected gradients."""
-
-    def __init__(self, server_control: State, own_control: State | None) -> None:
-        self._server = server_control
-        self._own = {
-            name: torch.zeros_like(value) if own_control is None else own_control[name].to(value)
-            for name, value in server_control.items()
-        }
-        self._sum: State = {name: torch.zeros_like(value) for name, value in server_control.items()}
-        self._num_steps = 0
-
-    @torch.no_grad()
-    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._num_steps += 1
-        for name, parameter in parameters.items():
-            if parameter.grad is None:
-                continue
-            self._sum[name] += parameter.grad.to(self._sum[name])
-            parameter.grad += (self._server[name] - self._own[name]).to(parameter.grad)
-
-    def finish(self) -> tuple[State, dict[str, Any] | None]:
-        if self._num_steps == 0:
-            raise RuntimeError(
-                "Scaffold received no gradient in this local training, so it cannot compute a control variate. Check "
-                "that the client trains at least one step."
-            )
-        own = {name: value / self._num_steps for name, value in self._sum.items()}
-        return {name: value - self._own[name] for name, value in own.items()}, {"control": own}

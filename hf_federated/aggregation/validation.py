@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from .base import Aggregation, State
+from ..utils.weighted_mean import State
 
 
 # Number of names of tensors in an error message.
 MAX_LISTED_NAMES = 5
 
 
-def check_aggregate(algorithm: Aggregation, aggregated: Any, state: State) -> None:
+def check_aggregate(algorithm: Any, aggregated: Any, state: State) -> None:
     """
     Check that an algorithm returned a state with the names and shapes of the global state.
 

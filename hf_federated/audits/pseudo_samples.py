@@ -20,7 +20,8 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from ..data.plots.matplotlib_helpers import COLORS, new_figure
 from ..distillation import FedDRS
 from ..distillation.pseudo_samples import token_embeddings
-from ..server.callbacks import FederatedCallback, ServerState
+from ..methods import Round
+from ..server.callbacks import FederatedCallback
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,11 @@ class PseudoSampleAudit(FederatedCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        server: ServerState,
+        round: Round,
         model: Any = None,
         **kwargs: Any,
     ) -> None:
-        if server.round == server.num_rounds - 1:
+        if round.number == state.max_steps - 1:
             self.results = self.measure(self.algorithm.samples, token_embeddings(model))
 
     def measure(self, samples: Mapping[str, Any], weight: torch.Tensor) -> dict[str, SampleOverlap]:

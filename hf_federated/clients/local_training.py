@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,7 @@ from .._compat import (
     set_prepared_objects,
     set_train_tokens,
 )
+from ..methods import ClientPart
 from ..utils.random import derived_seed, isolated_rng, seed_generators
 from .gradient_scaler import ClientScaler
 from .sampling import limit_examples
@@ -59,11 +60,10 @@ class LocalTraining:
         num_rounds (`int`): Number of rounds of the run, which is the length of a global learning-rate schedule.
         global_schedule (`bool`): Whether one learning-rate schedule covers all rounds. Otherwise each round has its
             own schedule.
-        parameters (`Mapping[str, torch.nn.Parameter]`): The exchanged parameters by name.
-        hook (`LocalHook`, *optional*): The client side of the algorithm.
+        parameters (`Mapping[str, torch.nn.Parameter]`): The trained parameters by name.
+        parts (`Sequence[ClientPart]`, *optional*): The client halves of the methods.
         optimizer_state (`dict`, *optional*): Optimizer state to start from.
         scaler ([`ClientScaler`], *optional*): The client's gradient scaler, if the training scales its loss.
-        distillation (`LocalDistillation`, *optional*): The part of a distillation algorithm in local training.
         stream ([`~hf_federated.clients.streams.ClientStream`], *optional*): The client's examples, if they are a
             stream.
     """
@@ -72,17 +72,16 @@ class LocalTraining:
     num_rounds: int
     global_schedule: bool
     parameters: Mapping[str, nn.Parameter]
-    hook: Any = None
+    parts: Sequence[ClientPart] = ()
     optimizer_state: dict[str, Any] | None = None
     scaler: ClientScaler | None = None
-    distillation: Any = None
     stream: ClientStream | None = None
     _divides_by_items: bool | None = None
 
-    def on_batch(self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
+    def on_batch(self, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
         """Run before the loss of a micro-batch is computed."""
-        if self.distillation is not None:
-            self.distillation.on_batch(trainer, model, inputs, num_items)
+        for part in self.parts:
+            part.on_batch(model, inputs, num_items)
 
     def on_gradients(self, trainer: Trainer) -> None:
         """
@@ -91,16 +90,36 @@ class LocalTraining:
         Args:
             trainer (`transformers.Trainer`): The client's trainer.
         """
-        for parameter in () if self.distillation is None else self.distillation.frozen:
-            # Without a gradient, the optimizer does not apply weight decay either.
-            parameter.grad = None
-        if self.hook is None or not trainer.accelerator.sync_gradients:
+        for part in self.parts:
+            for parameter in part.frozen:
+                # Without a gradient, the optimizer does not apply weight decay either.
+                parameter.grad = None
+        parts = [part for part in self.parts if part.changes_gradients]
+        if not parts or not trainer.accelerator.sync_gradients:
             return
         groups = trainer.optimizer.param_groups
         with nullcontext(True) if self.scaler is None else self.scaler.unscaled(groups) as is_finite:
-            if is_finite:
-                self.hook.on_gradients(self.parameters)
-                self.hook.on_step(groups)
+            for part in parts if is_finite else ():
+                part.on_gradients(self.parameters)
+                part.on_step(groups)
+
+    @property
+    def changes_loss(self) -> bool:
+        """Whether a method computes the loss of a training step from the loss of the trainer."""
+        return any(part.changes_loss for part in self.parts)
+
+    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs of the model for a batch."""
+        changed = dict(inputs)
+        for part in self.parts:
+            changed = part.inputs(changed)
+        return changed
+
+    def loss(self, loss: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Return the loss of a training step, as [`ClientPart.loss`]."""
+        for part in self.parts:
+            loss = part.loss(loss, outputs, inputs)
+        return loss
 
     def share_of_step(self, trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> Any:
         """

@@ -23,10 +23,10 @@ from ..data.torch_datasets import is_map_style, is_stream, subset
 from ..distributed.process_group import PeerFailedError
 from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 from ..messages.validation import first_non_finite
+from ..methods import ClientContext, ClientPart, Method
 from ..postprocessing import Postprocessor, run_client_side
 from ..utils.random import preserved_generators, seed_torch
 from ..utils.trainer_banner import trainer_banner
-from .context import ClientContext
 from .gradient_scaler import ClientScaler
 from .local_training import (
     LocalTraining,
@@ -50,6 +50,8 @@ _PACKAGE = Path(__file__).parents[1]
 NON_METRIC_KEYS = {"epoch", "step", "num_input_tokens_seen", "num_tokens"}
 
 
+# Key of the memories of the client halves in the state of a client.
+_MEMORIES = "memories"
 # Opening a client's examples takes longer than a small training step, and an open client needs some kilobytes.
 MAX_OPEN_CLIENTS = 256
 
@@ -69,9 +71,8 @@ class ClientWorker:
         models ([`ClientModels`]): The models of clients and the state that clients keep.
         train_datasets (`Mapping[str, Dataset]`): The clients' training examples.
         eval_datasets (`Mapping[str, Dataset]`, *optional*): The clients' evaluation examples.
-        algorithm (`Any`): Its `local_hook` is the client side of local training.
+        methods (`Sequence[Method]`): The methods of the federation. The worker uses their client halves.
         config ([`FederatedConfig`]): Settings of the federation, with `num_rounds` set.
-        distillation (`Any`, *optional*): Its `client()` is the client side of distillation.
         private_models (`Callable`, *optional*): Builds the private model of a client from the client id, as it is
             before the first round. It returns a trainer around the model, and its exchange.
         postprocessors (`Sequence[Postprocessor]`, *optional*): Their client sides run here.
@@ -85,9 +86,8 @@ class ClientWorker:
         models: ClientModels,
         train_datasets: Mapping[str, Any],
         eval_datasets: Mapping[str, Any] | None,
-        algorithm: Any,
+        methods: Sequence[Method],
         config: FederatedConfig,
-        distillation: Any = None,
         private_models: Callable[[str], tuple[Trainer, Exchange, Any]] | None = None,
         postprocessors: Sequence[Postprocessor] = (),
         callbacks: Sequence[TrainerCallback] = (),
@@ -99,8 +99,9 @@ class ClientWorker:
         self._logged_errors: set[tuple[Any, ...]] = set()
         self._train_datasets = train_datasets
         self._eval_datasets = eval_datasets
-        self._algorithm = algorithm
-        self._distillation: Any = None if distillation is None else distillation.client()
+        # By position and name, which is the key of the memory of a client half.
+        self._methods = {f"{number} {method.name}": method.on_client() for number, method in enumerate(methods)}
+        self._counts_tokens = any(method.counts_tokens for method in methods)
         self._private_models = private_models
         self._config = config
         self._num_rounds = config.num_rounds or 1
@@ -129,25 +130,25 @@ class ClientWorker:
         Raises:
             TypeError: If the message has an unknown type.
         """
-        known = (Fit, Evaluate) if self._distillation is None else (Fit, Evaluate, *self._distillation.messages)
-        if not isinstance(message, known):
+        key = next((key for key, method in self._methods.items() if isinstance(message, method.messages)), None)
+        if key is None and not isinstance(message, (Fit, Evaluate)):
+            own = [kind.__name__ for method in self._methods.values() for kind in method.messages]
             raise TypeError(
                 f"The client received a {type(message).__name__}, but it answers only "
-                f"{', '.join(each.__name__ for each in known)}."
+                f"{', '.join(['Fit', 'Evaluate', *own])}."
             )
         self.last_error = None
         model = self.models.open(message.client_id)
-        kept = self.models.get_state(message.client_id) if isinstance(message, Fit) else {}
-        to_keep: dict[str, Any] = {}
+        kept: dict[str, Any] | None = None
         reply: Message
         try:
             with trainer_banner(shown=False):
                 if isinstance(message, Fit):
-                    reply, to_keep = self._fit(message, model, kept)
+                    reply, kept = self._fit(message, model)
                 elif isinstance(message, Evaluate):
                     reply = self._evaluate(message, model)
                 else:
-                    reply, to_keep = self._answer(message, model)
+                    reply, kept = self._answer(message, model, str(key))
         except (ModelMismatchError, PeerFailedError, UnsupportedTrainerError):
             # These errors do not depend on the client. They end the run.
             raise
@@ -155,8 +156,8 @@ class ClientWorker:
             self.last_error = error
             self._log_traceback(error, message)
             return ClientFailure(message.round, message.client_id, describe_failure(error), nonce=message.nonce)
-        if to_keep:
-            self.models.set_state(message.client_id, to_keep)
+        if kept:
+            self.models.set_state(message.client_id, kept)
         return replace(reply, nonce=message.nonce)
 
     def _log_traceback(self, error: Exception, message: Message) -> None:
@@ -168,32 +169,40 @@ class ClientWorker:
             text = "".join(traceback.format_exception(error))
             logger.warning(f"Client {message.client_id!r} failed in round {message.round + 1}:\n{text}")
 
-    def _answer(self, message: Message, model: ClientModel) -> tuple[Message, dict[str, Any]]:
-        """Answer a message of a distillation algorithm. Also return the client's state if it changed."""
+    def _answer(self, message: Message, model: ClientModel, key: str) -> tuple[Message, dict[str, Any] | None]:
+        """Answer a message of a method. Return the reply, and the client's new state if it changed."""
         kept = self.models.get_state(message.client_id)
-        context = self._context(message.client_id, model, kept)
-        reply = self._distillation.handle(message, context)
-        return reply, {**kept, "distillation": context.state} if context.state_changed else {}
+        context = self._context(message.client_id, model, kept, key)
+        before = dict(context.memory)
+        reply = self._methods[key].client(context).answer(message)
+        memory = context.memory
+        if memory.keys() == before.keys() and all(memory[name] is before[name] for name in memory):
+            return reply, None
+        return reply, {**kept, _MEMORIES: {**kept.get(_MEMORIES, {}), key: memory}}
 
-    def _fit(self, message: Fit, model: ClientModel, kept: dict[str, Any]) -> tuple[ClientUpdate, dict[str, Any]]:
-        """Train a client. Return the update and the client's new state."""
-        context = self._context(message.client_id, model, kept)
-        if self._distillation is not None:
-            self._distillation.before_training(context)
+    def _fit(self, message: Fit, model: ClientModel) -> tuple[ClientUpdate, dict[str, Any] | None]:
+        """Train a client. Return the update, and the client's new state unless the client has diverged."""
+        kept = self.models.get_state(message.client_id)
+        contexts = {key: self._context(message.client_id, model, kept, key) for key in self._methods}
+        parts = [method.client(contexts[key]) for key, method in self._methods.items()]
+        for part in parts:
+            part.receive(message)
         if message.state:
             model.exchange.write(message.state)
-        hook = self._algorithm.local_hook(message, kept.get("algorithm"))
-        if self._private_models is not None:
-            private, exchange, _ = self._private_models(message.client_id)
-            hook.start(private, exchange, model.trainer.model)
-        part = None if self._distillation is None else self._distillation.local_training(context, message.round)
         with model.restore_on_failure():
-            trainer = self._train(message, model, hook, part, kept)
+            trainer = self._train(message, model, parts, kept)
         model.exchange.check_unchanged(model.trainer.model)
-        extra, to_keep = hook.finish() if hook is not None else ({}, None)
-        metrics = _training_metrics(trainer)
-        if part is not None:
-            extra = {**extra, **part.finish(trainer, metrics)}
+        update = ClientUpdate(
+            round=message.round,
+            client_id=message.client_id,
+            state=model.exchange.read() if message.returns_state else {},
+            num_examples=_num_examples(trainer),
+            num_tokens=_num_tokens(trainer),
+            num_steps=trainer.state.global_step,
+            metrics=_training_metrics(trainer),
+        )
+        for part in parts:
+            update = part.send(update)
         state: dict[str, Any] = {}
         if self._carry_optimizer:
             state["optimizer"] = trainer.optimizer.state_dict()
@@ -202,38 +211,27 @@ class ClientWorker:
         else:
             # The optimizer and its schedule form a reference cycle. Free the moments without a garbage collection.
             trainer.optimizer.state.clear()
-        if to_keep is not None:
-            state["algorithm"] = to_keep
         if trainer.local_training.stream is not None:
             state["stream"] = trainer.local_training.stream.position()
-        if context.state:
-            state["distillation"] = context.state
-        update = ClientUpdate(
-            round=message.round,
-            client_id=message.client_id,
-            state=model.exchange.read() if message.returns_state else {},
-            num_examples=_num_examples(trainer),
-            num_tokens=_num_tokens(trainer),
-            num_steps=trainer.state.global_step,
-            metrics=metrics,
-            extra=extra,
-        )
+        if memories := {key: context.memory for key, context in contexts.items() if context.memory}:
+            state[_MEMORIES] = memories
         # The server rejects the update of a diverged client. The client then keeps its last finite state.
-        if state and first_non_finite(update.state) is not None:
-            state = {}
-        return run_client_side(self._postprocessors, update, message), state
+        is_finite = first_non_finite(update.state) is None
+        return run_client_side(self._postprocessors, update, message), state if is_finite else None
 
-    def _context(self, client_id: str, model: ClientModel, kept: dict[str, Any]) -> ClientContext:
-        """Build the context that the client side of a distillation algorithm receives."""
+    def _context(self, client_id: str, model: ClientModel, kept: Mapping[str, Any], key: str) -> ClientContext:
+        """Build the context of the client half of a method."""
+        private = self._private_models
         return ClientContext(
             client_id,
             model,
             self._config.federation_seed or 0,
-            dict(kept.get("distillation", {})),
+            dict(kept.get(_MEMORIES, {}).get(key, {})),
             lambda: self._open_examples(client_id),
+            None if private is None else lambda: private(client_id)[:2],
         )
 
-    def _train(self, message: Fit, model: ClientModel, hook: Any, part: Any, kept: Mapping[str, Any]) -> Any:
+    def _train(self, message: Fit, model: ClientModel, parts: Sequence[ClientPart], kept: Mapping[str, Any]) -> Any:
         outer, args = model.trainer, self._arguments(model)
         scaler = ClientScaler.build(outer.accelerator, kept.get("scaler"))
         examples = self._select_examples(message)
@@ -243,18 +241,18 @@ class ClientWorker:
             num_rounds=self._num_rounds,
             global_schedule=self._global_schedule,
             parameters=model.exchange.trainable,
-            hook=hook,
+            parts=parts,
             optimizer_state=kept.get("optimizer"),
             scaler=scaler,
-            distillation=part,
             stream=stream,
         )
         callbacks = [LocalTrainingCallback(message.seed if self.is_federation else None), *self._callbacks]
-        if part is not None:
-            callbacks += part.callbacks
+        callbacks += [callback for part in parts for callback in part.callbacks]
         if scaler is not None:
             callbacks.append(scaler)
         trainer = local_trainer(outer, args, examples if stream is None else stream, local, callbacks)
+        for part in parts:
+            part.context.trainer = trainer
         with preserved_process_state(outer), preserved_generators() if self.is_federation else nullcontext():
             if self.is_federation:
                 # accelerate's sampler reads the global seed when it is built. All clients use the seed of the run.
@@ -293,7 +291,7 @@ class ClientWorker:
 
     def _arguments(self, model: ClientModel) -> TrainingArguments:
         args = client_arguments(model.args, self._config.local_epochs, self._config.local_steps)
-        if self._algorithm.weighting == "tokens" and args.include_num_input_tokens_seen == "no":
+        if self._counts_tokens and args.include_num_input_tokens_seen == "no":
             args.include_num_input_tokens_seen = "non_padding"
         return args
 

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from ..clients.context import ClientContext
 from ..utils.algorithm_names import DISTILLATION_NAMES, import_reference
 from .adafd import AdaFD
 from .base import Distillation
-from .client import DistillationClient, LocalDistillation
+from .client import DistillationPart
 from .client_reports import ClientReport, reports, summarize_logits
 from .client_weights import (
     WEIGHTINGS,
@@ -29,6 +28,7 @@ from .codec import PredictionCodec
 from .cohort import Ask, Cohort, RunOnMain
 from .cronus import Cronus
 from .dsfl import DSFL
+from .encoding import Encoding
 from .fedaux import FedAUX
 from .feddf import FedDF
 from .feddrs import FedDRS
@@ -52,6 +52,7 @@ from .llm_weighting import LLMWeighting, text_generation
 from .losses import kl_divergence, mean_absolute_error, mean_squared_error, soft_cross_entropy
 from .low_rank import compress, decompress, energy_schedule
 from .mhat import MHAT
+from .previous_release import DistillationClient, LocalDistillation
 from .public_rows import PublicRows
 from .requirements import Requirements
 from .robust_mean import ROBUST_MEANS, robust_mean
@@ -109,13 +110,14 @@ __all__ = [
     "WEIGHTINGS",
     "AdaFD",
     "Ask",
-    "ClientContext",
     "ClientReport",
     "Cohort",
     "Cronus",
     "Distillation",
     "DistillationClient",
+    "DistillationPart",
     "DistillationServer",
+    "Encoding",
     "FedAUX",
     "FedDF",
     "FedDRS",

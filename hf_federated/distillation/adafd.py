@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import AutoConfig, Trainer, pipeline
+from transformers import AutoConfig, pipeline
 
-from ..clients.context import ClientContext
-from ..messages import Disclosure
-from .base import Distillation, Predictions
-from .client import DistillationClient, LocalDistillation
+from ..messages import ClientUpdate, Disclosure, Fit
+from ..methods import ClientPart
+from .base import ClientLogits, Distillation
+from .client import DistillationPart
 from .client_reports import ClientReport, reports
 from .client_weights import WEIGHTINGS, enwc, weighted_mean
 from .cohort import Cohort
@@ -38,27 +38,27 @@ LANGUAGE_MODEL = "the user's function or language model"
 MAX_EPOCH_LOSS = 1e6
 
 
-class ReportEpochLosses(LocalDistillation):
-    """Reports the mean training loss and the smallest mean training loss of a local epoch."""
+class ReportEpochLosses(DistillationPart):
+    """Client half of [`AdaFD`]. It reports the mean training loss, and the smallest mean of a local epoch."""
 
-    def __init__(self) -> None:
-        self._losses = EpochLosses()
-        self.callbacks = (self._losses,)
+    _losses: EpochLosses | None = None
 
-    def on_batch(self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
-        self._losses.on_batch(trainer, model, inputs, num_items)
+    def receive(self, message: Fit) -> None:
+        if self.method.uses_losses:
+            self._losses = EpochLosses()
+            self.callbacks = (self._losses,)
 
-    def finish(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, torch.Tensor]:
-        losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-        metrics |= {"loss": statistics.fmean(losses), "min_epoch_loss": min(self._losses.mean_batch_losses(losses))}
-        return {}
+    def on_batch(self, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
+        if self._losses is not None:
+            self._losses.on_batch(self.context.local_trainer, model, inputs, num_items)
 
-
-class AdaFDClient(DistillationClient):
-    """The client side of [`AdaFD`]."""
-
-    def local_training(self, context: ClientContext, round: int) -> LocalDistillation:
-        return ReportEpochLosses() if self.algorithm.uses_losses else LocalDistillation()
+    def send(self, update: ClientUpdate) -> ClientUpdate:
+        if self._losses is None:
+            return update
+        history = self.context.local_trainer.state.log_history
+        losses = [float(entry["loss"]) for entry in history if "loss" in entry]
+        reported = {"loss": statistics.fmean(losses), "min_epoch_loss": min(self._losses.mean_batch_losses(losses))}
+        return dataclasses.replace(update, metrics={**update.metrics, **reported})
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -129,7 +129,7 @@ class AdaFD(Distillation):
     """
 
     name: ClassVar[str] = "adafd"
-    client_class: ClassVar[type[DistillationClient]] = AdaFDClient
+    client_part: ClassVar[type[ClientPart]] = ReportEpochLosses
 
     weighting: str = "enwc"
     beta: float = 5.0
@@ -216,7 +216,7 @@ class AdaFD(Distillation):
                 f"needs. Expected a number between 0 and {MAX_EPOCH_LOSS:g}. Check this client's training."
             )
 
-    def weigh(self, predictions: Predictions, cohort: Cohort) -> dict[str, float]:
+    def weigh(self, predictions: ClientLogits, cohort: Cohort) -> dict[str, float]:
         """
         Compute the weight of each client.
 
@@ -263,7 +263,7 @@ class AdaFD(Distillation):
             logs["llm_fell_back"] = float(self._fell_back)
         return logs
 
-    def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
+    def ensemble(self, predictions: ClientLogits, cohort: Cohort) -> torch.Tensor:
         self.weights = self.weigh(predictions, cohort)
         # A client whose evaluation failed has no weight.
         return weighted_mean({client_id: predictions[client_id] for client_id in self.weights}, self.weights)

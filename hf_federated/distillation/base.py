@@ -14,41 +14,42 @@ broadcast(ensemble)        -> targets of the clients, or None
 cohort.distill(targets)    -> the clients learn the targets
 ```
 
-A subclass overrides the steps that its method changes. As with [`Aggregation`], the server and the clients share only
-messages. Code that runs on a client may use only the constructor's arguments and the message.
+A subclass overrides the steps that its method changes. The client half is a [`DistillationPart`]. The two halves share
+only messages, which `encoding` encodes and decodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ..messages import ClientUpdate, Disclosure, Feedback
-from .client import DistillationClient
+from ..messages import Distill, Feedback, Message, Predict, Predictions
+from ..methods import ClientPart, Method, Round
+from ..utils.weighted_mean import State, WeightedMean
+from .client import DistillationPart
 from .client_weights import weighted_mean
 from .codec import PredictionCodec
-from .cohort import Cohort
-from .lazy_rows import LazyRows, concatenate_encoded, decode_lazily
+from .cohort import Cohort, RunOnMain
+from .encoding import Encoding, Targets
+from .lazy_rows import LazyRows
 from .losses import kl_divergence
+from .previous_release import adapt_distillation
 from .requirements import Requirements
 from .server import DistillationServer
 from .settings import Settings
 from .teachers import Teachers
 
 
-Predictions = Mapping[str, torch.Tensor]
-Targets = torch.Tensor | LazyRows
-
-# Lower bound of a probability before its logarithm is encoded.
-SMALLEST_PROBABILITY = 1e-9
+# Logits by client.
+ClientLogits = Mapping[str, torch.Tensor]
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
-class Distillation(Settings):
+class Distillation(Settings, Method):
     """
     Base class of the distillation algorithms.
 
@@ -114,13 +115,11 @@ class Distillation(Settings):
     ```
     """
 
-    # Name in messages. Defaults to the name of the class.
-    name: ClassVar[str] = ""
+    messages: ClassVar[tuple[type[Message], ...]] = (Predict, Predictions, Distill, Feedback)
+    client_part: ClassVar[type[ClientPart]] = DistillationPart
     # Exchange of parameters. `"kept"`: no parameters are exchanged. `"sent"`: clients start each round from the
     # server's parameters. `"averaged"`: like `"sent"`, and the server averages the clients' parameters.
     parameters: ClassVar[str] = "kept"
-    # Class of the client side of the algorithm.
-    client_class: ClassVar[type[DistillationClient]] = DistillationClient
     # Kind of the targets that the clients learn: `"logits"` or `"probabilities"`.
     broadcasts: ClassVar[str] = "logits"
     # Inherited settings that the method does not use. A value other than the default raises an error.
@@ -137,15 +136,17 @@ class Distillation(Settings):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "name" not in vars(cls):
-            cls.name = cls.__name__
+        adapt_distillation(cls)
 
     def __post_init__(self) -> None:
         self._require(("server_epochs", "client_epochs"), lambda value: value >= 1, "at least 1")
         rates = ("temperature", "server_lr", "client_lr")
         self._require(rates, lambda value: value > 0, "positive", optional=True)
         self._refuse_without_effect(*self.ignores)
-        self._codec = PredictionCodec(self.prediction_dtype, self.top_k)
+        self.encoding = Encoding(PredictionCodec(self.prediction_dtype, self.top_k), self.broadcasts)
+        self._server: DistillationServer | None = None
+        self._run_on_main: RunOnMain = lambda label, find: find()
+        self._extra = WeightedMean()
 
     # ---- Properties of the method
 
@@ -153,11 +154,6 @@ class Distillation(Settings):
     def requirements(self) -> Requirements:
         """Data and models that the method needs."""
         return Requirements(server_dataset=self.train_on_labelled)
-
-    @property
-    def disclosures(self) -> tuple[Disclosure, ...]:
-        """Values that a client sends in addition to parameters, predictions and the fields of an update."""
-        return ()
 
     @property
     def passes_per_round(self) -> int:
@@ -178,10 +174,6 @@ class Distillation(Settings):
     def returns_parameters(self) -> bool:
         """Whether the server averages the clients' parameters."""
         return self.parameters == "averaged"
-
-    def client(self) -> DistillationClient:
-        """Build the client side, which answers the messages for the clients of this process."""
-        return self.client_class(self)
 
     def check_model(self, model: nn.Module) -> None:
         """
@@ -231,20 +223,6 @@ class Distillation(Settings):
         """
         return {}
 
-    def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
-        """
-        Check the tensors that a client sent in addition to its parameters.
-
-        The tensors already have the names, shapes and dtypes of `expected_extra`, and hold finite numbers.
-
-        Args:
-            extra (`Mapping[str, torch.Tensor]`): The tensors of the client.
-
-        Raises:
-            ValueError: If the method cannot use the tensors. The server then rejects the whole update of the client,
-                including its parameters.
-        """
-
     @property
     def reports_class_counts(self) -> bool:
         """Whether clients report their numbers of examples of each class."""
@@ -286,15 +264,6 @@ class Distillation(Settings):
         """
         return None
 
-    def on_update(self, update: ClientUpdate, server: DistillationServer) -> None:
-        """
-        Called for each accepted update, in the process that received it.
-
-        Args:
-            update ([`ClientUpdate`]): The client's update.
-            server ([`DistillationServer`]): The server's model and examples.
-        """
-
     def setup(self, num_rounds: int) -> None:
         """
         Called once, before the first round or before the state of a checkpoint is loaded.
@@ -305,6 +274,75 @@ class Distillation(Settings):
         Raises:
             ValueError: If the method does not work with this number of rounds.
         """
+
+    def start(self, server: DistillationServer, run_on_main: RunOnMain) -> None:
+        """
+        Start a run.
+
+        Args:
+            server ([`DistillationServer`]): The server's model and examples.
+            run_on_main (`Callable`): As in [`~hf_federated.distillation.Cohort`].
+        """
+        self._server, self._run_on_main = server, run_on_main
+        self.setup(server.num_rounds)
+
+    @property
+    def server(self) -> DistillationServer:
+        """
+        The server's model and examples.
+
+        Raises:
+            RuntimeError: If no run has started in this process.
+        """
+        if self._server is None:
+            raise RuntimeError(f"{self!r} has no server before a run starts, and none on a client.")
+        return self._server
+
+    # ---- The conversation of a round
+
+    def begin(self, round: Round) -> None:
+        if self.server.teachers is not None:
+            self.server.teachers.begin_round()
+
+    def update_extra(self, state: State) -> State:
+        return self.expected_extra(self.server)
+
+    def finish(self, round: Round) -> State:
+        if self.returns_parameters:
+            self._extra = round.collected.extra
+        return round.state
+
+    def after(self, round: Round) -> None:
+        server, student = self.server, self.server.student
+        # Raises an error with the name of the model if the server's model does not predict classes.
+        num_classes = student.num_classes
+        cohort = Cohort(
+            round=round.number,
+            metrics=dict(round.metrics),
+            ask=lambda phase, clients, message_for: round.ask(phase, message_for, clients),
+            decode=lambda values: self.encoding.decode(values, num_classes),
+            seed=server.seed,
+            min_clients=round.min_clients,
+            rejected=round.rejected,
+            extra=self._extra,
+            teachers=server.teachers,
+            positions=student.positions,
+            run_on_main=self._run_on_main,
+        )
+        if server.teachers is not None:
+            for client_id in round.rejected:
+                server.teachers.discard_received(client_id)
+            server.teachers.discard_outdated(cohort.client_ids)
+        cohort.check_reports(lambda metrics: self.check_report(metrics, num_classes))
+        logs = self.distill(cohort, server)
+        if student.positions is not None:
+            # Less than the number of positions if a tokenizer of the cohort drops words.
+            logs["public_positions"] = server.num_agreed(server.all_rows)
+        round.logs.update({f"federated/{name}": value for name, value in logs.items()})
+        self._extra = WeightedMean()
+        round.state = server.read()
+
+    # ---- The distillation
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         """
@@ -322,7 +360,9 @@ class Distillation(Settings):
         targets = self.broadcast(ensemble, server)
         if targets is not None:
             epochs_of_run = server.num_rounds * self.client_epochs
-            losses = cohort.distill(server.all_rows, self.encode_targets(targets), self.client_epochs, epochs_of_run)
+            losses = cohort.distill(
+                server.all_rows, self.encoding.encode_targets(targets), self.client_epochs, epochs_of_run
+            )
             logs["client_distillation_loss"] = sum(losses.values()) / len(losses)
         return logs
 
@@ -369,7 +409,7 @@ class Distillation(Settings):
             logs["server_labelled_loss"] = server.fit_labelled(labelled_passes, round)
         return logs
 
-    def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
+    def ensemble(self, predictions: ClientLogits, cohort: Cohort) -> torch.Tensor:
         """
         Combine the clients' predictions into the targets of the server's model.
 
@@ -406,79 +446,3 @@ class Distillation(Settings):
             learn nothing.
         """
         return server.predict()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that the server keeps between rounds, as scalars and tensors."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the return value of `state_dict`."""
-
-    # ---- Both sides
-
-    def encode(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Encode predictions of shape `(rows, classes)` for sending."""
-        return self._codec.encode(logits)
-
-    def decode(self, values: Mapping[str, torch.Tensor], num_classes: int) -> torch.Tensor:
-        """Decode the return value of `encode` to a float32 tensor of shape `(rows, classes)`."""
-        return self._codec.decode(values, num_classes)
-
-    def concatenate_encoded(self, parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Concatenate encoded blocks of rows, at least one, as if `encode` had encoded all rows at once."""
-        return concatenate_encoded(parts)
-
-    def encode_targets(self, targets: Targets) -> dict[str, torch.Tensor]:
-        """Encode the clients' targets, of shape `(rows, classes)`, for sending."""
-        if isinstance(targets, LazyRows):
-            return concatenate_encoded([self.encode_targets(block) for block in targets.blocks()])
-        if self.broadcasts == "logits" or self.top_k is None:
-            return self._codec.encode(targets)
-        # The `top_k` classes keep their probabilities, and the remaining classes share the remaining probability.
-        return self._codec.encode(targets.clamp(min=SMALLEST_PROBABILITY).log())
-
-    def decode_targets(self, values: Mapping[str, torch.Tensor], num_classes: int) -> torch.Tensor:
-        """
-        Decode the return value of `encode_targets` to a float32 tensor of shape `(rows, classes)`.
-
-        Probabilities of a row sum to 1.
-        """
-        targets = self._codec.decode(values, num_classes)
-        if self.broadcasts == "logits":
-            return targets
-        if self.top_k is not None:
-            return targets.softmax(-1)
-        targets = targets.clamp(min=0)
-        return targets / targets.sum(-1, keepdim=True)
-
-    def unpack_targets(self, values: Mapping[str, torch.Tensor], num_classes: int) -> Targets:
-        """Decode targets as `decode_targets` does. With `top_k`, decode each batch when it is needed."""
-        if self.top_k is None:
-            return self.decode_targets(values, num_classes)
-        return decode_lazily(values, lambda part: self.decode_targets(part, num_classes))
-
-    # ---- Client side
-
-    def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
-        """
-        A client's loss on a batch of public examples.
-
-        Args:
-            logits (`torch.Tensor`): Logits of the client's model, of shape `(rows, classes)`.
-            targets (`torch.Tensor`): Broadcast targets of these examples, of the same shape.
-            settings (`Mapping[str, Any]`): Settings of the message.
-        """
-        return kl_divergence(logits, targets, self.temperature)
-
-    def feedback_loss(self, logits: torch.Tensor, message: Feedback) -> torch.Tensor:
-        """
-        A client's loss on the mini-batch that a [`Feedback`] message answers.
-
-        Args:
-            logits (`torch.Tensor`): Logits of the client's model, of shape `(rows, classes)`, with their graph.
-            message ([`Feedback`]): The server's answer.
-
-        Raises:
-            NotImplementedError: If the method does not exchange mini-batches.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not exchange mini-batches.")

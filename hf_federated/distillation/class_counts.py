@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import Trainer
 
 from ..clients.student import LABEL_COLUMNS
-from ..messages import CLASS_COUNT, Disclosure
-from .client import LocalDistillation
+from ..messages import CLASS_COUNT, ClientUpdate, Disclosure
+from .client import DistillationPart
 
 
 NUM_EXAMPLES_PER_CLASS = Disclosure("number of examples", per="class")
 
 
-class ReportClassCounts(LocalDistillation):
-    """
-    Adds the number of examples of each class to the metrics of the update.
+class ReportClassCounts(DistillationPart):
+    """Client half of a method that needs the number of examples of each class, in the metrics of the update."""
 
-    Args:
-        num_classes (`int`): Number of classes of the client's model.
-        sequences (`torch.Tensor`, *optional*): For a model that generates its labels as text: the token ids of each
-            class, of shape `(classes, tokens)`, padded with -100.
-    """
-
-    def __init__(self, num_classes: int, sequences: torch.Tensor | None = None) -> None:
-        self._num_classes = num_classes
-        self._sequences = sequences
-
-    def finish(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, torch.Tensor]:
-        counts = count_classes(trainer.train_dataset, self._num_classes, self._sequences)
-        metrics |= {f"{CLASS_COUNT}{label}": float(count) for label, count in enumerate(counts)}
-        return {}
+    def send(self, update: ClientUpdate) -> ClientUpdate:
+        context, method = self.context, self.method
+        if not method.reports_class_counts:
+            return update
+        dataset, tokenizer = context.local_trainer.train_dataset, context.model.trainer.processing_class
+        counts = method.class_counts(dataset, context.student.num_classes, tokenizer)
+        reported = {f"{CLASS_COUNT}{label}": float(count) for label, count in enumerate(counts)}
+        return dataclasses.replace(update, metrics={**update.metrics, **reported})
 
 
 def count_classes(dataset: Any, num_classes: int, sequences: torch.Tensor | None = None) -> list[int]:
@@ -44,7 +37,8 @@ def count_classes(dataset: Any, num_classes: int, sequences: torch.Tensor | None
     Args:
         dataset (`datasets.Dataset`): Encoded examples with one label each.
         num_classes (`int`): Number of classes.
-        sequences (`torch.Tensor`, *optional*): As in [`ReportClassCounts`].
+        sequences (`torch.Tensor`, *optional*): For a model that generates its labels as text: the token ids of each
+            class, of shape `(classes, tokens)`, padded with -100.
 
     Raises:
         ValueError: If the examples have no integer label each, or a label is not one of the classes.

@@ -1,115 +1,83 @@
-"""The client side of a distillation algorithm: its part in local training, and its answers to messages.
-
-The client side runs in the client's process. It knows only the settings of the algorithm, the received messages, and
-the state that the client keeps.
-"""
+"""`DistillationPart`: the client half of a distillation, which predicts and learns public examples."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import Trainer, TrainerCallback
 
-from ..clients.context import ClientContext
 from ..clients.models import OwnModel
 from ..clients.positions import Positions
-from ..clients.student import Student, Targets
+from ..clients.student import Student
 from ..messages import Distill, Feedback, Message, Metrics, Predict, Predictions, PublicRowsMessage
+from ..methods import ClientPart
 from ..utils.random import isolated_rng
+from .encoding import Encoding, Targets
+from .lazy_rows import concatenate_encoded
+from .losses import kl_divergence
 from .public_rows import PublicRows
 
 
-if TYPE_CHECKING:
-    from .base import Distillation
-
-
-class LocalDistillation:
+class DistillationPart(ClientPart):
     """
-    The algorithm's part in one local training. [`DistillationClient.local_training`] builds one for each `Fit`.
+    Client half of a distillation. `client_part` of a [`Distillation`] names its class.
 
-    Attributes:
-        callbacks (`Sequence[TrainerCallback]`): Callbacks that run inside this training.
-        frozen (`Sequence[torch.nn.Parameter]`): Exchanged parameters that this training does not change.
-    """
+    A subclass overrides the loss with which the client learns the targets of the server.
 
-    callbacks: Sequence[TrainerCallback] = ()
-    frozen: Sequence[nn.Parameter] = ()
+    Example:
 
-    def on_batch(self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
-        """
-        Called before the loss of a micro-batch is computed.
+    ```python
+    >>> from hf_federated import DistillationPart
+    >>> from hf_federated.distillation import soft_cross_entropy
 
-        Args:
-            trainer (`transformers.Trainer`): The client's trainer.
-            model (`torch.nn.Module`): The model of the training step.
-            inputs (`Mapping[str, Any]`): The micro-batch.
-            num_items (`torch.Tensor` or `int`, *optional*): Number of items in all micro-batches of the step.
-        """
-
-    def finish(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, torch.Tensor]:
-        """
-        Called after local training.
-
-        Args:
-            trainer (`transformers.Trainer`): The client's trainer.
-            metrics (`dict[str, float]`): The metrics of the update, which may be changed in place.
-
-        Returns:
-            `dict[str, torch.Tensor]`: Tensors for the `extra` of the update, with the names, shapes and dtypes of
-            [`Distillation.expected_extra`]. The server receives their mean over clients.
-        """
-        return {}
-
-
-class DistillationClient:
-    """
-    The client side of a distillation algorithm. `client_class` of a [`Distillation`] names its class.
-
-    Args:
-        algorithm ([`Distillation`]): The algorithm. Only its settings and formulas are used.
-
-    Attributes:
-        messages (`tuple[type[Message], ...]`): Types of the messages that [`~DistillationClient.handle`] answers.
+    >>> class LearnProbabilities(DistillationPart):
+    ...     def client_loss(self, logits, targets, settings):
+    ...         return soft_cross_entropy(logits, targets)
+    ```
     """
 
-    messages: ClassVar[tuple[type[Message], ...]] = (Predict, Distill, Feedback)
+    @property
+    def encoding(self) -> Encoding:
+        """Encodes predictions and decodes targets."""
+        return self.method.encoding
 
-    def __init__(self, algorithm: Distillation) -> None:
-        self.algorithm: Any = algorithm
-
-    def before_training(self, context: ClientContext) -> None:
+    def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
         """
-        Called for each `Fit`, before the global state is written into the client's model.
+        The client's loss on a batch of public examples.
 
         Args:
-            context ([`ClientContext`]): The client. Changes to `context.state` are kept for later rounds.
+            logits (`torch.Tensor`): Logits of the client's model, of shape `(rows, classes)`.
+            targets (`torch.Tensor`): Targets of these examples, of the same shape.
+            settings (`Mapping[str, Any]`): Settings of the message.
         """
+        return kl_divergence(logits, targets, self.method.temperature)
 
-    def local_training(self, context: ClientContext, round: int) -> LocalDistillation:
+    def feedback_loss(self, logits: torch.Tensor, message: Feedback) -> torch.Tensor:
         """
-        The algorithm's part in a local training.
+        The client's loss on the mini-batch that a [`Feedback`] message answers.
 
         Args:
-            context ([`ClientContext`]): The client.
-            round (`int`): Round number, from 0.
-        """
-        return LocalDistillation()
+            logits (`torch.Tensor`): Logits of the client's model, of shape `(rows, classes)`, with their graph.
+            message ([`Feedback`]): The server's answer.
 
-    def handle(self, message: Message, context: ClientContext) -> Message:
+        Raises:
+            NotImplementedError: If the method does not exchange mini-batches.
         """
-        Answer a message of one of the types in `messages`.
+        raise NotImplementedError(f"{type(self.method).__name__} does not exchange mini-batches.")
+
+    def answer(self, message: Message) -> Message:
+        """
+        Answer a message about public examples.
 
         Args:
             message ([`Message`]): The server's message.
-            context ([`ClientContext`]): The client.
 
         Raises:
             TypeError: If the client has no own model or no public examples.
         """
+        context = self.context
         if not isinstance(context.model, OwnModel) or context.model.student is None:
             raise TypeError(
                 f"The client cannot answer a {type(message).__name__}, because it has no own model or no public "
@@ -121,7 +89,7 @@ class DistillationClient:
             return self.distill(message, context.model, context.student)
         if isinstance(message, Feedback):
             return self.take_feedback(message, context.model, context.student)
-        raise TypeError(f"{type(self).__name__} does not answer the message {type(message).__name__}.")
+        return super().answer(message)
 
     def predict(self, message: Predict, model: OwnModel, student: Student) -> Predictions:
         """Predict the public examples of the message."""
@@ -131,11 +99,11 @@ class DistillationClient:
         if message.keeps_graph:
             logits = _training_forward(message, student)
             model.pending = (_place(message), logits)
-            values = self.algorithm.encode(logits.detach().cpu())
+            values = self.encoding.encode(logits.detach().cpu())
         elif student.positions is None:
-            values = self.algorithm.encode(student.predict(rows))
+            values = self.encoding.encode(student.predict(rows))
         else:
-            values = self.algorithm.concatenate_encoded(student.predict_batches(rows, self.algorithm.encode))
+            values = concatenate_encoded(student.predict_batches(rows, self.encoding.encode))
         if student.positions is not None:
             values = student.positions.add_absent(rows, values)
         return Predictions(message.round, message.client_id, values)
@@ -148,15 +116,15 @@ class DistillationClient:
             message.num_training_epochs * steps_per_epoch, message.round * message.num_epochs * steps_per_epoch
         )
         if student.positions is None:
-            targets = self.algorithm.decode_targets(message.targets, student.num_classes)
+            targets: Targets = self.encoding.decode_targets(message.targets, student.num_classes)
         else:
-            targets = self.algorithm.unpack_targets(_targets(message, student), student.num_classes)
+            targets = self.encoding.unpack_targets(_targets(message, student), student.num_classes)
             _check_count(targets, student.positions, rows)
         with model.restore_on_failure():
             loss = student.fit(
                 rows,
                 targets,
-                lambda logits, batch: self.algorithm.client_loss(logits, batch, message.settings),
+                lambda logits, batch: self.client_loss(logits, batch, message.settings),
                 message.num_epochs,
                 message.seed,
             )
@@ -182,7 +150,7 @@ class DistillationClient:
             rows = rows_of(message, student)
             message = dataclasses.replace(message, targets=_targets(message, student))
             logits = logits[student.positions.agreed_among_seen(rows).to(logits.device)]
-        loss = float(student.step(self.algorithm.feedback_loss(logits, message)))
+        loss = float(student.step(self.feedback_loss(logits, message)))
         num_rows = message.stop - message.start
         return Metrics(message.round, message.client_id, num_examples=num_rows, metrics={"distillation_loss": loss})
 

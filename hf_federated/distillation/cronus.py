@@ -6,14 +6,15 @@ Chang et al., Cronus: Robust and Heterogeneous Collaborative Learning with Black
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from .base import Distillation, Predictions
+from ..methods import ClientPart
+from .base import ClientLogits, Distillation
 from .cohort import Cohort
+from .dsfl import SoftLabelPart
 from .losses import soft_cross_entropy
 from .robust_mean import ROBUST_MEANS, num_tolerated, robust_mean
 from .server import DistillationServer
@@ -73,6 +74,7 @@ class Cronus(Distillation):
     """
 
     name: ClassVar[str] = "cronus"
+    client_part: ClassVar[type[ClientPart]] = SoftLabelPart
     broadcasts: ClassVar[str] = "probabilities"
     ignores: ClassVar[tuple[str, ...]] = ("temperature",)
 
@@ -84,7 +86,7 @@ class Cronus(Distillation):
         self._require_one_of("robust_method", tuple(ROBUST_MEANS))
         num_tolerated(1, self.outlier_share)
 
-    def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
+    def ensemble(self, predictions: ClientLogits, cohort: Cohort) -> torch.Tensor:
         probabilities = torch.stack([logits.softmax(-1) for logits in predictions.values()])
         mean = robust_mean(probabilities, self.robust_method, self.outlier_share)
         # "trimmed" and "median" process each class independently, so the probabilities may not sum to 1.
@@ -95,6 +97,3 @@ class Cronus(Distillation):
 
     def broadcast(self, ensemble: torch.Tensor, server: DistillationServer) -> torch.Tensor:
         return ensemble
-
-    def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
-        return soft_cross_entropy(logits, targets)

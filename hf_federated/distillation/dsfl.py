@@ -13,11 +13,20 @@ from typing import Any, ClassVar
 
 import torch
 
-from .base import Distillation, Predictions
+from ..methods import ClientPart
+from .base import ClientLogits, Distillation
+from .client import DistillationPart
 from .client_weights import weighted_mean
 from .cohort import Cohort
 from .losses import soft_cross_entropy
 from .server import DistillationServer
+
+
+class SoftLabelPart(DistillationPart):
+    """Client half of a method whose clients learn probabilities by cross-entropy."""
+
+    def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+        return soft_cross_entropy(logits, targets)
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -74,6 +83,7 @@ class DSFL(Distillation):
     """
 
     name: ClassVar[str] = "dsfl"
+    client_part: ClassVar[type[ClientPart]] = SoftLabelPart
     broadcasts: ClassVar[str] = "probabilities"
     ignores: ClassVar[tuple[str, ...]] = ("temperature",)
 
@@ -92,7 +102,7 @@ class DSFL(Distillation):
                 f"1 / log(tokens - 1), here {1 / math.log(num_classes - 1):.3g}."
             )
 
-    def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
+    def ensemble(self, predictions: ClientLogits, cohort: Cohort) -> torch.Tensor:
         probabilities = {client_id: logits.softmax(-1) for client_id, logits in predictions.items()}
         mean = weighted_mean(probabilities, dict.fromkeys(probabilities, 1.0))
         return (mean / self.sharpening_temperature).softmax(-1)
@@ -102,6 +112,3 @@ class DSFL(Distillation):
 
     def broadcast(self, ensemble: torch.Tensor, server: DistillationServer) -> torch.Tensor:
         return ensemble
-
-    def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
-        return soft_cross_entropy(logits, targets)

@@ -13,17 +13,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from transformers import Trainer
 
-from ..clients.context import ClientContext
 from ..clients.features import base_model_of
-from ..clients.student import Student
-from ..messages import Disclosure, public_order
+from ..messages import ClientUpdate, Disclosure, Fit, public_order
+from ..methods import ClientPart
 from ..tasks.metrics.base import require_extra
 from ..utils.random import derived_seed, isolated_rng
 from .base import Distillation
 from .certainty import certainty, fit_certainty, noise_std, scale_into_unit_ball
-from .client import DistillationClient, LocalDistillation
+from .client import DistillationPart
 from .cohort import MAX_LOGIT, Cohort
 from .requirements import Requirements
 from .server import DistillationServer
@@ -35,34 +33,23 @@ WEIGHTED_LOGITS = "weighted_logits"
 ROUNDING = 2**-8
 
 
-class SendWeightedLogits(LocalDistillation):
-    """Sends the logits of all public examples, multiplied by the client's certainty scores, and the scores."""
+class FedAUXPart(DistillationPart):
+    """Client half of [`FedAUX`]: scores the public examples once, with features of the initial model."""
 
-    def __init__(self, student: Student, scores: torch.Tensor) -> None:
-        self._student = student
-        self._scores = scores
-
-    def finish(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, torch.Tensor]:
-        logits = self._student.predict(range(self._student.num_rows))
-        return {WEIGHTED_LOGITS: self._scores.unsqueeze(-1) * logits, CERTAINTY: self._scores}
-
-
-class FedAUXClient(DistillationClient):
-    """The client side of [`FedAUX`]: scores the public examples once, with features of the initial model."""
-
-    def before_training(self, context: ClientContext) -> None:
-        if context.state:
+    def receive(self, message: Fit) -> None:
+        if self.memory:
             return
+        context = self.context
         model, student, dataset = context.model, context.student, context.open_dataset()
         # The global state of this round is written afterwards.
         model.exchange.write(model.initial or {})
         seed = derived_seed(context.seed, "features", context.client_id)
-        limit = self.algorithm.max_score_rows
+        limit = self.method.max_score_rows
         if limit is not None and limit < len(dataset):
             dataset = dataset.select(public_order(len(dataset), derived_seed(seed, "rows"))[:limit].tolist())
         # The first import of scikit-learn in a process draws random numbers.
         with isolated_rng(seed):
-            context.state[CERTAINTY] = self.scores(student.features(dataset), student.features(), seed)
+            self.memory[CERTAINTY] = self.scores(student.features(dataset), student.features(), seed)
 
     def scores(self, own: torch.Tensor, public: torch.Tensor, seed: int) -> torch.Tensor:
         """
@@ -76,7 +63,7 @@ class FedAUXClient(DistillationClient):
         Returns:
             `torch.Tensor`: Scores of shape `(public examples,)`.
         """
-        algorithm = self.algorithm
+        algorithm = self.method
         own, public = scale_into_unit_ball(own, public)
         weights = fit_certainty(own, public, algorithm.regularization)
         if algorithm.dp_epsilon is not None:
@@ -86,8 +73,11 @@ class FedAUXClient(DistillationClient):
             weights = weights + std * torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
         return certainty(weights, public, algorithm.score_offset)
 
-    def local_training(self, context: ClientContext, round: int) -> LocalDistillation:
-        return SendWeightedLogits(context.student, context.state[CERTAINTY])
+    def send(self, update: ClientUpdate) -> ClientUpdate:
+        student, scores = self.context.student, self.memory[CERTAINTY]
+        logits = student.predict(range(student.num_rows))
+        extra = {WEIGHTED_LOGITS: scores.unsqueeze(-1) * logits, CERTAINTY: scores}
+        return dataclasses.replace(update, extra={**update.extra, **extra})
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -167,7 +157,7 @@ class FedAUX(Distillation):
 
     name: ClassVar[str] = "fedaux"
     parameters: ClassVar[str] = "averaged"
-    client_class: ClassVar[type[DistillationClient]] = FedAUXClient
+    client_part: ClassVar[type[ClientPart]] = FedAUXPart
     ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_lr", "prediction_dtype", "top_k")
 
     regularization: float = 0.01

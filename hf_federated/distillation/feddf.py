@@ -5,16 +5,15 @@ Lin et al., Ensemble Distillation for Robust Model Fusion in Federated Learning 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from transformers import Trainer
 
-from ..clients.context import ClientContext
-from ..clients.student import Student
+from ..messages import ClientUpdate
+from ..methods import ClientPart
 from .base import Distillation
-from .client import DistillationClient, LocalDistillation
+from .client import DistillationPart
 from .cohort import Cohort
 from .server import DistillationServer
 
@@ -22,21 +21,12 @@ from .server import DistillationServer
 PUBLIC_LOGITS = "public_logits"
 
 
-class SendPublicLogits(LocalDistillation):
+class SendPublicLogits(DistillationPart):
     """Sends the model's logits of all public examples with the update."""
 
-    def __init__(self, student: Student) -> None:
-        self._student = student
-
-    def finish(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, torch.Tensor]:
-        return {PUBLIC_LOGITS: self._student.predict(range(self._student.num_rows))}
-
-
-class FedDFClient(DistillationClient):
-    """The client side of [`FedDF`]."""
-
-    def local_training(self, context: ClientContext, round: int) -> LocalDistillation:
-        return SendPublicLogits(context.student)
+    def send(self, update: ClientUpdate) -> ClientUpdate:
+        student = self.context.student
+        return replace(update, extra={**update.extra, PUBLIC_LOGITS: student.predict(range(student.num_rows))})
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -88,7 +78,7 @@ class FedDF(Distillation):
 
     name: ClassVar[str] = "feddf"
     parameters: ClassVar[str] = "averaged"
-    client_class: ClassVar[type[DistillationClient]] = FedDFClient
+    client_part: ClassVar[type[ClientPart]] = SendPublicLogits
     ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_lr", "prediction_dtype", "top_k")
 
     def extra_shapes(self, num_rows: int, num_positions: int, num_classes: int) -> dict[str, tuple[int, ...]]:

@@ -15,12 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..clients.context import ClientContext
-from ..messages import ClientUpdate, Disclosure
+from ..messages import ClientUpdate, Disclosure, Fit
+from ..methods import ClientPart, Round
 from ..utils.random import derived_seed
 from .base import Distillation
 from .class_counts import NUM_EXAMPLES_PER_CLASS, ReportClassCounts, count_classes
-from .client import DistillationClient, LocalDistillation
 from .cohort import Cohort
 from .pseudo_sampler import PseudoSampler, Samples
 from .pseudo_samples import ADVERSARIES, IGNORED, INITIALIZATIONS, KINDS, check_takes_embeddings, word_embeddings
@@ -49,15 +48,11 @@ def frozen_parameters(model: Any, round: int) -> list[nn.Parameter]:
     return [shared] if word_embeddings(model.get_decoder()) is shared else []
 
 
-class FedDRSClient(DistillationClient):
-    """The client side of [`FedDRS`]."""
+class FedDRSPart(ReportClassCounts):
+    """Client half of [`FedDRS`]."""
 
-    def local_training(self, context: ClientContext, round: int) -> LocalDistillation:
-        trainer = context.model.trainer
-        sequences = self.algorithm.label_sequences(trainer.processing_class)
-        training = ReportClassCounts(context.student.num_classes, sequences)
-        training.frozen = frozen_parameters(trainer.model, round)
-        return training
+    def receive(self, message: Fit) -> None:
+        self.frozen = frozen_parameters(self.context.model.trainer.model, message.round)
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -164,7 +159,7 @@ class FedDRS(Distillation):
 
     name: ClassVar[str] = "feddrs"
     parameters: ClassVar[str] = "averaged"
-    client_class: ClassVar[type[DistillationClient]] = FedDRSClient
+    client_part: ClassVar[type[ClientPart]] = FedDRSPart
     ignores: ClassVar[tuple[str, ...]] = (
         "server_epochs",
         "client_epochs",
@@ -249,7 +244,8 @@ class FedDRS(Distillation):
     def build_teachers(self, build: Callable[[], Teachers]) -> Teachers | None:
         return build()
 
-    def on_update(self, update: ClientUpdate, server: DistillationServer) -> None:
+    def accept(self, round: Round, update: ClientUpdate) -> None:
+        server = self.server
         is_teacher = not self.post_only or update.round == server.num_rounds - 1 or self._keeps_teachers(server)
         if is_teacher and server.teachers is not None:
             server.teachers.keep(update)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 
-from .base import Distillation, Predictions
+from .base import ClientLogits, Distillation
 from .client_weights import num_examples_by_client, weighted_mean
 from .cohort import Cohort
 from .server import DistillationServer
@@ -66,7 +66,7 @@ class FedED(Distillation):
     parameters: ClassVar[str] = "sent"
     ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_lr")
 
-    def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
+    def ensemble(self, predictions: ClientLogits, cohort: Cohort) -> torch.Tensor:
         return weighted_mean(predictions, num_examples_by_client(cohort))
 
     def broadcast(self, ensemble: torch.Tensor, server: DistillationServer) -> None:

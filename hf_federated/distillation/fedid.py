@@ -17,8 +17,10 @@ import torch
 from torch.nn import functional as F
 
 from ..messages import Feedback
+from ..methods import ClientPart
 from ..utils.random import derived_seed
-from .base import Distillation, Predictions
+from .base import ClientLogits, Distillation
+from .client import DistillationPart
 from .client_weights import num_examples_by_client, weighted_mean
 from .cohort import Cohort
 from .feedback import (
@@ -40,6 +42,34 @@ from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surroga
 # Smallest distance of the clients' probabilities from their mean in a mini-batch, for the log of `feedback_ratio`.
 SMALLEST_DIFFERENCE = 1e-6
 FEEDBACKS = ("chain_rule", "per_example", "mpl_sampled", "mpl", "none")
+
+
+class FedIDPart(DistillationPart):
+    """Client half of [`FedID`]."""
+
+    def feedback_loss(self, logits: torch.Tensor, message: Feedback) -> torch.Tensor:
+        method, num_classes = self.method, logits.shape[-1]
+        ensemble = self.encoding.decode_targets(message.targets, num_classes).to(logits.device)
+        weight, improvement = message.settings["weight"], message.settings["improvement"]
+        labels = _draw_labels(ensemble, message.settings["labels"])
+        if method.feedback == "mpl":
+            # In the published code, clients learn hard labels.
+            distillation = F.cross_entropy(logits, ensemble.argmax(-1))
+        else:
+            distillation = soft_cross_entropy(logits, ensemble)
+        loss = distillation if method.clients_distill else torch.zeros_like(distillation)
+        if method.feedback == "chain_rule":
+            gradient = self.encoding.codec.dense.decode(message.feedback, num_classes).to(logits.device)
+            gradient = torch.ldexp(gradient, torch.tensor(message.settings["exponent"], device=logits.device))
+            loss = loss + chain_rule_surrogate(logits.softmax(-1), gradient, weight)
+        elif method.feedback == "per_example":
+            rewards = message.feedback["rewards"].to(logits.device)
+            loss = loss + per_example_surrogate(logits.softmax(-1), ensemble, labels, rewards, weight)
+        elif method.feedback == "mpl_sampled":
+            loss = loss + mpl_sampled_surrogate(logits.softmax(-1), ensemble, labels, improvement, weight)
+        elif method.feedback == "mpl":
+            loss = loss + mpl_surrogate(logits, logits.argmax(-1), improvement, weight)
+        return loss
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -127,6 +157,7 @@ class FedID(Distillation):
     """
 
     name: ClassVar[str] = "fedid"
+    client_part: ClassVar[type[ClientPart]] = FedIDPart
     broadcasts: ClassVar[str] = "probabilities"
     # The server evaluates on its labelled examples and does not train on them.
     ignores: ClassVar[tuple[str, ...]] = ("server_epochs", "client_epochs", "temperature", "train_on_labelled")
@@ -200,11 +231,11 @@ class FedID(Distillation):
             return None
         weights = num_examples_by_client(cohort)
         total = sum(weights.values())
-        targets = self.encode_targets(
+        targets = self.encoding.encode_targets(
             weighted_mean({client_id: logits.softmax(-1) for client_id, logits in predictions.items()}, weights)
         )
         # Decode the encoded targets, so that the server and the clients use the same numbers.
-        ensemble = self.decode_targets(targets, server.student.num_classes)
+        ensemble = self.encoding.decode_targets(targets, server.student.num_classes)
         seed = derived_seed(server.seed, "pseudo-labels", *purpose)
         step = _ServerStep(self, server, rows, ensemble, purpose, seed)
         feedback = step.take(predictions, weights)
@@ -225,32 +256,6 @@ class FedID(Distillation):
             num_steps,
         )
         return step
-
-    # ---- Client side
-
-    def feedback_loss(self, logits: torch.Tensor, message: Feedback) -> torch.Tensor:
-        num_classes = logits.shape[-1]
-        ensemble = self.decode_targets(message.targets, num_classes).to(logits.device)
-        weight, improvement = message.settings["weight"], message.settings["improvement"]
-        labels = _draw_labels(ensemble, message.settings["labels"])
-        if self.feedback == "mpl":
-            # In the published code, clients learn hard labels.
-            distillation = F.cross_entropy(logits, ensemble.argmax(-1))
-        else:
-            distillation = soft_cross_entropy(logits, ensemble)
-        loss = distillation if self.clients_distill else torch.zeros_like(distillation)
-        if self.feedback == "chain_rule":
-            gradient = self._codec.dense.decode(message.feedback, num_classes).to(logits.device)
-            gradient = torch.ldexp(gradient, torch.tensor(message.settings["exponent"], device=logits.device))
-            loss = loss + chain_rule_surrogate(logits.softmax(-1), gradient, weight)
-        elif self.feedback == "per_example":
-            rewards = message.feedback["rewards"].to(logits.device)
-            loss = loss + per_example_surrogate(logits.softmax(-1), ensemble, labels, rewards, weight)
-        elif self.feedback == "mpl_sampled":
-            loss = loss + mpl_sampled_surrogate(logits.softmax(-1), ensemble, labels, improvement, weight)
-        elif self.feedback == "mpl":
-            loss = loss + mpl_surrogate(logits, logits.argmax(-1), improvement, weight)
-        return loss
 
 
 def _draw_labels(probabilities: torch.Tensor, seed: int) -> torch.Tensor:
@@ -301,7 +306,7 @@ class _ServerStep:
         self.loss = torch.tensor(0.0)
         self.gradient_norms = (0.0, 0.0)
 
-    def take(self, predictions: Predictions, weights: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    def take(self, predictions: ClientLogits, weights: Mapping[str, float]) -> dict[str, torch.Tensor]:
         """Take the server's step and return the feedback for all clients."""
         method = self._algorithm.feedback
         feedback: dict[str, torch.Tensor] = {}
@@ -310,7 +315,7 @@ class _ServerStep:
             if method == "chain_rule":
                 self.exponent = _exponent(gradient)
                 scaled = torch.ldexp(gradient, torch.tensor(-self.exponent, device=gradient.device))
-                feedback = self._algorithm._codec.dense.encode(scaled)
+                feedback = self._algorithm.encoding.codec.dense.encode(scaled)
                 self.gradient_norms = self._gradient_norms(gradient, predictions, weights)
             else:
                 feedback = {"rewards": per_example_feedback(gradient, self._labels).float().cpu()}
@@ -324,7 +329,7 @@ class _ServerStep:
         return feedback
 
     def _gradient_norms(
-        self, gradient: torch.Tensor, predictions: Predictions, weights: Mapping[str, float]
+        self, gradient: torch.Tensor, predictions: ClientLogits, weights: Mapping[str, float]
     ) -> tuple[float, float]:
         total = sum(weights[client_id] for client_id in predictions)
         feedback_norm = distillation_norm = 0.0
@@ -334,7 +339,7 @@ class _ServerStep:
             distillation_norm += float((own - self._ensemble.to(own)).norm()) / max(1, len(own))
         return feedback_norm, distillation_norm
 
-    def _loss(self, logits: torch.Tensor, predictions: Predictions, weights: Mapping[str, float]) -> torch.Tensor:
+    def _loss(self, logits: torch.Tensor, predictions: ClientLogits, weights: Mapping[str, float]) -> torch.Tensor:
         if self._algorithm.feedback == "mpl_sampled":
             return F.cross_entropy(logits, self._labels)
         if self._algorithm.feedback == "mpl":

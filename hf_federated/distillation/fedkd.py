@@ -13,24 +13,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..clients.context import ClientContext
 from ..messages import CLASS_COUNT, Disclosure
-from .base import Distillation, Predictions
+from ..methods import ClientPart
+from .base import ClientLogits, Distillation
 from .class_counts import NUM_EXAMPLES_PER_CLASS, ReportClassCounts, count_classes
-from .client import DistillationClient, LocalDistillation
 from .client_reports import reports
 from .client_weights import class_count_weights, num_examples_by_client, weighted_mean
 from .cohort import Cohort
 from .server import DistillationServer
-
-
-class FedKDClient(DistillationClient):
-    """The client side of [`FedKD`]."""
-
-    def local_training(self, context: ClientContext, round: int) -> LocalDistillation:
-        if not self.algorithm.reports_class_counts:
-            return LocalDistillation()
-        return ReportClassCounts(context.student.num_classes)
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -85,7 +75,7 @@ class FedKD(Distillation):
     """
 
     name: ClassVar[str] = "fedkd"
-    client_class: ClassVar[type[DistillationClient]] = FedKDClient
+    client_part: ClassVar[type[ClientPart]] = ReportClassCounts
     ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_lr")
 
     weighting: str = "class_counts"
@@ -135,7 +125,7 @@ class FedKD(Distillation):
                 "number of epochs that clients train."
             )
 
-    def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
+    def ensemble(self, predictions: ClientLogits, cohort: Cohort) -> torch.Tensor:
         if self.weighting == "size":
             return weighted_mean(predictions, num_examples_by_client(cohort))
         weights = class_count_weights(reports(cohort))  # (clients, classes); each column sums to 1

@@ -12,10 +12,19 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..methods import ClientPart
 from .base import Distillation
+from .client import DistillationPart
 from .losses import mean_absolute_error
 from .requirements import Requirements
 from .server import DistillationServer
+
+
+class FedMDPart(DistillationPart):
+    """Client half of [`FedMD`]."""
+
+    def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+        return mean_absolute_error(logits, targets)
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
@@ -69,6 +78,7 @@ class FedMD(Distillation):
     """
 
     name: ClassVar[str] = "fedmd"
+    client_part: ClassVar[type[ClientPart]] = FedMDPart
     # The mean absolute error has no temperature.
     ignores: ClassVar[tuple[str, ...]] = ("temperature",)
 
@@ -81,6 +91,3 @@ class FedMD(Distillation):
 
     def broadcast(self, ensemble: torch.Tensor, server: DistillationServer) -> torch.Tensor:
         return ensemble
-
-    def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
-        return mean_absolute_error(logits, targets)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from .base import Distillation, Predictions
+from .base import ClientLogits, Distillation
 from .client_weights import num_examples_by_client, weighted_mean
 from .cohort import Cohort
 from .losses import soft_cross_entropy
@@ -66,7 +66,7 @@ class MHAT(Distillation):
 
     name: ClassVar[str] = "mhat"
 
-    def ensemble(self, predictions: Predictions, cohort: Cohort) -> torch.Tensor:
+    def ensemble(self, predictions: ClientLogits, cohort: Cohort) -> torch.Tensor:
         probabilities = {client_id: logits.softmax(-1) for client_id, logits in predictions.items()}
         return weighted_mean(probabilities, num_examples_by_client(cohort))
 

@@ -12,6 +12,7 @@ from ..adapters import Exchange
 from ..clients.student import Student
 from ..messages import public_order
 from ..utils.random import derived_seed, isolated_rng
+from ..utils.weighted_mean import State
 from .lazy_rows import LazyRows
 from .public_rows import PublicRows
 from .teachers import Teachers
@@ -34,6 +35,7 @@ class DistillationServer:
         clients_per_round (`int`): Number of clients that the server selects in a round.
         labelled (`datasets.Dataset`, *optional*): The server's labelled examples, encoded for its model.
         teachers ([`Teachers`], *optional*): The clients' models, for a method that needs them.
+        device (`torch.device`, *optional*): Device of the global state. Defaults to the device of the model.
 
     Example: [`Distillation`].
     """
@@ -48,6 +50,7 @@ class DistillationServer:
         clients_per_round: int,
         labelled: Dataset | None = None,
         teachers: Teachers | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.student = student
         self.seed = seed
@@ -57,8 +60,13 @@ class DistillationServer:
         self.clients_per_round = clients_per_round
         self.labelled = labelled
         self.teachers = teachers
+        self.device = device
         self.num_rows = student.num_rows
         self.batch_size = student.batch_size
+
+    def read(self) -> State:
+        """Copy the exchanged parameters of the server's model to `device`."""
+        return self.exchange.read(self.device)
 
     @property
     def all_rows(self) -> PublicRows:

@@ -1,7 +1,10 @@
 """What the server half and the client half of a method share: the round, its sums, and the two base classes."""
 
 from .accumulator import Accumulator
+from .base import Method
+from .client_part import ClientContext, ClientPart
+from .round import Round
 from .update_collection import UpdateCollection
 
 
-__all__ = ["Accumulator", "UpdateCollection"]
+__all__ = ["Accumulator", "ClientContext", "ClientPart", "Method", "Round", "UpdateCollection"]

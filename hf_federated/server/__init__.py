@@ -1,21 +1,29 @@
-"""The server side of a round: the round loop, the server state, and the events that callbacks receive."""
+"""The server side of a round: the round loop, its collectors, and the events that callbacks receive."""
 
 from .anomaly_report import AnomalyReport, load_anomalies
-from .callbacks import AggregationCallback, DistillationCallback, FederatedCallback, ServerState, call_event
+from .callbacks import AggregationCallback, DistillationCallback, FederatedCallback, call_event
 from .client_metrics import RoundSummary, spread_over_clients
+from .collectors import COLLECTORS, CollectorContext, SynchronousCollector, UpdateCollector
+from .fit_requests import FitSettings
+from .previous_release import ServerState
 from .progress import RoundProgress
 from .round_loop import RoundLoop
 
 
 __all__ = [
+    "COLLECTORS",
     "AggregationCallback",
     "AnomalyReport",
+    "CollectorContext",
     "DistillationCallback",
     "FederatedCallback",
+    "FitSettings",
     "RoundLoop",
     "RoundProgress",
     "RoundSummary",
     "ServerState",
+    "SynchronousCollector",
+    "UpdateCollector",
     "call_event",
     "load_anomalies",
     "spread_over_clients",

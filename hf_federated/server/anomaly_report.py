@@ -13,8 +13,9 @@ from ..aggregation.change_sketch import ChangeSketch
 from ..aggregation.update_statistics import squared_norm
 from ..distributed.process_group import process_group
 from ..messages import ClientUpdate
+from ..methods import Round
 from ..utils.random import derived_seed
-from .callbacks import FederatedCallback, ServerState
+from .callbacks import FederatedCallback
 
 
 ANOMALIES_NAME = "federated_anomalies.json"
@@ -79,10 +80,10 @@ class AnomalyReport(FederatedCallback):
             self.rounds = {number: values for number, values in rounds.items() if number < state.global_step}
 
     def on_round_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, round: Round, **kwargs: Any
     ) -> None:
-        self._before, self._changes = server.weights, {}
-        self._sketch = ChangeSketch(server.weights, derived_seed(args.seed, "anomalies", server.round))
+        self._before, self._changes = round.state, {}
+        self._sketch = ChangeSketch(round.state, derived_seed(args.seed, "anomalies", round.number))
 
     def on_client_end(
         self,
@@ -98,12 +99,10 @@ class AnomalyReport(FederatedCallback):
         assert self._sketch is not None
         return math.sqrt(squared_norm(state, self._before)), self._sketch(state)
 
-    # The new global state is known in this event, also if this callback runs before the aggregation.
     def on_distill(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, server: ServerState, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, round: Round, **kwargs: Any
     ) -> None:
-        assert server.aggregated is not None
-        global_norm, global_sketch = self._measure(server.aggregated)
+        global_norm, global_sketch = self._measure(round.state)
         own = {}
         for client_id, (norm, sketch) in self._changes.items():
             product = float(sketch @ global_sketch)
@@ -116,23 +115,23 @@ class AnomalyReport(FederatedCallback):
             }
         self._changes, self._before, self._sketch = {}, {}, None
         # With parallelism="clients", each process has measured its own clients.
-        parts = process_group().gather(f"anomaly report, round {server.round}", own)
+        parts = process_group().gather(f"anomaly report, round {round.number}", own)
         found = {client_id: values for part in parts for client_id, values in part.items()}
-        clients = {client_id: found[client_id] for client_id in server.cohort if client_id in found}
+        clients = {client_id: found[client_id] for client_id in round.cohort if client_id in found}
         nearest_first = sorted(clients, key=lambda client_id: clients[client_id]["distance"])
         for rank, client_id in enumerate(nearest_first, start=1):
             clients[client_id]["distance_rank"] = rank
-        self.rounds[server.round] = {
+        self.rounds[round.number] = {
             "global_norm": global_norm,
             "clients": clients,
-            "rejected": dict(server.rejected),
+            "rejected": dict(round.rejected),
         }
         if self.log:
             for client_id, values in clients.items():
-                server.logs[f"client/{client_id}/update_norm"] = values["norm"]
+                round.logs[f"client/{client_id}/update_norm"] = values["norm"]
                 if values["cosine"] is not None:
-                    server.logs[f"client/{client_id}/update_cosine"] = values["cosine"]
-                server.logs[f"client/{client_id}/distance_rank"] = values["distance_rank"]
+                    round.logs[f"client/{client_id}/update_cosine"] = values["cosine"]
+                round.logs[f"client/{client_id}/distance_rank"] = values["distance_rank"]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._write(args, state)
@@ -150,7 +149,7 @@ class AnomalyReport(FederatedCallback):
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write `federated_anomalies.json` into a directory."""
         path = os.path.join(directory, ANOMALIES_NAME)
-        values = {"rounds": {str(number): round for number, round in sorted(self.rounds.items())}}
+        values = {"rounds": {str(number): values for number, values in sorted(self.rounds.items())}}
         # A reader never sees a part of the file.
         with open(f"{path}.tmp", "w", encoding="utf-8") as file:
             json.dump(values, file)

@@ -279,11 +279,15 @@ class GroupedAccumulator:
         accumulators[first].merge(accumulators[second])
         self._groups = {joined if group == first else group: each for group, each in self._groups.items()}
 
-    def add(self, update: ClientUpdate, group: Group) -> None:
-        """Add an update to its group."""
+    def open(self, group: Group) -> Accumulator:
+        """Return the sum of a group."""
         if group not in self._groups:
             self._groups[group] = self._build()
-        self._groups[group].add(update)
+        return self._groups[group]
+
+    def add(self, update: ClientUpdate, group: Group) -> None:
+        """Add an update to its group."""
+        self.open(group).add(update)
 
     def drop(self, group: Group) -> None:
         """Drop the updates of a group."""

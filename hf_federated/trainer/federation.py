@@ -27,7 +27,6 @@ from ..clients import (
     SharedModel,
     Student,
     batches_per_round,
-    client_seed,
 )
 from ..clients.model_factory import ClientModelBuilder
 from ..clients.store import client_file_name
@@ -35,8 +34,20 @@ from ..distillation import DistillationServer, Teachers
 from ..engines import EngineContext, WatchPeers
 from ..messages import ClientUpdate, Fit
 from ..messages.ledger import Ledger
-from ..server import RoundLoop, RoundProgress, RoundSummary, ServerState, call_event, spread_over_clients
+from ..postprocessing import exchange_dtype
+from ..server import (
+    CollectorContext,
+    FitSettings,
+    RoundLoop,
+    RoundProgress,
+    RoundSummary,
+    ServerState,
+    SynchronousCollector,
+    call_event,
+    spread_over_clients,
+)
 from ..server.bound_update import BoundUpdate
+from ..utils.weighted_mean import State
 from .announcement import announce
 from .checkpoint import clients_directory, num_finished_rounds, read_server_state, write_server_state
 from .checks import check_labelled, check_resumed
@@ -44,7 +55,7 @@ from .claim_limits import ClaimLimits
 from .client_checkpoint import TEACHERS_DIR, load_teachers, save_clients, save_teachers
 from .network_settings import NetworkSettings
 from .round_learning_rate import relative_learning_rate
-from .setup import SERVER_NAME, FederationSetup
+from .setup import FederationSetup
 
 
 CLIENT_STORE_DIR = "client_store"
@@ -89,6 +100,8 @@ class Federation:
         self._num_examples = setup.clients.num_rows
         self._row_limit = RowLimit(self._num_examples, setup.config.balance, setup.config.max_rows_per_round)
         self._progress = RoundProgress(lambda: self._trainer.callback_handler.callbacks, setup.num_rounds)
+        device = setup.config.server_device
+        self._device = None if device is None else torch.device(device)
         self.engine.start(self._engine_context())
         setup.aggregation.setup(setup.num_rounds, len(setup.clients))
         max_ratio = setup.config.max_update_ratio
@@ -98,6 +111,7 @@ class Federation:
             amount_of_training=setup.aggregation.amount_of_training,
             relative_learning_rate=relative_learning_rate(args, setup.num_rounds, setup.config.lr_schedule),
         )
+        self._collector = SynchronousCollector()
         self.teachers = self._start_distillation()
         self.summary = RoundSummary()
         self.examples_seen = 0
@@ -110,6 +124,7 @@ class Federation:
         if checkpoint is not None:
             self._load(clients_directory(checkpoint), saved)
         self.loop = self._build_loop()
+        self._collector.load_state_dict(saved.get("collector", {}))
 
     # ---- Construction
 
@@ -145,9 +160,8 @@ class Federation:
             models=self._build_client_models(),
             train_datasets=setup.train_datasets,
             eval_datasets=setup.eval_datasets,
-            algorithm=setup.aggregation,
+            methods=setup.methods,
             config=setup.config,
-            distillation=setup.distillation,
             private_models=self._model_builder() if builds_private_models else None,
             postprocessors=setup.postprocessors,
             callbacks=[
@@ -195,9 +209,9 @@ class Federation:
         return participants.encode_public(trainer.processing_class).student(trainer, learning_rate)
 
     def _start_distillation(self) -> Teachers | None:
-        """Start the distillation callback. Return the store of the clients' models if the method needs one."""
-        setup, callback, student = self._setup, self._setup.distillation_callback, self.student
-        if callback is None or student is None:
+        """Start the distillation. Return the store of the clients' models if the method needs one."""
+        setup, distillation, student = self._setup, self._setup.distillation, self.student
+        if distillation is None or student is None:
             return None
         labelled = setup.participants.server_dataset
         if labelled is not None:
@@ -210,7 +224,7 @@ class Federation:
             teachers.clear()
             return teachers
 
-        teachers = callback.algorithm.build_teachers(build_teachers)
+        teachers = distillation.build_teachers(build_teachers)
         server = DistillationServer(
             student,
             setup.seed,
@@ -220,8 +234,9 @@ class Federation:
             setup.sampler.num_sampled,
             labelled,
             teachers,
+            self._device,
         )
-        callback.start(server, setup.processes.run_on_main)
+        distillation.start(server, setup.processes.run_on_main)
         return teachers
 
     def _load(self, directory: Path, saved: dict[str, Any]) -> None:
@@ -229,73 +244,84 @@ class Federation:
         setup.aggregation.load_state_dict(saved["aggregation"])
         # A checkpoint of version 0.1.0 has no bound.
         self._bound.load_state_dict(saved.get("bound", {}))
-        if setup.distillation_callback is not None:
-            setup.distillation_callback.load_state_dict(saved["distillation"])
+        if setup.distillation is not None:
+            setup.distillation.load_state_dict(saved["distillation"]["algorithm"])
+            setup.distillation.server.student.load_state_dict(saved["distillation"]["student"])
             load_teachers(directory, saved["teachers"], self.teachers, setup.processes, setup.spreads_clients)
         self.engine.ledger = Ledger.from_state_dict(saved["ledger"])
         self.engine.load(directory, saved["clients"])
         if "weights" in saved:
             self.exchange.write(saved["weights"])
 
+    @property
+    def _shares_state(self) -> bool:
+        """Whether the global state and the model share memory, because no training changes the model."""
+        setup = self._setup
+        trains_here = self.engine.trains_here or setup.aggregation.trains_on_server or setup.distillation is not None
+        return not trains_here and self._device is None
+
+    def _read_state(self) -> State:
+        """Return the exchanged parameters of the model, as a copy unless the model shares its memory."""
+        return self.exchange.tensors if self._shares_state else self.exchange.read(self._device)
+
     def _build_loop(self) -> RoundLoop:
-        setup, distillation = self._setup, self._setup.distillation
-        device = None if setup.config.server_device is None else torch.device(setup.config.server_device)
-        trains_here = self.engine.trains_here or setup.aggregation.trains_on_server or distillation is not None
-        server = ServerState(
-            weights={},
-            num_rounds=setup.num_rounds,
-            client_ids=tuple(setup.clients),
-            returns_state=setup.aggregation.exchanges_parameters,
-            device=device,
-            # If no training changes the model, the global state needs no copy of it.
-            shares_model=not trains_here and device is None,
-        )
-        server.weights = server.read(self.exchange)
-        distillation_sends_parameters = distillation is not None and distillation.sends_parameters
-        if setup.aggregation.trains_on_server:
-            server.train_on_server = self._server_training(server)
-        return RoundLoop(
+        setup, config = self._setup, self._setup.config
+        distillation_sends_parameters = setup.distillation is not None and setup.distillation.sends_parameters
+        exchanges_parameters = setup.aggregation.exchanges_parameters
+        context = CollectorContext(
             engine=self.engine,
-            server=server,
-            sampler=setup.sampler,
-            config=setup.config,
-            postprocessors=setup.postprocessors,
-            fire=self._fire,
-            write=self.exchange.share if server.shares_model else self.exchange.write,
-            sends_state=setup.aggregation.exchanges_parameters or distillation_sends_parameters,
-            row_limit=self._row_limit,
+            fit=FitSettings(
+                methods=setup.methods,
+                seed=setup.seed,
+                postprocessors=setup.postprocessors,
+                dtype=exchange_dtype(config.exchange_dtype),
+                sends_state=exchanges_parameters or distillation_sends_parameters,
+                returns_state=exchanges_parameters,
+                row_limit=self._row_limit,
+                limits=ClaimLimits(setup, self._args, self._num_examples),
+                device=self._device,
+            ),
             progress=self._progress,
-            limits=ClaimLimits(setup, self._args, self._num_examples),
             bound=self._bound,
+            deadline=config.round_deadline,
+            fire=self._fire,
+        )
+        self._collector.start(context)
+        return RoundLoop(
+            context=context,
+            collector=self._collector,
+            sampler=setup.sampler,
+            config=config,
+            state=self._read_state(),
+            write=self.exchange.share if self._shares_state else self.exchange.write,
+            train_on_server=self._server_training() if setup.aggregation.trains_on_server else None,
         )
 
-    def _server_training(self, server: ServerState) -> Callable[[], ClientUpdate]:
+    def _server_training(self) -> Callable[[Fit], ClientUpdate]:
         """Return the function that trains the global model on the server's own examples."""
         setup = self._setup
         worker = ClientWorker(
             models=SharedModel(self._trainer, self.exchange, self._args, MemoryStore()),
             train_datasets=setup.server_datasets,
             eval_datasets=None,
-            algorithm=setup.aggregation,
+            methods=setup.methods,
             # A client store in the checkpoint keeps the optimizers of clients only.
             config=dataclasses.replace(setup.config, client_optimizer_state="reset"),
             callbacks=[WatchPeers(setup.processes)] if setup.is_spread else [],
             is_federation=True,
         )
 
-        def train() -> ClientUpdate:
-            seed = client_seed(setup.seed, SERVER_NAME, server.round)
-            message = Fit(server.round, SERVER_NAME, seed, server.weights, settings=dict(server.fit_settings))
+        def train(message: Fit) -> ClientUpdate:
             with setup.independent(as_main=True):
                 reply = worker.handle(message)
             if not isinstance(reply, ClientUpdate):
                 raise RuntimeError(
-                    f"Round {server.round + 1}: the server could not train on `server_dataset`: {worker.last_error}"
+                    f"Round {message.round + 1}: the server could not train on `server_dataset`: {worker.last_error}"
                 ) from worker.last_error
-            reply = reply.to(server.device)
+            reply = reply.to(self._device)
             if setup.spreads_clients:
                 # Accelerators may compute slightly different values.
-                setup.processes.wait(f"training of the server, round {server.round}")
+                setup.processes.wait(f"training of the server, round {message.round}")
                 setup.processes.broadcast_(list(reply.state.values()), source=0)
             return reply
 
@@ -321,7 +347,13 @@ class Federation:
             trainer.args,
             trainer.state,
             trainer.control,
-            server=self.loop.server,
+            round=self.loop.round,
+            server=ServerState(
+                self.loop.round,
+                num_rounds=self._setup.num_rounds,
+                client_ids=tuple(self._setup.clients),
+                device=self._device,
+            ),
             model=trainer.model,
             **kwargs,
         )
@@ -349,7 +381,7 @@ class Federation:
 
     def share_decisions(self, control: TrainerControl) -> None:
         """Apply each decision to log, evaluate, save or stop in all processes, if one process has taken it."""
-        label = f"end of round {self.loop.server.round}"
+        label = f"end of round {self.loop.round.number}"
         for decisions in self._setup.processes.gather(label, vars(control)):
             for name, is_set in decisions.items():
                 setattr(control, name, getattr(control, name) or is_set)
@@ -363,7 +395,7 @@ class Federation:
 
     def round_logs(self) -> dict[str, float]:
         """Log entries of a round that the parent trainer does not compute."""
-        summary, callback = self.summary, self._setup.distillation_callback
+        summary = self.summary
         logs: dict[str, float] = dict(summary.other_metrics)
         if summary.grad_norm is not None:
             logs["grad_norm"] = summary.grad_norm
@@ -373,12 +405,10 @@ class Federation:
         logs["federated/num_failed"] = summary.num_failed
         logs["federated/bytes_up"] = self.engine.ledger.bytes_up
         logs["federated/bytes_down"] = self.engine.ledger.bytes_down
-        if callback is not None:
-            logs.update({f"federated/{name}": value for name, value in callback.logs.items()})
         if self._setup.config.log_clients:
             for client_id, metrics in summary.clients.items():
                 logs.update({f"client/{client_id}/{name}": value for name, value in metrics.items()})
-        logs.update(self.loop.server.logs)
+        logs.update(self.loop.round.logs)
         return logs
 
     def evaluate_clients(self) -> dict[str, float]:
@@ -390,7 +420,7 @@ class Federation:
             client are in `client_metrics`.
         """
         args = self._args
-        self.loop.server.weights = self.loop.server.read(self.exchange)
+        self.loop.state = self._read_state()
         self.client_metrics = self.loop.evaluate(self._evaluated_clients())
         return spread_over_clients(self.client_metrics, args.metric_for_best_model, args.greater_is_better)
 
@@ -416,7 +446,7 @@ class Federation:
             `dict[str, str]`: SHA-256 digests of the client states of all processes, by path relative to the
             checkpoint.
         """
-        setup, callback = self._setup, self._setup.distillation_callback
+        setup, distillation = self._setup, self._setup.distillation
         directory, processes = clients_directory(checkpoint), setup.processes
         digests = save_clients(directory, self.engine, processes, f"{checkpoint.name}: the clients' files")
         teacher_digests = save_teachers(directory, self.teachers, processes, setup.spreads_clients)
@@ -431,17 +461,19 @@ class Federation:
             "identity": setup.identity(self._args),
             "aggregation": setup.aggregation.state_dict(),
             "bound": self._bound.state_dict(),
+            "collector": self._collector.state_dict(),
             "ledger": self.engine.ledger.state_dict(),
             "clients": digests,
             "teachers": teacher_digests,
         }
-        if callback is not None:
-            state["distillation"] = callback.state_dict()
+        if distillation is not None:
+            student = distillation.server.student.state_dict()
+            state["distillation"] = {"algorithm": distillation.state_dict(), "student": student}
         if self.initial is not None:
             # Clients that have never trained start from the initial parameters.
             state["initial"] = self.initial
         if isinstance(self._trainer.model, PeftModel):
-            state["weights"] = self.loop.server.weights
+            state["weights"] = self.loop.state
         write_server_state(checkpoint, state)
         return known_digests
 

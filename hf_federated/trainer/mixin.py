@@ -42,6 +42,7 @@ from ..data import FederatedDataset
 from ..distributed.process_group import fail_together_during_init
 from ..engines import Engine
 from ..postprocessing import Postprocessor
+from ..server.round_loop import SERVER_NAME
 from ..tasks import Task
 from ..utils.gc import frozen_gc
 from ..utils.trainer_banner import trainer_banner
@@ -62,7 +63,7 @@ from .loop_stubs import RoundDataLoader, RoundsCallback, RoundScheduler, ServerO
 from .optimizer_factories import OptimizerFactories
 from .output_lock import output_dir_lock
 from .saving import SavingMixin
-from .setup import SERVER_NAME, FederationSetup
+from .setup import FederationSetup
 
 
 class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
@@ -341,7 +342,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
                 self.lr_scheduler.learning_rate = summary.learning_rate
             return torch.tensor(summary.loss, device=self.args.device)
         if self.local_training is not None:
-            self.local_training.on_batch(self, model, inputs, num_items_in_batch)
+            self.local_training.on_batch(model, inputs, num_items_in_batch)
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.local_training is not None:
             self.local_training.on_gradients(self)
@@ -357,16 +358,15 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         class.
         """
         local = self.local_training
-        hook = None if local is None or not model.training else local.hook
-        if local is None or hook is None or not hook.changes_loss:
+        if local is None or not model.training or not local.changes_loss:
             # A custom `compute_loss` may not accept the argument.
             optional = {"return_outputs": True} if return_outputs else {}
             return super().compute_loss(model, inputs, **optional, **kwargs)
-        inputs = hook.inputs(inputs)
+        inputs = local.inputs(inputs)
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
         # The algorithm adds means over this batch, but the trainer may have divided its loss by the size of the step.
         share = local.share_of_step(self, inputs, kwargs.get("num_items_in_batch"))
-        loss = hook.loss(loss / share, outputs, inputs) * share
+        loss = local.loss(loss / share, outputs, inputs) * share
         return (loss, outputs) if return_outputs else loss
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:

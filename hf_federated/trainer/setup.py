@@ -22,6 +22,7 @@ from ..distillation import Distillation, build_distillation
 from ..distributed.launch import check_launch
 from ..distributed.process_group import ProcessGroup, process_group
 from ..engines import Engine, LocalEngine, RankEngine
+from ..methods import Method
 from ..postprocessing import Postprocessor, SendChanges, exchange_dtype
 from ..server import AggregationCallback, AnomalyReport, DistillationCallback
 from .checks import (
@@ -40,9 +41,6 @@ from .launch_consistency import check_consistency, describe_setup
 
 T = TypeVar("T")
 
-# Name of the server in messages to its own worker.
-SERVER_NAME = "server"
-
 
 @dataclass(kw_only=True)
 class FederationSetup:
@@ -59,11 +57,11 @@ class FederationSetup:
         train_datasets (`Mapping[str, Dataset]`): Training examples by client, prepared for the trainer.
         eval_datasets (`Mapping[str, Dataset]`, *optional*): Evaluation examples by client, prepared for the trainer.
         server_datasets (`Mapping[str, Dataset]`): The server's own examples, prepared for the trainer, under
-            [`SERVER_NAME`]. Empty if the server has no examples.
+            the name `"server"`. Empty if the server has no examples.
         participants ([`Participants`]): Public examples, the server's examples, and clients with their own models,
             tokenizers or training arguments.
         aggregation ([`Aggregation`]): The averaging algorithm.
-        distillation_callback ([`DistillationCallback`], *optional*): Runs the distillation algorithm.
+        distillation ([`Distillation`], *optional*): The distillation algorithm.
         postprocessors (`list[Postprocessor]`): Steps between a client's training and the aggregate.
         client_callbacks (`list[TrainerCallback]`): Callbacks that run inside clients.
         sampler ([`ClientSampler`]): Draws the cohort of a round.
@@ -84,7 +82,7 @@ class FederationSetup:
     server_datasets: Mapping[str, Any]
     participants: Participants
     aggregation: Aggregation
-    distillation_callback: DistillationCallback | None
+    distillation: Distillation | None
     postprocessors: list[Postprocessor]
     client_callbacks: list[TrainerCallback]
     sampler: ClientSampler
@@ -107,7 +105,7 @@ class FederationSetup:
         **fields: Any,
     ) -> FederationSetup:
         """
-        Complete and check the arguments of a trainer, and add the callbacks of the algorithms to the trainer.
+        Complete and check the arguments of a trainer.
 
         Args:
             trainer (`transformers.Trainer`): The federated trainer, constructed as its parent class.
@@ -129,9 +127,8 @@ class FederationSetup:
         if engine is None:
             engine = LocalEngine() if launched.world_size == 1 else RankEngine()
         engine.check_launch(launched.world_size)
-        callback = _install_distillation(trainer, user_callbacks, resolved)
-        distillation = None if callback is None else callback.algorithm
-        aggregation = _install_aggregation(trainer, user_callbacks, resolved, distillation)
+        distillation = _find_distillation(user_callbacks, resolved)
+        aggregation = _find_aggregation(user_callbacks, resolved, distillation)
         _install_anomaly_report(trainer, user_callbacks, resolved, aggregation)
         steps = [*postprocessors, *_algorithm_postprocessors(aggregation, resolved)]
         if aggregation.trains_private_models and launched.world_size > 1 and resolved.parallelism != "clients":
@@ -172,7 +169,7 @@ class FederationSetup:
             eval_clients=eval_clients,
             participants=participants,
             aggregation=aggregation,
-            distillation_callback=callback,
+            distillation=distillation,
             postprocessors=steps,
             sampler=sampler,
             processes=launched,
@@ -187,9 +184,9 @@ class FederationSetup:
         return setup
 
     @property
-    def distillation(self) -> Distillation | None:
-        """The distillation algorithm, if there is one."""
-        return None if self.distillation_callback is None else self.distillation_callback.algorithm
+    def methods(self) -> tuple[Method, ...]:
+        """The methods of a round, in order."""
+        return (self.aggregation,) if self.distillation is None else (self.aggregation, self.distillation)
 
     @property
     def num_rounds(self) -> int:
@@ -259,36 +256,25 @@ class FederationSetup:
         check_consistency(self.processes, label, description, datasets)
 
 
-def _install_distillation(
-    trainer: Trainer, user_callbacks: Sequence[TrainerCallback], config: FederatedConfig
-) -> DistillationCallback | None:
-    """Return the user's callback, or add one for the algorithm of the configuration to the trainer."""
+def _find_distillation(user_callbacks: Sequence[TrainerCallback], config: FederatedConfig) -> Distillation | None:
+    """Return the algorithm of the user's callback or of the configuration."""
     for callback in user_callbacks:
         if isinstance(callback, DistillationCallback):
-            return callback
-    algorithm = build_distillation(config.distillation, config.distillation_kwargs)
-    if algorithm is None:
-        return None
-    callback = DistillationCallback(algorithm)
-    trainer.add_callback(callback)
-    return callback
+            return callback.algorithm
+    return build_distillation(config.distillation, config.distillation_kwargs)
 
 
-def _install_aggregation(
-    trainer: Trainer,
-    user_callbacks: Sequence[TrainerCallback],
-    config: FederatedConfig,
-    distillation: Distillation | None,
+def _find_aggregation(
+    user_callbacks: Sequence[TrainerCallback], config: FederatedConfig, distillation: Distillation | None
 ) -> Aggregation:
-    """Return the averaging algorithm and make sure that the trainer has a callback for it."""
+    """Return the algorithm of the user's callback or of the configuration."""
     for callback in user_callbacks:
         if isinstance(callback, AggregationCallback):
             return callback.algorithm
     algorithm = build_aggregation(config.aggregation, config.aggregation_kwargs)
     if distillation is not None and not distillation.returns_parameters:
         check_not_averaged(algorithm, distillation)
-        algorithm = LocalOnly()
-    trainer.add_callback(AggregationCallback(algorithm))
+        return LocalOnly()
     return algorithm
 
 

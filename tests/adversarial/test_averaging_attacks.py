@@ -21,8 +21,8 @@ class Failures(FederatedCallback):
     def __init__(self) -> None:
         self.rejected: list[dict[str, str]] = []
 
-    def on_round_end(self, args, state, control, server, **kwargs) -> None:
-        self.rejected.append(dict(server.rejected))
+    def on_round_end(self, args, state, control, round, **kwargs) -> None:
+        self.rejected.append(dict(round.rejected))
 
 
 def run(directory, attack: Attack, **federation):

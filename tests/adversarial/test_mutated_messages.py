@@ -9,14 +9,14 @@ import pytest
 import torch
 from mutations import mutate
 
-from hf_federated import AggregationCallback, FederatedConfig, ServerState
+from hf_federated import FederatedConfig
 from hf_federated.aggregation import build_aggregation
 from hf_federated.distillation import Cohort, PredictionCodec
 from hf_federated.distillation.public_rows import PublicRows
 from hf_federated.engines import Engine, Plan
 from hf_federated.messages import ClientUpdate, Metrics, Predictions
 from hf_federated.messages.validation import UpdateLimits
-from hf_federated.server import RoundLoop
+from hf_federated.server import CollectorContext, FitSettings, RoundLoop, RoundProgress, SynchronousCollector
 from hf_federated.server.bound_update import BoundUpdate
 
 
@@ -51,9 +51,8 @@ class MutatingEngine(Engine):
 def run_rounds(aggregation: str, num_rounds: int, seed: int) -> tuple[dict[str, torch.Tensor], set[str]]:
     """Run rounds with a client whose replies are mutated. Return the weights and the names of all rejected clients."""
     draw, noise = random.Random(seed), torch.Generator().manual_seed(seed)
-    server = ServerState({"w": torch.ones(5), "v": torch.zeros(2, 3), "n": torch.tensor(3)}, num_rounds=num_rounds)
-    callback = AggregationCallback(build_aggregation(aggregation))
-    callback.algorithm.setup(num_rounds, len(COHORT))
+    method = build_aggregation(aggregation)
+    method.setup(num_rounds, len(COHORT))
     rejected: set[str] = set()
 
     def train(request):
@@ -65,28 +64,29 @@ def run_rounds(aggregation: str, num_rounds: int, seed: int) -> tuple[dict[str, 
         metrics = {"loss": 1.0, "grad_norm": 2.0, "total_flos": 1e9}
         return ClientUpdate(request.round, request.client_id, {**request.state, **changes}, 8, 40, 2, metrics=metrics)
 
-    def fire(event, **kwargs):
-        getattr(callback, event)(None, None, None, server=server, **kwargs)
-
-    loop = RoundLoop(
+    context = CollectorContext(
         MutatingEngine(draw, train),
-        server,
+        FitSettings([method], seed=0, limits=lambda client_id, max_rows: UpdateLimits(8, 2, 80)),
+        RoundProgress(lambda: (), num_rounds),
+        BoundUpdate(30.0),
+    )
+    collector = SynchronousCollector()
+    collector.start(context)
+    loop = RoundLoop(
+        context,
+        collector,
         lambda round: COHORT,
         FederatedConfig(num_rounds=num_rounds, min_clients=len(COHORT) - 1),
-        [],
-        fire,
-        lambda state: None,
-        limits=lambda client_id, max_rows: UpdateLimits(8, 2, 80),
-        bound=BoundUpdate(30.0),
+        {"w": torch.ones(5), "v": torch.zeros(2, 3), "n": torch.tensor(3)},
     )
     for round in range(num_rounds):
         summary = loop.run(round)
         assert summary.num_clients + summary.num_failed == len(COHORT)
         assert abs(summary.loss) < 1e6
-        for client_id, reason in server.rejected.items():
+        for client_id, reason in loop.round.rejected.items():
             assert f"Client {client_id!r}, round {round + 1}" in reason and len(reason) < 3000
-        rejected |= server.rejected.keys()
-    return server.weights, rejected
+        rejected |= loop.round.rejected.keys()
+    return loop.state, rejected
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import robust_reference as reference
 import torch
+from client_parts import received
 from lora_states import BEFORE as LORA_BEFORE
 from lora_states import HEAD, RANK, A, B
 from lora_states import assert_equals as assert_equals_nearest_matrix
@@ -16,7 +17,6 @@ from lora_states import vectors as lora_vectors
 from robust_reference import BEFORE, before, client_states, run, vector, vectors
 
 from hf_federated import CenteredClipping, ClipUpdate, FedAvg, FLTrust, NormBoundedMean
-from hf_federated.aggregation.centered_clipping import ClientMomentum
 from hf_federated.messages import Fit
 from hf_federated.messages.serialization import pack, unpack
 
@@ -173,18 +173,17 @@ def test_resumed_run_continues_with_the_same_bits(kwargs):
 
 def test_client_momentum_equals_the_recursion_of_the_paper():
     start = torch.linspace(0, 1, 4, dtype=torch.float64)
-    parameter, kept, momentum = torch.nn.Parameter(start.clone()), None, None
+    memory, momentum = {}, None
     for number in range(4):
         change = torch.full((4,), float(number + 1), dtype=torch.float64)
-        hook = ClientMomentum(0.8, {"w": start}, kept)
-        with torch.no_grad():
-            parameter.copy_(start + change)
-        hook.on_gradients({"w": parameter})
-        extra, state = hook.finish()
+        message = Fit(0, "a", 0, {"w": start}, settings={"client_momentum": 0.8})
+        part = received(CenteredClipping(), message, memory)
+        part.on_gradients({"w": torch.nn.Parameter(start + change)})
+        update = part.send(reference.as_update("a", {"w": start + change}))
         momentum = change if momentum is None else 0.8 * momentum + 0.2 * change
-        torch.testing.assert_close(parameter.detach(), start + momentum)
-        kept = state["momentum"]
-        assert not extra
+        torch.testing.assert_close(update.state["w"], start + momentum)
+        memory = part.memory
+        assert not update.extra
 
 
 def test_centered_clipping_refuses_both_factors_and_names_the_alternative():

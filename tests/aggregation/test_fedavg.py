@@ -95,8 +95,8 @@ class UpdateRecorder(FederatedCallback):
     def __init__(self) -> None:
         self.updates: list[ClientUpdate] = []
 
-    def on_client_end(self, args, state, control, update, server=None, **kwargs):
-        if server.round == 0:
+    def on_client_end(self, args, state, control, update, round=None, **kwargs):
+        if round.number == 0:
             self.updates.append(update)
 
 

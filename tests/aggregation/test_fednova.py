@@ -5,17 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from client_parts import received, sent
 from tiny import arguments, rows, same_weights, tiny_model
 
 from hf_federated import FedAvg, FederatedConfig, FederatedTrainer, FedNova
-from hf_federated.aggregation.fednova import NORMALIZER, NormalizerHook
-from hf_federated.messages import ClientUpdate
+from hf_federated.aggregation.fednova import NORMALIZER
+from hf_federated.messages import ClientUpdate, Fit
 
 
 GLOBAL = np.array([1.0, -2.0, 0.5])
 CHANGES = np.random.default_rng(0).normal(size=(3, 3))
 EXAMPLES = (3, 5, 2)
 NORMALIZERS = (0.2, 0.05, 0.4)
+WITHOUT_PROXIMAL_TERM = Fit(0, "a", 0, {}, settings={"proximal_weight": 0.0})
 
 
 def update(number: int, normalizer: float) -> ClientUpdate:
@@ -55,12 +57,12 @@ def groups(rate: float, momentum: float = 0.0) -> list[dict[str, object]]:
 
 
 def normalizer_after(rates, momentum: float = 0.0, proximal_weight: float = 0.0) -> float:
-    hook = NormalizerHook(proximal_weight, {})
+    part = received(FedNova(), Fit(0, "a", 0, {}, settings={"proximal_weight": proximal_weight}))
     for rate in rates:
-        hook.on_step(groups(rate, momentum))
-    (values, kept) = hook.finish()
-    assert kept is None
-    return values[NORMALIZER].item()
+        part.on_step(groups(rate, momentum))
+    update = sent(part)
+    assert not part.memory
+    return update.extra[NORMALIZER].item()
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7])
@@ -89,14 +91,15 @@ def test_normalizer_is_the_distance_of_sgd_under_a_unit_gradient(momentum, proxi
     weight = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.2, momentum=momentum)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 8)
-    hook = NormalizerHook(proximal_weight, {"w": torch.zeros(1, dtype=torch.float64)})
+    anchor = {"w": torch.zeros(1, dtype=torch.float64)}
+    part = received(FedNova(), Fit(0, "a", 0, anchor, settings={"proximal_weight": proximal_weight}))
     for _ in range(8):
         weight.grad = torch.ones_like(weight)
-        hook.on_gradients({"w": weight})
-        hook.on_step(optimizer.param_groups)
+        part.on_gradients({"w": weight})
+        part.on_step(optimizer.param_groups)
         optimizer.step()
         schedule.step()
-    assert hook.finish()[0][NORMALIZER].item() == pytest.approx(-weight.item(), rel=1e-13)
+    assert sent(part).extra[NORMALIZER].item() == pytest.approx(-weight.item(), rel=1e-13)
 
 
 def trained(tmp_path, aggregation, clients, **training):
@@ -165,12 +168,12 @@ def test_unsupported_training_arguments_raise_an_error(tmp_path, training, feder
 )
 def test_unsupported_optimizers_raise_an_error(group, message):
     with pytest.raises(ValueError, match=message):
-        NormalizerHook(0.0, {}).on_step([group])
+        received(FedNova(), WITHOUT_PROXIMAL_TERM).on_step([group])
 
 
 def test_two_learning_rates_raise_an_error():
     with pytest.raises(ValueError, match="one learning rate"):
-        NormalizerHook(0.0, {}).on_step([*groups(0.1), *groups(0.2)])
+        received(FedNova(), WITHOUT_PROXIMAL_TERM).on_step([*groups(0.1), *groups(0.2)])
 
 
 @pytest.mark.parametrize("value", [0.0, -0.1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from client_parts import received
 from reference import (
     assert_close,
     cross_entropy,
@@ -36,7 +37,7 @@ def test_hook_adds_the_gradient_of_the_proximal_term():
     for name, parameter in parameters.items():
         parameter.grad = own[name].clone()
     message = Fit(0, "a", 0, anchor, settings=FedProx(mu).fit_settings())
-    FedProx().local_hook(message, None).on_gradients(parameters)
+    received(FedProx(), message).on_gradients(parameters)
     for name, parameter in parameters.items():
         copy = parameter.detach().clone().requires_grad_()
         (mu / 2 * (copy - anchor[name]).square().sum()).backward()
@@ -48,14 +49,14 @@ def test_hook_reads_the_weight_from_the_message():
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.zeros(1)
     message = Fit(0, "a", 0, {"w": torch.zeros(1)}, settings={"proximal_weight": 0.5})
-    FedProx(proximal_weight=100.0).local_hook(message, None).on_gradients({"w": parameter})
+    received(FedProx(proximal_weight=100.0), message).on_gradients({"w": parameter})
     assert parameter.grad.item() == 0.5
 
 
 def test_parameter_without_gradient_is_not_changed():
     parameter = torch.nn.Parameter(torch.ones(1))
     message = Fit(0, "a", 0, {"w": torch.zeros(1)}, settings={"proximal_weight": 0.5})
-    FedProx().local_hook(message, None).on_gradients({"w": parameter})
+    received(FedProx(), message).on_gradients({"w": parameter})
     assert parameter.grad is None
 
 
@@ -63,7 +64,7 @@ def test_half_precision_gradients_keep_their_dtype():
     parameter = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     parameter.grad = torch.ones(1, dtype=torch.bfloat16)
     message = Fit(0, "a", 0, {"w": torch.zeros(1)}, settings={"proximal_weight": 0.5})
-    FedProx().local_hook(message, None).on_gradients({"w": parameter})
+    received(FedProx(), message).on_gradients({"w": parameter})
     assert parameter.grad.dtype == torch.bfloat16 and parameter.grad.item() == 1.5
 
 

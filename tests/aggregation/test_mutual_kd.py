@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from client_parts import received
 from datasets import Dataset
 from tiny import arguments, rows, same_weights, tiny_model
 from torch.nn import functional as F
@@ -15,7 +16,6 @@ from transformers import BertConfig, BertForTokenClassification, LlamaConfig, Ll
 from hf_federated import ClientSpec, FederatedCallback, FederatedConfig, FederatedTrainer, MutualKD, federate
 from hf_federated.adapters import Exchange, ModelMismatchError
 from hf_federated.aggregation import LowRankUpdates
-from hf_federated.aggregation.mutual_kd import Mentor
 from hf_federated.distillation.losses import kl_divergence
 from hf_federated.messages import ClientUpdate, Fit
 
@@ -47,7 +47,7 @@ def trainer_of(tmp_path, num_rounds=2, model_init=mentor_of, args=None, callback
 
 
 def kept(trainer, client_id):
-    return trainer.engine.worker.models.store.get(client_id)["algorithm"]
+    return trainer.engine.worker.models.store.get(client_id)["memories"]["0 mutual_kd"]
 
 
 def test_mentors_are_trained_and_never_sent(tmp_path):
@@ -151,8 +151,11 @@ def test_energy_grows_over_the_rounds():
 def test_loss_equals_the_formula_of_the_paper(tmp_path, hidden_size):
     mentee = tiny_model(num_hidden_layers=2).eval()
     mentor = tiny_model(seed=3, num_hidden_layers=4, hidden_size=hidden_size, intermediate_size=16)
-    hook = Mentor(temperature=2.0, match_hidden=True, match_attention=False, seed=0, client_id="a", kept=None)
-    hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+    hook = received(
+        MutualKD(temperature=2.0, match_hidden=True, match_attention=False),
+        model=mentee,
+        private=(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor)),
+    )
     mentor.eval()
     batch = {name: torch.tensor(values) for name, values in rows(5, seed=4).to_dict().items()}
     inputs = hook.inputs(batch)
@@ -185,8 +188,11 @@ def test_attention_is_matched_at_the_same_depth(tmp_path, num_attention_heads):
         if match_attention:
             for model in (mentee, mentor):
                 model.set_attn_implementation("eager")
-        hook = Mentor(1.0, match_hidden=False, match_attention=match_attention, seed=0, client_id="a", kept=None)
-        hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+        hook = received(
+            MutualKD(temperature=1.0, match_hidden=False, match_attention=match_attention),
+            model=mentee,
+            private=(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor)),
+        )
         mentor.eval()
         batch = {name: torch.tensor(values) for name, values in rows(5, seed=4).to_dict().items()}
         inputs = hook.inputs(batch)
@@ -206,12 +212,15 @@ def test_matching_attention_without_attention_maps_raises_an_error(tmp_path, whi
     models = {"shared": tiny_model(), "private": tiny_model(seed=3)}
     for name, model in models.items():
         model.set_attn_implementation("sdpa" if name == which else "eager")
-    hook = Mentor(1.0, match_hidden=False, match_attention=True, seed=0, client_id="a", kept=None)
     trainer = Trainer(model=models["private"], args=arguments(tmp_path))
     with pytest.raises(
         ValueError, match=f"the {which} model does not return attention maps with attn_implementation='sdpa'"
     ):
-        hook.start(trainer, Exchange(models["private"]), models["shared"])
+        received(
+            MutualKD(match_hidden=False, match_attention=True),
+            model=models["shared"],
+            private=(trainer, Exchange(models["private"])),
+        )
 
 
 def padded(batch, value):
@@ -250,8 +259,11 @@ def classifier_of(seed, **config):
 def test_padding_does_not_change_the_loss(tmp_path, model_of, heads):
     mentee = model_of(0, num_hidden_layers=1)
     mentor = model_of(3, num_hidden_layers=2, num_attention_heads=heads)
-    hook = Mentor(temperature=2.0, match_hidden=True, match_attention=True, seed=0, client_id="a", kept=None)
-    hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+    hook = received(
+        MutualKD(temperature=2.0, match_hidden=True, match_attention=True),
+        model=mentee,
+        private=(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor)),
+    )
     ids = torch.tensor(rows(5, seed=4)["input_ids"])
     labels = {classifier_of: ids[:, 0] % 2, tagger_of: ids % 3, llama_of: ids}[model_of]
     batch = {"input_ids": ids, "labels": labels}
@@ -268,8 +280,11 @@ def test_padding_does_not_change_the_loss(tmp_path, model_of, heads):
 @pytest.mark.parametrize(("model_of", "offset"), [(tagger_of, 0), (llama_of, 1)])
 def test_kl_divergence_uses_only_positions_with_a_label(tmp_path, model_of, offset):
     mentee, mentor = model_of(0, num_hidden_layers=1), model_of(3, num_hidden_layers=1)
-    hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, client_id="a", kept=None)
-    hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+    hook = received(
+        MutualKD(temperature=1.0, match_hidden=False, match_attention=False),
+        model=mentee,
+        private=(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor)),
+    )
     ids = torch.tensor(rows(2, seed=4)["input_ids"])
     # Labels of the third and fourth token of the first sequence and of the second token of the second sequence.
     labels = torch.full_like(ids, -100)
@@ -290,8 +305,11 @@ def test_kl_divergence_uses_only_positions_with_a_label(tmp_path, model_of, offs
 @pytest.mark.parametrize("model_of", [tagger_of, llama_of])
 def test_kl_divergence_uses_all_positions_without_padding(tmp_path, model_of):
     mentee, mentor = model_of(0, num_hidden_layers=1), model_of(3, num_hidden_layers=1)
-    hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, client_id="a", kept=None)
-    hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+    hook = received(
+        MutualKD(temperature=1.0, match_hidden=False, match_attention=False),
+        model=mentee,
+        private=(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor)),
+    )
     ids = torch.tensor(rows(2, seed=4)["input_ids"])
     batch = {"input_ids": ids, "labels": ids % 3}
     outputs, mentor_outputs = mentee(**batch), mentor(**batch)
@@ -340,8 +358,11 @@ def test_accumulated_batches_have_the_same_weight_in_all_terms(tmp_path, model_o
     num_items = [int((batch["labels"][..., 1:] != -100).sum()) if divides else 1 for batch in Batches.seen]
     assert not divides or num_items[0] != num_items[1]
     total = 0.0
-    hook = Mentor(1.0, match_hidden=True, match_attention=False, seed=0, client_id="a", kept=None)
-    hook.start(Trainer(model=before["mentor"], args=arguments(tmp_path)), Exchange(before["mentor"]), before["mentee"])
+    hook = received(
+        MutualKD(temperature=1.0, match_hidden=True, match_attention=False),
+        model=before["mentee"],
+        private=(Trainer(model=before["mentor"], args=arguments(tmp_path)), Exchange(before["mentor"])),
+    )
     for batch, number in zip(Batches.seen, num_items, strict=True):
         inputs = hook.inputs(batch)
         outputs = before["mentee"](**inputs)
@@ -358,8 +379,11 @@ def test_accumulated_batches_have_the_same_weight_in_all_terms(tmp_path, model_o
 
 def test_kl_divergence_has_no_gradient_for_the_teacher(tmp_path):
     mentee, mentor = tiny_model().eval(), tiny_model(seed=3).eval()
-    hook = Mentor(temperature=1.0, match_hidden=False, match_attention=False, seed=0, client_id="a", kept=None)
-    hook.start(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor), mentee)
+    hook = received(
+        MutualKD(temperature=1.0, match_hidden=False, match_attention=False),
+        model=mentee,
+        private=(Trainer(model=mentor, args=arguments(tmp_path)), Exchange(mentor)),
+    )
     mentor.eval()
     batch = {name: torch.tensor(values) for name, values in rows(5, seed=4).to_dict().items()}
     outputs = mentee(**batch)

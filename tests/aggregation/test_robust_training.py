@@ -24,8 +24,8 @@ class Recorder(FederatedCallback):
     def __init__(self):
         self.rounds = []
 
-    def on_round_begin(self, args, state, control, server, **kwargs):
-        self.rounds.append({"x": {n: v.clone() for n, v in server.weights.items()}, "updates": {}})
+    def on_round_begin(self, args, state, control, round, **kwargs):
+        self.rounds.append({"x": {n: v.clone() for n, v in round.state.items()}, "updates": {}})
 
     def on_client_end(self, args, state, control, update, **kwargs):
         self.rounds[-1]["updates"][update.client_id] = update.state

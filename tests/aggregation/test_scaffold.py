@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from client_parts import received, sent
 from reference import assert_close, distance, loss_over_accumulated_examples, mean, smooth_model, train, weights
 from tiny import arguments, rows, same_weights, tiny_model
 from torch import nn
@@ -24,11 +25,11 @@ class Recorder(FederatedCallback):
     def __init__(self) -> None:
         self.rounds: list[dict] = []
 
-    def on_round_begin(self, args, state, control, server=None, **kwargs):
-        self.rounds.append({"x": server.weights, "updates": {}, "extra": None})
+    def on_round_begin(self, args, state, control, round=None, **kwargs):
+        self.rounds.append({"x": round.state, "updates": {}, "extra": None})
 
-    def on_client_end(self, args, state, control, update, server=None, **kwargs):
-        self.rounds[-1]["extra"] = server.fit_extra
+    def on_client_end(self, args, state, control, update, round=None, **kwargs):
+        self.rounds[-1]["extra"] = self.trainer.aggregation.fit_extra(round.state)
         self.rounds[-1]["updates"][update.client_id] = update
 
 
@@ -51,6 +52,7 @@ def federated(tmp_path, algorithm, num_rounds=2, clients_per_round=1.0, **kwargs
             aggregation=algorithm,
         ),
     )
+    recorder.trainer = trainer
     trainer.train()
     return trainer, recorder.rounds
 
@@ -58,7 +60,7 @@ def federated(tmp_path, algorithm, num_rounds=2, clients_per_round=1.0, **kwargs
 def kept(trainer, client_id):
     """Return the control variate in the client store, or `None` before the first round of the client."""
     state = trainer.engine.worker.models.store.get(client_id)
-    return state["algorithm"]["control"] if state else None
+    return state["memories"]["0 scaffold"]["control"] if state else None
 
 
 def zeros():
@@ -227,21 +229,21 @@ def test_setup_resets_the_control_variate():
 
 
 def test_training_without_a_gradient_raises_an_error():
-    hook = Scaffold().local_hook(Fit(0, "a", 0, {}, extra={"w": torch.zeros(1)}), None)
+    part = received(Scaffold(), Fit(0, "a", 0, {}, extra={"w": torch.zeros(1)}))
     with pytest.raises(RuntimeError, match="received no gradient"):
-        hook.finish()
+        sent(part)
 
 
 def test_client_averages_its_uncorrected_gradients():
     server, own = {"w": torch.tensor([10.0])}, {"control": {"w": torch.tensor([1.0])}}
-    hook = Scaffold().local_hook(Fit(0, "a", 0, {}, extra=server), own)
+    part = received(Scaffold(), Fit(0, "a", 0, {}, extra=server), own)
     parameter = nn.Parameter(torch.zeros(1))
     for gradient in (2.0, 6.0):
         parameter.grad = torch.tensor([gradient])
-        hook.on_gradients({"w": parameter})
+        part.on_gradients({"w": parameter})
         assert parameter.grad.item() == gradient + 10.0 - 1.0
-    change, to_keep = hook.finish()
-    assert to_keep["control"]["w"].item() == (2.0 + 6.0) / 2
+    change = sent(part).extra
+    assert part.memory["control"]["w"].item() == (2.0 + 6.0) / 2
     assert change["w"].item() == (2.0 + 6.0) / 2 - 1.0
 
 

@@ -39,11 +39,11 @@ class UpdateRecorder(FederatedCallback):
         self.updates: dict[tuple[int, str], bytes] = {}
         self.globals: list[bytes] = []
 
-    def on_client_end(self, args, state, control, update, server, **kwargs) -> None:
-        self.updates[server.round, update.client_id] = pack(update.state)
+    def on_client_end(self, args, state, control, update, round, **kwargs) -> None:
+        self.updates[round.number, update.client_id] = pack(update.state)
 
-    def on_distill(self, args, state, control, server, **kwargs) -> None:
-        self.globals.append(pack(server.weights))
+    def on_distill(self, args, state, control, round, **kwargs) -> None:
+        self.globals.append(pack(round.state))
 
 
 class ConstantAggregation(Aggregation):

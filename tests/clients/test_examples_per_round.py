@@ -44,7 +44,7 @@ class RoundRecorder(FederatedCallback):
         self.examples: list[dict[str, list[tuple[int, ...]]]] = []
         self.global_states: list[dict[str, torch.Tensor]] = []
 
-    def on_round_begin(self, args, state, control, server=None, **kwargs):
+    def on_round_begin(self, args, state, control, round=None, **kwargs):
         self.updates.append({})
         self.examples.append({})
 
@@ -53,8 +53,8 @@ class RoundRecorder(FederatedCallback):
         self.examples[-1][update.client_id] = self.collator.seen.copy()
         self.collator.seen.clear()
 
-    def on_distill(self, args, state, control, server=None, **kwargs):
-        self.global_states.append(dict(server.weights))
+    def on_distill(self, args, state, control, round=None, **kwargs):
+        self.global_states.append(dict(round.state))
 
 
 def train_federation(

@@ -42,7 +42,7 @@ def test_client_with_a_larger_batch_claims_the_examples_that_it_trains_on(tmp_pa
     trainer.train()
     # Two steps with batches of 4 and of 32 examples.
     assert trainer.state.log_history[0]["federated/num_failed"] == 0
-    assert [trainer._federation.loop._limits(name, None).num_examples for name in "ab"] == [16, 128]
+    assert [trainer._federation.loop.context.fit.limits(name, None).num_examples for name in "ab"] == [16, 128]
 
 
 def test_client_claims_at_most_the_examples_of_the_round(tmp_path):
@@ -57,5 +57,5 @@ def test_client_claims_at_most_the_examples_of_the_round(tmp_path):
         tmp_path, num_rounds=1, federation={"max_rows_per_round": 3}, trainer={"engine": Claims()}
     )
     trainer.train()
-    assert [trainer._federation.loop._limits(name, 3).num_examples for name in ("north", "south")] == [3, 3]
+    assert [trainer._federation.loop.context.fit.limits(name, 3).num_examples for name in ("north", "south")] == [3, 3]
     assert trainer.state.log_history[0]["federated/num_failed"] == 1

@@ -30,11 +30,11 @@ class WeightsRecorder(FederatedCallback):
     def __init__(self):
         self.averaged, self.distilled = [], []
 
-    def on_distill(self, args, state, control, server, model, **kwargs):
+    def on_distill(self, args, state, control, round, model, **kwargs):
         # The callback of the algorithm runs after the callbacks of the user.
         self.averaged.append({name: value.clone() for name, value in model.state_dict().items()})
 
-    def on_round_end(self, args, state, control, server, model, **kwargs):
+    def on_round_end(self, args, state, control, round, model, **kwargs):
         self.distilled.append({name: value.clone() for name, value in model.state_dict().items()})
 
 

@@ -50,8 +50,8 @@ class SetBiasesToNaN(FederatedCallback):
             model = self.trainer.engine.worker.models.open(client_id).trainer.model
             model.classifier.bias.data.fill_(math.nan)
 
-    def on_round_end(self, args, state, control, server=None, **kwargs):
-        self.rejected.append(server.rejected)
+    def on_round_end(self, args, state, control, round=None, **kwargs):
+        self.rejected.append(round.rejected)
 
 
 def trainer_with_nan_clients(tmp_path, method, *client_ids, **kwargs):
@@ -98,17 +98,17 @@ def test_round_fails_when_fewer_than_min_clients_are_left(tmp_path, method):
     assert same_weights(trainer.model, tiny_model())
 
 
-class UnableToPredict(DSFL.client_class):
+class UnableToPredict(DSFL.client_part):
     """Fails when the server asks for predictions."""
 
-    def handle(self, message, context):
+    def answer(self, message):
         if isinstance(message, Predict):
             raise OSError("the disk is full")
-        return super().handle(message, context)
+        return super().answer(message)
 
 
 class WithoutPredictions(DSFL):
-    client_class = UnableToPredict
+    client_part = UnableToPredict
 
 
 @pytest.mark.parametrize(("min_clients", "asked"), [(3, "a"), (2, "ab"), (1, "abc")])

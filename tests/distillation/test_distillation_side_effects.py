@@ -9,7 +9,6 @@ import pytest
 import torch
 from datasets import Dataset
 from distillation_setup import SIZES, Recorder, client_model, client_weights, distillation_trainer, same_clients
-from federations import distillation_callback
 from tiny import rows, same_weights, tiny_model
 
 from hf_federated import FederatedCallback
@@ -72,7 +71,7 @@ def test_models_do_not_receive_labels_of_public_examples(tmp_path, column, args)
 def students_of(trainer):
     """The students of the server and of all clients."""
     models = trainer.engine.worker.models
-    students = [distillation_callback(trainer).server.student]
+    students = [trainer.distillation.server.student]
     return students + [models.open(client_id).student for client_id in SIZES]
 
 
@@ -142,8 +141,8 @@ def test_no_gradients_graphs_or_virtual_steps_remain(tmp_path, method):
     weights: dict[str, torch.Tensor] = {}
 
     class WeightsRecorder(FederatedCallback):
-        def on_round_end(self, args, state, control, server, **kwargs):
-            weights.update(server.weights)
+        def on_round_end(self, args, state, control, round, **kwargs):
+            weights.update(round.state)
 
     trainer = distillation_trainer(tmp_path, method)
     trainer.add_callback(WeightsRecorder())

@@ -322,8 +322,8 @@ class RejectionRecorder(FederatedCallback):
     def __init__(self):
         self.reasons = []
 
-    def on_round_end(self, args, state, control, server, **kwargs):
-        self.reasons.append(dict(server.rejected))
+    def on_round_end(self, args, state, control, round, **kwargs):
+        self.reasons.append(dict(round.rejected))
 
 
 def in_row(row, number):

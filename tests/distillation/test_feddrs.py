@@ -10,7 +10,6 @@ import torch
 from datasets import Dataset
 from distillation_setup import SIZES, Recorder
 from feddrs_runs import EMBEDDINGS, SMALL, WeightsRecorder, feddrs_trainer
-from federations import distillation_callback
 from peft import LoraConfig, get_peft_model
 from test_pseudo_samples import TokensAlone, tiny_llama, tiny_roberta, tiny_t5
 from tiny import arguments, rows, same_weights, tiny_model
@@ -98,10 +97,10 @@ def test_post_only_stores_only_the_teachers_that_it_needs(tmp_path, clients_per_
     num_stored, num_seen, seen = [], [], set()
 
     class CountTeachers(FederatedCallback):
-        def on_distill(self, args, state, control, server, **kwargs):
+        def on_distill(self, args, state, control, round, **kwargs):
             folder = tmp_path / "teachers"
             num_stored.append(len(list(folder.iterdir())) if folder.exists() else 0)
-            seen.update(server.cohort)
+            seen.update(round.cohort)
             num_seen.append(len(seen))
 
     federation = {"num_rounds": 3, "clients_per_round": clients_per_round, "federation_seed": 0}
@@ -299,7 +298,7 @@ def test_teachers_are_on_disk_and_removed_after_the_run(tmp_path):
     trainer = feddrs_trainer(tmp_path, callbacks=[CountTeachers()])
     trainer.train()
     assert num_stored == [len(SIZES)] * 2
-    teachers = distillation_callback(trainer).server.teachers
+    teachers = trainer.distillation.server.teachers
     assert isinstance(teachers._store, DiskStore) and teachers._copy is None
     assert not (tmp_path / "teachers").exists()
 

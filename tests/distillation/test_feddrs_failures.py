@@ -31,8 +31,8 @@ class OverflowingClients(FederatedCallback):
             self.changed.append(update.client_id)
         self.sent[update.client_id] = update.state[EMBEDDINGS].clone()
 
-    def on_round_end(self, args, state, control, server, **kwargs):
-        self.rejected.append(dict(server.rejected))
+    def on_round_end(self, args, state, control, round, **kwargs):
+        self.rejected.append(dict(round.rejected))
 
     def mean_of_unchanged_clients(self):
         """The mean word embeddings of the unchanged clients. Post-processing does not move the embeddings."""
@@ -107,8 +107,8 @@ class ReplaceHistogram(FederatedCallback):
                 del update.metrics[f"{CLASS_COUNT}{label}"]
             update.metrics.update({f"{CLASS_COUNT}{label}": 4.0 for label in self.classes})
 
-    def on_round_end(self, args, state, control, server, **kwargs):
-        self.reasons = dict(server.rejected)
+    def on_round_end(self, args, state, control, round, **kwargs):
+        self.reasons = dict(round.rejected)
 
 
 INVALID_HISTOGRAMS = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from client_parts import received
 from distillation_setup import (
     METHODS,
     NUM_BATCHES,
@@ -15,7 +16,6 @@ from distillation_setup import (
     distillation_trainer,
     same_clients,
 )
-from federations import distillation_callback
 from tiny import rows, same_weights, tiny_model
 
 from hf_federated import DISTILLATIONS, FederatedCallback
@@ -54,9 +54,8 @@ def test_method_list_covers_all_distillations():
 @pytest.mark.parametrize(("method", "kwargs"), METHODS)
 def test_training_through_serialized_messages_gives_identical_results(finished, tmp_path, method, kwargs):
     objects, _ = finished(method, kwargs)
-    through_bytes = distillation_trainer(tmp_path, method, kwargs, record=Recorder(serialize=True, separate=True))
+    through_bytes = distillation_trainer(tmp_path, method, kwargs, record=Recorder(serialize=True))
     through_bytes.train()
-    assert through_bytes.engine.worker._distillation is not through_bytes.distillation
     assert same_weights(objects.model, through_bytes.model)
     assert same_clients(objects, through_bytes)
     assert objects.ledger.to_dict() == through_bytes.ledger.to_dict()
@@ -87,8 +86,8 @@ def test_mhat_sends_no_parameters(finished):
 class SetClientBiases(FederatedCallback):
     """Set the biases of a client so that it strongly prefers one class, after the first round."""
 
-    def on_round_end(self, args, state, control, server, **kwargs):
-        if server.round == 0:
+    def on_round_end(self, args, state, control, round, **kwargs):
+        if round.number == 0:
             model = self.trainer.engine.worker.models.open("a").trainer.model
             with torch.no_grad():
                 model.classifier.bias.copy_(torch.tensor([50.0, -50.0]))
@@ -245,7 +244,7 @@ def test_dsfl_broadcasts_the_sharpened_mean_of_probabilities(finished):
 def test_dsfl_trains_with_soft_cross_entropy(tmp_path):
     algorithm = distillation_trainer(tmp_path, "dsfl").distillation
     logits, targets = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.4]])
-    for loss in (algorithm.server_loss(logits, targets), algorithm.client_loss(logits, targets, {})):
+    for loss in (algorithm.server_loss(logits, targets), received(algorithm).client_loss(logits, targets, {})):
         torch.testing.assert_close(loss, soft_cross_entropy(logits, targets))
 
 
@@ -288,7 +287,7 @@ def test_cronus_uses_the_configured_robust_mean(tmp_path, method):
 def test_distillation_optimizers_persist_over_rounds(finished, method, steps):
     trainer, _ = finished(method)
     models = trainer.engine.worker.models
-    students = [distillation_callback(trainer).server.student]
+    students = [trainer.distillation.server.student]
     students += [models.open(client_id).student for client_id in SIZES]
     for student in students:
         counters = {int(state["step"]) for state in student.state_dict()["optimizer"]["state"].values()}
@@ -315,10 +314,10 @@ def test_each_mini_batch_has_its_own_labelled_examples_and_label_seed(tmp_path):
     batches: list[frozenset[tuple[int, ...]]] = []
 
     class BatchRecorder(FederatedCallback):
-        def on_round_begin(self, args, state, control, server, **_):
-            if server.round > 0:
+        def on_round_begin(self, args, state, control, round, **_):
+            if round.number > 0:
                 return
-            distillation_server = distillation_callback(trainer).server
+            distillation_server = trainer.distillation.server
             labelled_batch = distillation_server.labelled_batch
 
             def recorded(size, *purpose):
@@ -362,7 +361,7 @@ def test_methods_train_with_compressed_predictions(finished, tmp_path, method, p
         )
     if prediction != {"top_k": 1}:
         a, b = (next(iter(select_messages(record.received, Predictions))) for record in (uncompressed, compressed))
-        decoded = trainer.distillation.decode(b.values, NUM_CLASSES)
+        decoded = trainer.distillation.encoding.decode(b.values, NUM_CLASSES)
         torch.testing.assert_close(decoded, a.values["values"], atol=2e-2, rtol=0)
         assert b.values["values"].element_size() < a.values["values"].element_size()
 
@@ -377,7 +376,7 @@ def test_feddf_server_targets_are_the_mean_of_client_logits(tmp_path):
         models.append({name: value.clone() for name, value in trainer.exchange.read().items()})
         return logits.sum() * 0
 
-    distillation_callback(trainer).algorithm.server_loss = server_loss
+    trainer.distillation.server_loss = server_loss
     trainer.train()
     updates = select_messages(record.received, ClientUpdate)
     assert len({float(update.state["classifier.weight"][0, 0]) for update in updates}) == len(SIZES)
@@ -398,7 +397,7 @@ def test_train_on_labelled_trains_the_server_on_labelled_examples(finished, tmp_
     losses = [entry["federated/server_labelled_loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 2 and losses[1] < losses[0]
     # Each round has two epochs, each with 3 batches of public examples and 2 batches of labelled examples.
-    student = distillation_callback(trainer).server.student
+    student = trainer.distillation.server.student
     assert student.state_dict()["scheduler"]["last_epoch"] == 2 * 2 * (NUM_BATCHES + 2)
     assert student.state_dict()["scheduler"]["_last_lr"][0] == pytest.approx(0)
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from datasets import Dataset
 from distillation_setup import Recorder, client_weights, distillation_trainer, same_clients
-from federations import distillation_callback
 from tagging_setup import (
     LETTERS,
     NO_DROPOUT,
@@ -466,5 +465,5 @@ def test_classification_messages_have_no_positions(tmp_path):
     trainer = distillation_trainer(tmp_path, "dsfl", record=record, federation={"num_rounds": 1})
     trainer.train()
     assert all(set(reply.values) == {"values"} for reply in select_messages(record.received, Predictions))
-    assert distillation_callback(trainer).server.student.positions is None
+    assert trainer.distillation.server.student.positions is None
     assert not any("federated/public_positions" in entry for entry in trainer.state.log_history)

@@ -13,7 +13,6 @@ import pytest
 import torch
 from datasets import Dataset
 from distillation_setup import Recorder, same_clients
-from federations import distillation_callback
 from language import WORDS, language_model, texts, tokenizer
 from tiny import arguments, same_weights
 from tokenizers.processors import TemplateProcessing
@@ -229,7 +228,7 @@ def test_batch_without_predicted_tokens_makes_no_optimizer_step(tmp_path, method
     args = {"per_device_train_batch_size": 1, "learning_rate": 1e-2}
     trainer = language_model_trainer(tmp_path, method, args=args, public_dataset=public)
     trainer.train()
-    state = distillation_callback(trainer).server.student.state_dict()["optimizer"]["state"]
+    state = trainer.distillation.server.student.state_dict()["optimizer"]["state"]
     assert {int(entry["step"]) for entry in state.values()} == {1}
 
 

@@ -9,7 +9,7 @@ import torch
 from tiny import arguments, rows, same_weights, tiny_model
 from transformers import TrainerCallback
 
-from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer, RoundFailedError, ServerState
+from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer, RoundFailedError
 from hf_federated.adapters import Exchange
 from hf_federated.engines import LocalEngine, Plan, RankEngine
 from hf_federated.messages import ClientUpdate
@@ -72,8 +72,8 @@ class Rejected(FederatedCallback):
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
 
-    def on_aggregate(self, args, state, control, server, **kwargs):
-        self.reasons = dict(server.rejected)
+    def on_aggregate(self, args, state, control, round, **kwargs):
+        self.reasons = dict(round.rejected)
 
 
 @pytest.mark.parametrize(("min_clients", "accepted"), [(1, ["a"]), (2, ["a", "b"])])
@@ -128,18 +128,18 @@ def test_server_on_the_cpu_trains_the_same_model(tmp_path):
     devices = []
 
     class Recorder(FederatedCallback):
-        def on_aggregate(self, args, state, control, server, **kwargs):
-            devices.append((server.device, {value.device for value in server.weights.values()}))
+        def on_aggregate(self, args, state, control, round, **kwargs):
+            devices.append({value.device for value in round.state.values()})
 
     on_cpu = train(tmp_path / "cpu", callbacks=[Recorder()], aggregation="fedopt", num_rounds=2, server_device="cpu")
     assert same_weights(on_model.model, on_cpu.model)
-    assert devices == [(torch.device("cpu"), {torch.device("cpu")})] * 2
+    assert devices == [{torch.device("cpu")}] * 2
 
 
 def test_state_of_the_server_and_updates_move_to_server_device():
     """`meta` represents a device that this machine may not have."""
     meta = torch.device("meta")
-    state = ServerState({}, device=meta).read(Exchange(tiny_model()))
+    state = Exchange(tiny_model()).read(meta)
     assert {value.device for value in state.values()} == {meta}
     update = ClientUpdate(0, "a", {"w": torch.ones(2)}, 1, 0, 1, extra={"e": torch.ones(1)}).to(meta)
     assert update.state["w"].device == update.extra["e"].device == meta

@@ -85,7 +85,7 @@ def engine(tmp_path, serialize: bool = False, store: ClientStore | None = None) 
             models=SharedModel(trainer, Exchange(trainer.model), trainer.args, store or MemoryStore()),
             train_datasets=CLIENTS,
             eval_datasets={"a": rows(3, seed=9)},
-            algorithm=trainer.aggregation,
+            methods=[trainer.aggregation],
             config=FederatedConfig(num_rounds=2, client_optimizer_state="carry"),
         )
 

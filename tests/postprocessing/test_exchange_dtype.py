@@ -23,8 +23,8 @@ class SumDtypeRecorder(FederatedCallback):
     def __init__(self) -> None:
         self.sums: set[torch.dtype] = set()
 
-    def on_aggregate(self, args, state, control, server=None, **kwargs):
-        for accumulator in server.accumulators:
+    def on_aggregate(self, args, state, control, round=None, **kwargs):
+        for accumulator in [round.sums]:
             self.sums |= {value.dtype for value in accumulator.mean._sums.values()}
 
 

@@ -134,8 +134,8 @@ def test_updates_of_a_federated_run_are_clipped(tmp_path):
 
         norms: list[float] = []
 
-        def on_client_end(self, args, state, control, update, server=None, **kwargs):
-            changes = [update.state[name] - server.weights[name] for name in server.weights]
+        def on_client_end(self, args, state, control, update, round=None, **kwargs):
+            changes = [update.state[name] - round.state[name] for name in round.state]
             self.norms.append(torch.cat([change.flatten() for change in changes]).norm().item())
 
     trainer = FederatedTrainer(

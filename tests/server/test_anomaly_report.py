@@ -26,14 +26,14 @@ class WholeUpdates(FederatedCallback):
         self.rounds = []
         self._vector = product or (lambda state: torch.cat([value.double().reshape(-1) for value in state.values()]))
 
-    def on_round_begin(self, args, state, control, server, **kwargs):
-        self.rounds.append({"x": self._vector(server.weights), "clients": {}})
+    def on_round_begin(self, args, state, control, round, **kwargs):
+        self.rounds.append({"x": self._vector(round.state), "clients": {}})
 
     def on_client_end(self, args, state, control, update, **kwargs):
         self.rounds[-1]["clients"][update.client_id] = self._vector(update.state) - self.rounds[-1]["x"]
 
-    def on_distill(self, args, state, control, server, **kwargs):
-        self.rounds[-1]["global"] = self._vector(server.aggregated) - self.rounds[-1]["x"]
+    def on_distill(self, args, state, control, round, **kwargs):
+        self.rounds[-1]["global"] = self._vector(round.state) - self.rounds[-1]["x"]
 
 
 def assert_reports(report, whole):

@@ -275,8 +275,8 @@ class Rejections(FederatedCallback):
     def __init__(self) -> None:
         self.rejected: list[dict[str, str]] = []
 
-    def on_round_end(self, args, state, control, server, **kwargs):
-        self.rejected.append(dict(server.rejected))
+    def on_round_end(self, args, state, control, round, **kwargs):
+        self.rejected.append(dict(round.rejected))
 
 
 def run(directory, engine=None, clients=CLIENTS, training=None, **federation):

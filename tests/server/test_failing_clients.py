@@ -54,8 +54,8 @@ class RejectionRecorder(FederatedCallback):
     def __init__(self) -> None:
         self.rejected: dict[int, dict[str, str]] = {}
 
-    def on_round_end(self, args, state, control, server, **kwargs) -> None:
-        self.rejected[server.round] = dict(server.rejected)
+    def on_round_end(self, args, state, control, round, **kwargs) -> None:
+        self.rejected[round.number] = dict(round.rejected)
 
 
 def test_round_continues_without_a_client_that_raises(tmp_path) -> None:
@@ -114,8 +114,8 @@ def test_round_with_too_few_clients_fails_and_keeps_the_global_state(tmp_path) -
     starts: list[dict[str, torch.Tensor]] = []
 
     class StateRecorder(FederatedCallback):
-        def on_round_begin(self, args, state, control, server, **kwargs) -> None:
-            starts.append(server.weights)
+        def on_round_begin(self, args, state, control, round, **kwargs) -> None:
+            starts.append(round.state)
 
     class FailsFromSecondRound(FailsForMarkedExamples):
         def compute_loss(self, model, inputs, **kwargs):
@@ -161,8 +161,8 @@ class AskedClients(FederatedCallback):
     def __init__(self) -> None:
         self.asked: dict[int, list[str]] = {}
 
-    def on_client_begin(self, args, state, control, client_id, *, server, **kwargs) -> None:
-        self.asked.setdefault(server.round, []).append(client_id)
+    def on_client_begin(self, args, state, control, client_id, *, round, **kwargs) -> None:
+        self.asked.setdefault(round.number, []).append(client_id)
 
 
 @pytest.mark.parametrize(("min_clients", "asked"), [(4, "a"), (3, "abc"), (2, "abcd"), (1, "abcd")])
@@ -298,8 +298,8 @@ def test_error_of_the_client_store_ends_the_run(tmp_path) -> None:
     class BlocksStore(FederatedCallback):
         """Replaces the directory of the client states with a file in the second round."""
 
-        def on_round_begin(self, args, state, control, server, **kwargs) -> None:
-            if server.round == 1:
+        def on_round_begin(self, args, state, control, round, **kwargs) -> None:
+            if round.number == 1:
                 shutil.rmtree(tmp_path / "client_store")
                 (tmp_path / "client_store").write_text("")
 
@@ -367,8 +367,8 @@ class RaisesInSecondRound(FederatedCallback):
         self.state: dict[str, torch.Tensor] = {}
         self.round = 0
 
-    def on_round_begin(self, args, state, control, model, server, **kwargs) -> None:
-        self.round = server.round
+    def on_round_begin(self, args, state, control, model, round, **kwargs) -> None:
+        self.round = round.number
         self.record(model)
 
     def record(self, model: nn.Module) -> None:
@@ -382,15 +382,15 @@ class RaisesInSecondRound(FederatedCallback):
         if self.event == "between clients" and self.round == 1 and update.client_id == "b":
             raise self.error
 
-    def on_aggregate(self, args, state, control, server, **kwargs) -> None:
+    def on_aggregate(self, args, state, control, round, **kwargs) -> None:
         if self.event == "aggregation" and self.round == 1:
             raise self.error
 
-    def on_distill(self, args, state, control, model, server, **kwargs) -> None:
+    def on_distill(self, args, state, control, model, round, **kwargs) -> None:
         if self.event == "a state that cannot be written" and self.round == 1:
             self.record(model)
-            _, *names = server.weights
-            server.weights = {name: server.weights[name] + 1 for name in names}
+            _, *names = round.state
+            round.state = {name: round.state[name] + 1 for name in names}
 
 
 @pytest.mark.parametrize("build_model", [model_with_batch_norm, lora_model])

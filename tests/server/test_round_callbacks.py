@@ -17,7 +17,7 @@ from hf_federated import (
     FederatedConfig,
     FederatedTrainer,
     FedOpt,
-    ServerState,
+    Round,
     federate,
 )
 from hf_federated.messages import ClientUpdate
@@ -94,13 +94,13 @@ def test_events_of_a_round_fire_in_order(tmp_path, strategy) -> None:
     assert recorder.events == [*rounds[0], *rounds[1]]
 
 
-def test_events_of_a_round_receive_the_server_state_and_the_model(tmp_path) -> None:
+def test_events_of_a_round_receive_the_round_and_the_model(tmp_path) -> None:
     recorder = recording(FederatedCallback, ROUND_EVENTS)
     trainer = train(tmp_path, [recorder])
     for name, kwargs in recorder.kwargs:
-        server = kwargs["server"]
-        assert isinstance(server, ServerState)
-        assert (server.cohort, server.client_ids) == (("north", "south"), ("north", "south"))
+        round = kwargs["round"]
+        assert isinstance(round, Round)
+        assert round.cohort == ("north", "south")
         assert kwargs["model"] is trainer.model
         assert isinstance(kwargs.get("update"), ClientUpdate) == (name == "client_end")
 
@@ -172,8 +172,8 @@ def test_aggregation_callback_replaces_the_configured_algorithm(tmp_path) -> Non
 
 def test_weights_set_by_a_callback_after_aggregation_are_used_in_the_next_round(tmp_path) -> None:
     class SetsZero(FederatedCallback):
-        def on_distill(self, args, state, control, server, **kwargs) -> None:
-            server.weights = {name: value * 0 for name, value in server.weights.items()}
+        def on_distill(self, args, state, control, round, **kwargs) -> None:
+            round.state = {name: value * 0 for name, value in round.state.items()}
 
     class SumRecorder(TrainerCallback):
         sums: list[float] = []

@@ -71,8 +71,8 @@ def test_throughput_counts_the_examples_of_all_clients(tmp_path) -> None:
     sampled: list[str] = []
 
     class CohortRecorder(FederatedCallback):
-        def on_round_begin(self, args, state, control, server, **kwargs) -> None:
-            sampled.extend(server.cohort)
+        def on_round_begin(self, args, state, control, round, **kwargs) -> None:
+            sampled.extend(round.cohort)
 
     trainer = build(
         tmp_path,

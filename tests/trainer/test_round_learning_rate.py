@@ -38,8 +38,8 @@ def test_rate_is_that_of_the_clients_in_the_middle_of_a_round(tmp_path, schedule
         def __init__(self):
             self.last: list[float] = []
 
-        def on_round_end(self, args, state, control, server, **kwargs):
-            self.last += [metrics["learning_rate"] for metrics in server.client_metrics.values()]
+        def on_round_end(self, args, state, control, round, **kwargs):
+            self.last += [metrics["learning_rate"] for metrics in round.metrics.values()]
 
     recorder = Rates()
     trainer = build_federation(

@@ -15,7 +15,8 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from ...messages import ClientUpdate
-from ...server.callbacks import FederatedCallback, ServerState
+from ...methods import Round
+from ...server.callbacks import FederatedCallback
 
 
 @dataclass(frozen=True)
@@ -183,11 +184,11 @@ class PayloadRecorder(FederatedCallback):
         control: TrainerControl,
         update: ClientUpdate,
         *,
-        server: ServerState,
+        round: Round,
         **kwargs: Any,
     ) -> None:
         if update.client_id == self.client_id:
-            before, after = _copy(server.weights), _copy(update.state)
+            before, after = _copy(round.state), _copy(update.state)
             self.payload = Payload(before, after, self._token_ids, update.num_steps)
 
 

@@ -1,0 +1,124 @@
+"""Support for distillations that were written for version 0.1. It will be removed in 1.0."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from ..messages import ClientUpdate, Distill, Feedback, Fit, Message, Metrics, Predict, Predictions
+from ..methods import ClientContext, Round
+from ..methods.previous_release import warn_of
+from .client import DistillationPart
+
+
+def adapt_distillation(cls: Any) -> None:
+    """Let a distillation of version 0.1 take part in the conversation of a round."""
+    own = vars(cls)
+    builds_client = "client" in own and len(inspect.signature(own["client"]).parameters) == 1
+    if "client_class" in own or builds_client:
+        warn_of(cls, "client", "Set `client_part` to a subclass of DistillationPart.")
+        build = own["client"] if builds_client else lambda self: self.client_class(self)
+        if builds_client:
+            del cls.client
+        cls.client_part = type("ClientOfPreviousRelease", (ClientClassPart,), {"build": staticmethod(build)})
+    elif "client_loss" in own or "feedback_loss" in own:
+        warn_of(cls, "client_loss", "Override this method in a subclass of DistillationPart, and set `client_part`.")
+        cls.client_part = LossPart
+    if "on_update" in own:
+        warn_of(cls, "on_update", "Override `accept`.")
+        cls.accept = _accept
+
+
+def _accept(self: Any, round: Round, update: ClientUpdate) -> None:
+    self.on_update(update, self.server)
+
+
+class LocalDistillation:
+    """Part of a distillation in local training in version 0.1. Write a [`DistillationPart`] instead."""
+
+    callbacks: Sequence[TrainerCallback] = ()
+    frozen: Sequence[nn.Parameter] = ()
+
+    def on_batch(self, trainer: Trainer, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
+        """Called before the loss of a micro-batch is computed."""
+
+    def finish(self, trainer: Trainer, metrics: dict[str, float]) -> dict[str, torch.Tensor]:
+        """Return the tensors for `extra` of the update. The metrics may be changed in place."""
+        return {}
+
+
+class DistillationClient:
+    """Client side of a distillation in version 0.1. Write a [`DistillationPart`] instead."""
+
+    messages: ClassVar[tuple[type[Message], ...]] = (Predict, Distill, Feedback)
+
+    def __init__(self, algorithm: Any) -> None:
+        self.algorithm = algorithm
+
+    def before_training(self, context: Any) -> None:
+        """Called for each `Fit`, before the global state is written into the client's model."""
+
+    def local_training(self, context: Any, round: int) -> LocalDistillation:
+        """Return the part of the algorithm in a local training."""
+        return LocalDistillation()
+
+    def handle(self, message: Message, context: Any) -> Message:
+        """Answer a message of one of the types in `messages`."""
+        return LossPart(context, self.algorithm).answer(message)
+
+
+class LossPart(DistillationPart):
+    """Uses `client_loss` and `feedback_loss` of the method, if it has them."""
+
+    def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+        loss = getattr(self.method, "client_loss", super().client_loss)
+        return loss(logits, targets, settings)
+
+    def feedback_loss(self, logits: torch.Tensor, message: Feedback) -> torch.Tensor:
+        return getattr(self.method, "feedback_loss", super().feedback_loss)(logits, message)
+
+
+class PreviousContext(ClientContext):
+    """A context with the names of version 0.1."""
+
+    state_changed = False
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The memory."""
+        return self.memory
+
+
+class ClientClassPart(DistillationPart):
+    """Runs the `DistillationClient` of a method as a client half."""
+
+    build: Any
+    _local: LocalDistillation
+
+    def __init__(self, context: ClientContext, method: Any = None) -> None:
+        fields = {item.name: getattr(context, item.name) for item in dataclasses.fields(context)}
+        super().__init__(PreviousContext(**fields), method)
+        self._given = context
+        self._client = self.build(method)
+
+    def receive(self, message: Fit) -> None:
+        self._client.before_training(self.context)
+        self._local = self._client.local_training(self.context, message.round)
+        self.callbacks, self.frozen = self._local.callbacks, self._local.frozen
+
+    def on_batch(self, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
+        self._local.on_batch(self._given.local_trainer, model, inputs, num_items)
+
+    def send(self, update: ClientUpdate) -> ClientUpdate:
+        metrics = dict(update.metrics)
+        extra = self._local.finish(self._given.local_trainer, metrics)
+        return dataclasses.replace(update, metrics=metrics, extra={**update.extra, **extra})
+
+    def answer(self, message: Message) -> Predictions | Metrics | Message:
+        return self._client.handle(message, self.context)

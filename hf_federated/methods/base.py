@@ -1,0 +1,237 @@
+"""`Method`: the server half of a federated method, which creates its client halves.
+
+A round is one conversation. The round loop calls the server half in this order; each line can send messages.
+
+```
+begin(round)               may ask the clients (round.ask)
+fit_settings(), fit_extra  -> fields of the Fit messages; the clients train
+check(round, update)       for each reply: raises ValueError if the method cannot use the update
+accept(round, update)      for each reply, in any order: add the update to round.sums
+finish(round)              -> the new global state, from round.sums; may ask the clients
+after(round)               distillation
+```
+
+The two halves share only messages. [`ClientPart`] is the client half.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ..messages import ClientUpdate, Disclosure, Message
+from ..utils.weighted_mean import State
+from .accumulator import Accumulator
+from .client_part import ClientContext, ClientPart
+from .previous_release import adapt_method
+from .round import Round
+
+
+class Method:
+    """
+    Base class of federated methods. [`Aggregation`] and [`Distillation`] are the two families.
+
+    A method of the base class does not change the conversation: clients train and the global state stays.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import Method
+
+    >>> class CountClients(Method):
+    ...     def after(self, round):
+    ...         round.logs["num_left"] = float(len(round.clients))
+    ```
+    """
+
+    # Name in recipes and messages. Defaults to the name of the class.
+    name: ClassVar[str] = ""
+    # Constructor arguments that are another name of an argument, by alias. `settings` does not contain them.
+    aliases: ClassVar[Mapping[str, str]] = {}
+    # Classes of the messages that only this method exchanges: requests, which a client half answers, and replies.
+    messages: ClassVar[tuple[type[Message], ...]] = ()
+    # Class of the client half.
+    client_part: ClassVar[type[ClientPart]] = ClientPart
+    # Whether the client half needs the gradients of a step, which some optimizers do not keep.
+    needs_gradients: ClassVar[bool] = False
+    # Whether the server also trains in each round, on `server_dataset` of the trainer.
+    trains_on_server: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
+        adapt_method(cls)
+
+    # ---- Settings
+
+    def settings(self) -> dict[str, Any]:
+        """Return all constructor arguments with their values, without aliases."""
+        names = inspect.signature(type(self)).parameters
+        return {name: getattr(self, name) for name in names if name not in self.aliases}
+
+    def non_default_settings(self) -> dict[str, Any]:
+        """Return the constructor arguments whose values differ from the defaults."""
+        parameters = inspect.signature(type(self)).parameters
+        return {name: value for name, value in self.settings().items() if value != parameters[name].default}
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.non_default_settings().items())
+        return f"{type(self).__name__}({arguments})"
+
+    @property
+    def disclosures(self) -> tuple[Disclosure, ...]:
+        """Values that a client sends in addition to parameters, predictions and the fields of an update."""
+        return ()
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the method needs the number of input tokens in an update."""
+        return False
+
+    # ---- Server half
+
+    def on_server_update(self, update: ClientUpdate) -> None:
+        """
+        Receive the result of the server's own training of this round, before `begin`.
+
+        It is called if the class sets `trains_on_server`.
+
+        Args:
+            update ([`ClientUpdate`]): The update that a client with the examples of the server would send.
+        """
+
+    def begin(self, round: Round) -> None:
+        """
+        Called at the start of a round, before the clients train.
+
+        Args:
+            round ([`Round`]): The round. `round.ask` sends messages; `round.exclude` leaves a client out.
+        """
+
+    def fit_settings(self) -> dict[str, Any]:
+        """Return the `settings` of the `Fit` messages of this round, as JSON scalars."""
+        return {}
+
+    def fit_extra(self, state: State) -> State:
+        """
+        Return the tensors for `extra` of the `Fit` messages of this round.
+
+        Args:
+            state (`dict[str, torch.Tensor]`): The global state.
+        """
+        return {}
+
+    def update_extra(self, state: State) -> State:
+        """
+        Return tensors with the names, shapes and dtypes that this method expects in `extra` of an update.
+
+        Args:
+            state (`dict[str, torch.Tensor]`): The global state.
+        """
+        return {}
+
+    def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
+        """
+        Check the values of the additional tensors of an update.
+
+        The names, shapes and dtypes have already been compared with the expected tensors, and all values are finite.
+
+        Args:
+            extra (`Mapping[str, torch.Tensor]`): Additional tensors of the client.
+
+        Raises:
+            ValueError: If the method cannot use the values. The server then rejects the whole update.
+        """
+
+    def check(self, round: Round, update: ClientUpdate) -> None:
+        """
+        Check that the method can use an update.
+
+        The tensors of the update and the numbers that it claims have already been checked.
+
+        Args:
+            round ([`Round`]): The round. `round.state` is the state that the client received.
+            update ([`ClientUpdate`]): Update of a client.
+
+        Raises:
+            ValueError: If the method cannot use the update. The server then rejects the update.
+        """
+
+    def accumulator(self, state: State, extra: State | None = None) -> Accumulator:
+        """
+        Create an empty accumulator for one round.
+
+        An override may add means with their references to `means` of [`Accumulator`].
+
+        Args:
+            state (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of the state of an update.
+            extra (`dict[str, torch.Tensor]`, *optional*): Tensors with the names, shapes and dtypes of `extra` of an
+                update. Defaults to [`~Method.update_extra`].
+        """
+        return Accumulator(self, state, self.update_extra(state) if extra is None else extra)
+
+    def accumulate(self, accumulator: Accumulator, update: ClientUpdate) -> None:
+        """
+        Add an update to the means of an accumulator. Do not store the update.
+
+        Args:
+            accumulator ([`Accumulator`]): Accumulator from [`~Method.accumulator`].
+            update ([`ClientUpdate`]): An update that passed all checks.
+        """
+
+    def accept(self, round: Round, update: ClientUpdate) -> None:
+        """
+        Called for each update that passed all checks, in the process that received it. Do not store the update.
+
+        Args:
+            round ([`Round`]): The round. `round.sums` are the sums to add the update to.
+            update ([`ClientUpdate`]): The update.
+        """
+
+    def finish(self, round: Round) -> State:
+        """
+        Return the new global state, from the sums of the updates.
+
+        Args:
+            round ([`Round`]): The round. `round.sums` contains the accepted updates of all processes.
+
+        Returns:
+            `dict[str, torch.Tensor]`: A state with the names, shapes and dtypes of `round.state`.
+        """
+        return round.state
+
+    def after(self, round: Round) -> None:
+        """
+        Called when the model contains the new global state. A method that trains the model sets `round.state`.
+
+        Args:
+            round ([`Round`]): The round.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that the server half keeps between rounds, as scalars and tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state that `state_dict` returned."""
+
+    # ---- Client half
+
+    def on_client(self) -> Method:
+        """Return the method of the client side: an instance with the same constructor arguments and no state."""
+        return type(self)(**self.settings())
+
+    def client(self, context: ClientContext) -> ClientPart:
+        """
+        Create the client half for one message.
+
+        It runs on the client, on the instance that [`~Method.on_client`] returned.
+
+        Args:
+            context ([`ClientContext`]): The client and the memory of this half.
+        """
+        return self.client_part(context, self)

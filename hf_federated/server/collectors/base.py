@@ -1,0 +1,97 @@
+"""`UpdateCollector`: how the server obtains the updates of a round."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ...engines import Engine
+from ...methods import Accumulator, Round
+from ..bound_update import BoundUpdate
+from ..client_metrics import RoundSummary
+from ..fit_requests import FitSettings
+from ..progress import RoundProgress
+
+
+@dataclass(frozen=True)
+class Collected:
+    """
+    The updates of a round.
+
+    Args:
+        sums ([`Accumulator`]): Sums of the accepted updates of all processes.
+        summary ([`RoundSummary`]): Sums and means of the metrics of the accepted updates.
+        rejected (`dict[str, str]`): Reasons of the clients that failed or whose update was rejected, by client id.
+    """
+
+    sums: Accumulator
+    summary: RoundSummary
+    rejected: dict[str, str]
+
+
+@dataclass(frozen=True)
+class CollectorContext:
+    """
+    What a collector works with in a run.
+
+    Args:
+        engine ([`Engine`]): Runs the clients.
+        fit ([`FitSettings`]): Settings of the requests of local training.
+        progress ([`~hf_federated.server.progress.RoundProgress`]): Shows how far a round is.
+        bound ([`~hf_federated.server.bound_update.BoundUpdate`]): Rejects updates with a change that is too large.
+        deadline (`float`, *optional*): Seconds after which a round does not wait for more than `min_clients` clients.
+        fire (`Callable`, *optional*): `fire(event, **kwargs)` calls the trainer's callbacks.
+    """
+
+    engine: Engine
+    fit: FitSettings
+    progress: RoundProgress
+    bound: BoundUpdate
+    deadline: float | None = None
+    fire: Callable[..., Any] = field(default=lambda event, **kwargs: None)
+
+
+class UpdateCollector(ABC):
+    """
+    Obtains the updates of a round: sends the requests of local training, checks the replies and sums the updates.
+
+    `collector` of [`FederatedConfig`] names a collector.
+    """
+
+    # Name in `collector` of the configuration.
+    name: ClassVar[str] = ""
+    # Whether requests stay open after a round, which some engines do not support.
+    holds_requests: ClassVar[bool] = False
+
+    def start(self, context: CollectorContext) -> None:
+        """
+        Start a run, before the state of a checkpoint is loaded.
+
+        Args:
+            context ([`CollectorContext`]): What the collector works with.
+
+        Raises:
+            ValueError: If the engine does not support the collector. The message names an alternative.
+        """
+        self.context = context
+
+    @abstractmethod
+    def collect(self, round: Round) -> Collected:
+        """
+        Obtain the updates of a round.
+
+        Args:
+            round ([`Round`]): The round, after `begin` of its methods. The methods add updates to `round.sums`.
+
+        Raises:
+            RoundFailedError: If the server accepted fewer than `min_clients` updates.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that the collector keeps between rounds, as scalars and tensors."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - most collectors keep no state
+        """Restore the state that `state_dict` returned."""

@@ -1,0 +1,148 @@
+"""`ReceivedUpdates`: the updates of a round while they arrive, and the decision which of them are accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers.utils import logging
+
+from ...engines import Plan
+from ...messages import ClientUpdate, Message
+from ...messages.validation import InvalidUpdateError
+from ...methods import Round
+from ...utils.errors import RoundFailedError
+from ..bound_update import ClientGroups, Group, GroupedAccumulator, Magnitude
+from ..client_metrics import RoundSummary
+from ..fit_requests import FitRequests
+from .base import Collected, CollectorContext
+
+
+logger = logging.get_logger(__name__)
+
+# The metrics, the magnitude and the group of an update, or the reason for which it was rejected.
+Outcome = tuple[dict[str, float], Magnitude, Group] | str
+
+
+class ReceivedUpdates:
+    """
+    Adds the updates of a round to its sums, in groups of similar norms, and rejects updates.
+
+    Args:
+        context ([`CollectorContext`]): What the collector works with.
+        round ([`Round`]): The round.
+        requests ([`FitRequests`]): The requests of the round, whose expected tensors the sums have.
+
+    Attributes:
+        outcomes (`dict[str, Outcome]`): Metrics, magnitude and group of each update that passed the checks, or the
+            reason for which it was rejected.
+    """
+
+    def __init__(self, context: CollectorContext, round: Round, requests: FitRequests) -> None:
+        self._context = context
+        self._round = round
+        self._methods = context.fit.methods
+        first = self._methods[0]
+        averaged = first.update_extra(round.state)
+        context.bound.begin_round(requests.expected_state, averaged, round.number)
+        self._sums = GroupedAccumulator(
+            lambda: first.accumulator(requests.expected_state, requests.expected_extra), round.cohort
+        )
+        self._groups = ClientGroups([self._sums], context.bound.max_ratio)
+        self._measured: dict[str, tuple[dict[str, float], Magnitude]] = {}
+        self._first_error: Exception | None = None
+        self.outcomes: dict[str, Outcome] = {}
+        self.num_failed = 0
+
+    def add(self, requests: FitRequests, reply: Message) -> ClientUpdate | None:
+        """
+        Check a reply and add its update to the sums.
+
+        Args:
+            requests ([`FitRequests`]): The requests to which the client replied.
+            reply ([`Message`]): The reply.
+
+        Returns:
+            [`ClientUpdate`], *optional*: The update, or `None` if it was rejected.
+        """
+        context, round = self._context, self._round
+        try:
+            update = requests.receive(reply)
+            magnitude = context.bound.measure(update)
+        except InvalidUpdateError as error:
+            self._first_error = self._first_error or context.engine.last_error or error
+            self._reject(reply.client_id, str(error))
+            self.num_failed += 1
+            return None
+        group = self._groups.add(update.client_id, context.bound.group_of(magnitude))
+        context.fire("on_client_end", update=update)
+        round.sums = self._sums.open(group)
+        for method in self._methods:
+            method.accept(round, update)
+        round.sums = None
+        self._measured[update.client_id] = (update.reported_metrics, magnitude)
+        for client_id in self._groups.limit():
+            where = f"Client {client_id!r}, round {round.number + 1}"
+            self._reject(
+                client_id,
+                f"{where}: its change is far above the median of the other clients, whose sizes are far apart.",
+            )
+        return update
+
+    def _reject(self, client_id: str, reason: str) -> None:
+        self.outcomes[client_id] = reason
+        logger.warning(f"Rejected: {reason}")
+
+    def settle(self, plan: Plan) -> Collected:
+        """
+        Decide which updates are accepted, when the updates of all processes are known.
+
+        Args:
+            plan ([`Plan`]): The plan whose clients replied.
+
+        Raises:
+            RoundFailedError: If fewer than `min_clients` updates are accepted.
+        """
+        engine, bound, round = self._context.engine, self._context.bound, self._round
+        groups = self._groups.by_client()
+        passed = {client_id: (*self._measured[client_id], group) for client_id, group in groups.items()}
+        outcomes = engine.gather(plan, self.outcomes | passed)
+        measured = {client_id: outcome for client_id, outcome in outcomes.items() if not isinstance(outcome, str)}
+        out_of_bounds = bound.decide(
+            {client_id: magnitude for client_id, (_, magnitude, _) in measured.items()},
+            {client_id: group for client_id, (_, _, group) in measured.items()},
+            round.number,
+        )
+        for reason in out_of_bounds.values():
+            logger.warning(f"Rejected: {reason}")
+        # In the order of the cohort.
+        rejected = {
+            client_id: outcome if isinstance(outcome, str) else out_of_bounds[client_id]
+            for client_id, outcome in outcomes.items()
+            if isinstance(outcome, str) or client_id in out_of_bounds
+        }
+        accepted = {
+            client_id: metrics for client_id, (metrics, _, _) in measured.items() if client_id not in out_of_bounds
+        }
+        self._check_enough(plan.cohort, rejected, len(accepted))
+        sums = self._sums.settle(bound.is_accepted)
+        engine.reduce(plan, sums)
+        return Collected(sums, RoundSummary.from_clients(accepted, len(rejected), round.number), rejected)
+
+    def _check_enough(self, asked: Sequence[str], rejected: dict[str, str], num_accepted: int) -> None:
+        """Raise an error if too few clients remain."""
+        round, num_clients = self._round, len(asked) + len(self._round.rejected)
+        min_clients, cause = round.min_clients, self._first_error
+        first = next(iter({**round.rejected, **rejected}.values()), "the cohort is too small")
+        num_spare = num_clients - min_clients
+        if len(rejected) + len(round.rejected) > num_spare:
+            # Several processes may see further failures before each of them stops. The error counts the failures at
+            # which one process stops, so that all engines raise the same error.
+            raise RoundFailedError(
+                f"Round {round.number + 1}: {num_spare + 1} of {num_clients} clients failed. The remaining "
+                f"{min_clients - 1} are fewer than min_clients={min_clients}. The first failure: {first}"
+            ) from cause
+        if num_accepted < min_clients:
+            raise RoundFailedError(
+                f"Round {round.number + 1}: {num_accepted} of {num_clients} clients delivered a valid update, but "
+                f"min_clients={min_clients}. The first failure: {first}"
+            ) from cause

@@ -1,0 +1,126 @@
+"""`FitRequests`: the requests of local training of a round, and the checks of their replies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..clients import client_seed
+from ..messages import ClientFailure, ClientUpdate, Fit, Message
+from ..messages.validation import InvalidUpdateError, UpdateLimits, check_claims, check_update
+from ..methods import Method, Round
+from ..postprocessing import Postprocessor, cast_floating, run_server_side
+from ..utils.weighted_mean import State
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """
+    Settings of the requests in all rounds.
+
+    Args:
+        methods (`Sequence[Method]`): The methods of the federation.
+        seed (`int`): Seed of the federation.
+        postprocessors (`Sequence[Postprocessor]`, *optional*): Steps whose server sides run on every update.
+        dtype (`torch.dtype`, *optional*): Dtype in which floating values are sent.
+        sends_state (`bool`, *optional*, defaults to `True`): Whether clients receive the global state.
+        returns_state (`bool`, *optional*, defaults to `True`): Whether clients send the trained state.
+        row_limit (`Callable`, *optional*): `row_limit(cohort)` returns the largest number of examples of a client.
+        limits (`Callable[[str, int | None], UpdateLimits]`, *optional*): `limits(client_id, max_rows)` returns what an
+            update of a client may claim. By default, there are no limits.
+        device (`torch.device`, *optional*): Device of the sums of updates.
+    """
+
+    methods: Sequence[Method]
+    seed: int
+    postprocessors: Sequence[Postprocessor] = ()
+    dtype: torch.dtype | None = None
+    sends_state: bool = True
+    returns_state: bool = True
+    row_limit: Callable[[Sequence[str]], int | None] = lambda cohort: None
+    limits: Callable[[str, int | None], UpdateLimits] = lambda client_id, max_rows: UpdateLimits()
+    device: torch.device | None = None
+
+
+@dataclass
+class FitRequests:
+    """
+    The requests of local training of one round.
+
+    Args:
+        settings ([`FitSettings`]): Settings of the requests.
+        round ([`Round`]): The round. The messages of all clients share the tensors of its state.
+
+    Attributes:
+        expected_state (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of an update's state.
+        expected_extra (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of an update's `extra`.
+    """
+
+    settings: FitSettings
+    round: Round
+    expected_state: State = field(init=False)
+    expected_extra: State = field(init=False)
+
+    def __post_init__(self) -> None:
+        settings, state = self.settings, self.round.state
+        self.expected_state = state if settings.returns_state else {}
+        self.expected_extra = _merged([method.update_extra(state) for method in settings.methods])
+        self._state = cast_floating(state, settings.dtype) if settings.sends_state else {}
+        self._extra = cast_floating(_merged([method.fit_extra(state) for method in settings.methods]), settings.dtype)
+        self._settings = {name: value for method in settings.methods for name, value in method.fit_settings().items()}
+        self._max_rows = settings.row_limit(self.round.cohort)
+
+    def message_for(self, client_id: str) -> Fit:
+        """Return the message of a client."""
+        return Fit(
+            self.round.number,
+            client_id,
+            client_seed(self.settings.seed, client_id, self.round.number),
+            self._state,
+            self._extra,
+            self._settings,
+            self.settings.returns_state,
+            self._max_rows,
+        )
+
+    def receive(self, reply: Message) -> ClientUpdate:
+        """
+        Check a reply.
+
+        Args:
+            reply ([`Message`]): Reply of a client to its message.
+
+        Returns:
+            [`ClientUpdate`]: The update after the server sides of all postprocessors.
+
+        Raises:
+            InvalidUpdateError: If the client failed, or a value of the update is not allowed.
+        """
+        settings = self.settings
+        where = f"Client {reply.client_id!r}, round {self.round.number + 1}"
+        if isinstance(reply, ClientFailure):
+            raise InvalidUpdateError(f"{where}: {reply.error}")
+        if not isinstance(reply, ClientUpdate):  # The engine refuses another reply to a `Fit`.
+            raise TypeError(f"{where}: the reply is a {type(reply).__name__}, expected a ClientUpdate.")
+        check_claims(reply, settings.limits(reply.client_id, self._max_rows))
+        try:
+            seed = client_seed(settings.seed, reply.client_id, self.round.number)
+            update = run_server_side(settings.postprocessors, reply.to(settings.device), self.expected_state, seed)
+        except InvalidUpdateError:
+            raise
+        except Exception as error:
+            raise InvalidUpdateError(f"{where}, postprocessing: {type(error).__name__}: {error}") from error
+        checks = [method.check_extra for method in settings.methods]
+        check_update(update, self.expected_state, self.expected_extra, checks)
+        for method in settings.methods:
+            try:
+                method.check(self.round, update)
+            except ValueError as error:
+                raise InvalidUpdateError(f"{where}: {error}") from error
+        return update
+
+
+def _merged(states: Sequence[State]) -> State:
+    return {name: value for state in states for name, value in state.items()}

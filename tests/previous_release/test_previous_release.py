@@ -1,0 +1,86 @@
+"""Algorithms and callbacks that users wrote for version 0.1 run, with a warning, and give the same result."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+from distillation_setup import distillation_trainer
+from federations import CLIENTS, build_federation
+from tiny import same_weights
+
+from hf_federated import DSFL, FedProx
+
+
+def load(name: str):
+    """Import a module anew, because a class warns when it is defined."""
+    sys.modules.pop(name, None)
+    return importlib.import_module(name)
+
+
+def test_local_hook_of_version_0_1_trains_as_before(tmp_path) -> None:
+    with pytest.warns(FutureWarning, match=r"Pull\.local_hook is an interface of hf_federated 0\.1"):
+        module = load("averaging_0_1")
+    trainer = build_federation(tmp_path / "old", federation={"aggregation": module.Pull(0.5)})
+    trainer.train()
+    reference = build_federation(tmp_path / "new", federation={"aggregation": FedProx(0.5)})
+    reference.train()
+    assert same_weights(trainer.model, reference.model)
+    # The clients take two, one and two steps in each of two rounds, and keep the count.
+    assert trainer.aggregation.num_steps == pytest.approx(2 * (2 + 1 + 2) / 3)
+
+
+def test_distillation_client_of_version_0_1_trains_as_before(tmp_path) -> None:
+    with pytest.warns(FutureWarning, match="interface of hf_federated 0.1"):
+        module = load("distillation_0_1")
+    trainer = distillation_trainer(tmp_path / "old", module.SharpMean())
+    trainer.train()
+    reference = distillation_trainer(tmp_path / "new", DSFL())
+    reference.train()
+    assert same_weights(trainer.model, reference.model)
+    num_rounds, num_clients = trainer.federation.num_rounds, len(trainer.clients)
+    assert trainer.distillation.updates == [(name, num_rounds) for name in trainer.clients] * num_rounds
+    assert num_clients == len({name for name, _ in trainer.distillation.updates})
+    logged = [entry["rounds_of_client"] for entry in trainer.state.log_history if "rounds_of_client" in entry]
+    assert logged == [float(number + 1) for number in range(num_rounds)]
+    memory = trainer.engine.worker.models.get_state(next(iter(trainer.clients)))["memories"]["1 sharp_mean"]
+    # Each round asks for predictions and sends targets.
+    assert memory == {"rounds": num_rounds, "answers": 2 * num_rounds}
+
+
+def test_callback_of_version_0_1_sees_and_changes_the_round(tmp_path) -> None:
+    module = load("callback_0_1")
+    observer = module.Observer()
+    trainer = build_federation(tmp_path / "old", trainer={"callbacks": [observer]})
+    with pytest.warns(FutureWarning, match=r"`server\.cohort` of a callback"):
+        trainer.train()
+    reference = build_federation(tmp_path / "new")
+    reference.train()
+    names = tuple(CLIENTS)
+    assert observer.seen == [
+        entry
+        for number in range(2)
+        for entry in (("begin", number, names, names, 2), ("aggregate", [], sorted(names)))
+    ]
+    for name, value in reference.exchange.read().items():
+        assert torch.equal(trainer.exchange.read()[name], value / 2)
+    assert [entry["federated/num_seen"] for entry in trainer.state.log_history if "loss" in entry] == [3.0, 3.0]
+
+
+def test_no_method_of_the_library_uses_an_interface_of_version_0_1() -> None:
+    """Importing every module in a fresh process raises no `FutureWarning` of the library."""
+    import subprocess
+
+    script = (
+        "import warnings; warnings.filterwarnings('error', message='.*interface of hf_federated 0.1.*')\n"
+        "import hf_federated, hf_federated.server\n"
+        "from hf_federated.methods import previous_release as methods\n"
+        "from hf_federated.distillation import previous_release as distillations\n"
+        "parts = [cls.client_part for cls in [*hf_federated.AGGREGATIONS.values(), "
+        "*hf_federated.DISTILLATIONS.values()]]\n"
+        "old = (methods.HookPart, distillations.LossPart, distillations.ClientClassPart)\n"
+        "assert parts and not any(issubclass(part, old) for part in parts)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
