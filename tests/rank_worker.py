@@ -116,10 +116,10 @@ def generate_in_main_process(prompt: str) -> str:
 class Noise(Postprocessor):
     """Adds noise from the global random generators on the client and the server."""
 
-    def client_side(self, update, message):
+    def client_send(self, update, message, memory):
         return self.add_noise(update)
 
-    def server_side(self, update, state):
+    def server_receive(self, update, state, memory):
         return self.add_noise(update)
 
     def add_noise(self, update: ClientUpdate) -> ClientUpdate:

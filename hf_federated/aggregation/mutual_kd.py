@@ -19,7 +19,7 @@ from ..distillation.low_rank import compress, decompress, energy_schedule
 from ..messages import ClientUpdate, Disclosure, Fit
 from ..messages.validation import InvalidUpdateError
 from ..methods import Accumulator, ClientPart
-from ..postprocessing import Postprocessor
+from ..postprocessing import Memory, Postprocessor
 from ..utils.arguments import require
 from ..utils.random import isolated_rng
 from ..utils.weighted_mean import State
@@ -46,19 +46,19 @@ class LowRankUpdates(Postprocessor):
 
     >>> sent = Fit(0, "a", 0, {"w": torch.zeros(6, 8)}, settings={"low_rank_energy": 0.95})
     >>> update = ClientUpdate(0, "a", {"w": torch.ones(6, 8)}, num_examples=1, num_tokens=0, num_steps=1)
-    >>> {name: tuple(value.shape) for name, value in LowRankUpdates().client_side(update, sent).state.items()}
+    >>> {name: tuple(value.shape) for name, value in LowRankUpdates().client_send(update, sent, {}).state.items()}
     {'w/u': (6, 1), 'w/s': (1,), 'w/v': (1, 8)}
     ```
     """
 
-    def client_side(self, update: ClientUpdate, message: Fit) -> ClientUpdate:
+    def client_send(self, update: ClientUpdate, message: Fit, memory: Memory) -> ClientUpdate:
         changes = {
             name: value - message.state[name].to(value) if value.is_floating_point() else value
             for name, value in update.state.items()
         }
         return dataclasses.replace(update, state=compress(changes, message.settings["low_rank_energy"]))
 
-    def server_side(self, update: ClientUpdate, state: dict[str, torch.Tensor]) -> ClientUpdate:
+    def server_receive(self, update: ClientUpdate, state: dict[str, torch.Tensor], memory: Memory) -> ClientUpdate:
         try:
             changes = decompress(update.state, reference=state)
         except ValueError as error:

@@ -24,7 +24,7 @@ from ..distributed.process_group import PeerFailedError
 from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 from ..messages.validation import first_non_finite
 from ..methods import ClientContext, ClientPart, Method
-from ..postprocessing import Postprocessor, run_client_side
+from ..postprocessing import Postprocessor, run_client_receive, run_client_send
 from ..utils.random import preserved_generators, seed_torch
 from ..utils.trainer_banner import trainer_banner
 from .gradient_scaler import ClientScaler
@@ -52,6 +52,8 @@ NON_METRIC_KEYS = {"epoch", "step", "num_input_tokens_seen", "num_tokens"}
 
 # Key of the memories of the client halves in the state of a client.
 _MEMORIES = "memories"
+# Key of the memories of the postprocessors in the state of a client.
+_STEP_MEMORIES = "steps"
 # Opening a client's examples takes longer than a small training step, and an open client needs some kilobytes.
 MAX_OPEN_CLIENTS = 256
 
@@ -185,6 +187,8 @@ class ClientWorker:
         kept = self.models.get_state(message.client_id)
         contexts = {key: self._context(message.client_id, model, kept, key) for key in self._methods}
         parts = [method.client(contexts[key]) for key, method in self._methods.items()]
+        step_memories = dict(kept.get(_STEP_MEMORIES, {}))
+        message = run_client_receive(self._postprocessors, message, step_memories)
         for part in parts:
             part.receive(message)
         if message.state:
@@ -217,7 +221,10 @@ class ClientWorker:
             state[_MEMORIES] = memories
         # The server rejects the update of a diverged client. The client then keeps its last finite state.
         is_finite = first_non_finite(update.state) is None
-        return run_client_side(self._postprocessors, update, message), state if is_finite else None
+        update = run_client_send(self._postprocessors, update, message, step_memories)
+        if step_memories:
+            state[_STEP_MEMORIES] = step_memories
+        return update, state if is_finite else None
 
     def _context(self, client_id: str, model: ClientModel, kept: Mapping[str, Any], key: str) -> ClientContext:
         """Build the context of the client half of a method."""

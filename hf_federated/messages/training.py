@@ -33,6 +33,9 @@ class Fit(Message):
             `False` if clients keep their own models and reply with predictions.
         max_rows (`int`, *optional*): Maximum number of examples to train on. A client with more examples draws this
             number of them with its seed.
+        accepted_round (`int`, *optional*): The last round whose update of this client the server used. A client whose
+            last update is of another round restores what it kept before that update. It is sent only to clients whose
+            postprocessors change this message, and only after a first accepted update.
     """
 
     kind: ClassVar[str] = "fit"
@@ -44,6 +47,19 @@ class Fit(Message):
     settings: dict[str, Any] = field(default_factory=dict)
     returns_state: bool = True
     max_rows: Count | None = None
+    accepted_round: Count | None = None
+
+    def to_tree(self) -> dict[str, Any]:
+        tree = super().to_tree()
+        if self.accepted_round is None:
+            # The message of a run without such postprocessors has the same bytes as in version 0.1.
+            del tree["fields"]["accepted_round"]
+        return tree
+
+    @classmethod
+    def _fields_of(cls, tree: dict[str, Any]) -> Any:
+        fields = super()._fields_of(tree)
+        return {"accepted_round": None, **fields} if isinstance(fields, dict) else fields
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,15 @@
 """Postprocessing of updates between local training and aggregation: clipping, noise, narrower dtypes, custom steps."""
 
-from .base import Postprocessor, run_client_side, run_server_side
+from .base import (
+    Memories,
+    Memory,
+    Postprocessor,
+    run_client_receive,
+    run_client_send,
+    run_on_sums,
+    run_server_receive,
+    run_server_send,
+)
 from .clipping import ClipUpdate
 from .exchange_dtype import SendChanges, cast_floating, exchange_dtype
 from .gaussian_noise import GaussianNoise
@@ -9,10 +18,15 @@ from .gaussian_noise import GaussianNoise
 __all__ = [
     "ClipUpdate",
     "GaussianNoise",
+    "Memories",
+    "Memory",
     "Postprocessor",
     "SendChanges",
     "cast_floating",
     "exchange_dtype",
-    "run_client_side",
-    "run_server_side",
+    "run_client_receive",
+    "run_client_send",
+    "run_on_sums",
+    "run_server_receive",
+    "run_server_send",
 ]

@@ -9,7 +9,7 @@ import torch
 
 from ..messages import ClientUpdate, Fit
 from ..messages.validation import InvalidUpdateError
-from .base import Postprocessor
+from .base import Memory, Postprocessor
 
 
 # Rounding of values and of `exchange_dtype` can raise the norm by less than this share.
@@ -43,7 +43,7 @@ class ClipUpdate(Postprocessor):
 
     >>> sent = Fit(round=0, client_id="a", seed=0, state={"w": torch.zeros(2)})
     >>> update = ClientUpdate(0, "a", {"w": torch.tensor([3.0, 4.0])}, num_examples=1, num_tokens=0, num_steps=1)
-    >>> ClipUpdate(max_norm=1.0).client_side(update, sent).state["w"]
+    >>> ClipUpdate(max_norm=1.0).client_send(update, sent, {}).state["w"]
     tensor([0.6000, 0.8000])
     ```
     """
@@ -53,7 +53,7 @@ class ClipUpdate(Postprocessor):
             raise ValueError(f"`max_norm` is {max_norm}; it must be positive.")
         self.max_norm = max_norm
 
-    def client_side(self, update: ClientUpdate, message: Fit) -> ClientUpdate:
+    def client_send(self, update: ClientUpdate, message: Fit, memory: Memory) -> ClientUpdate:
         changes = _changes(update, message.state)
         norm = _norm(changes)
         if norm <= self.max_norm:

@@ -9,7 +9,7 @@ import torch
 
 from ..messages import ClientUpdate, Fit
 from ..messages.validation import InvalidUpdateError
-from .base import Postprocessor
+from .base import Memory, Postprocessor
 
 
 def exchange_dtype(name: str | None) -> torch.dtype | None:
@@ -46,8 +46,8 @@ class SendChanges(Postprocessor):
 
     >>> step, sent = SendChanges(torch.bfloat16), {"w": torch.ones(1)}
     >>> update = ClientUpdate(0, "a", {"w": torch.tensor([1.0001])}, num_examples=1, num_tokens=0, num_steps=1)
-    >>> update = step.client_side(update, Fit(round=0, client_id="a", seed=0, state=sent))
-    >>> update.state["w"].dtype, step.server_side(update, sent).state["w"]
+    >>> update = step.client_send(update, Fit(round=0, client_id="a", seed=0, state=sent), {})
+    >>> update.state["w"].dtype, step.server_receive(update, sent, {}).state["w"]
     (torch.bfloat16, tensor([1.0001]))
     ```
     """
@@ -55,7 +55,7 @@ class SendChanges(Postprocessor):
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def client_side(self, update: ClientUpdate, message: Fit) -> ClientUpdate:
+    def client_send(self, update: ClientUpdate, message: Fit, memory: Memory) -> ClientUpdate:
         changes = {
             name: (value - message.state[name]).to(self.dtype) if self._narrows(value) else value
             for name, value in update.state.items()
@@ -65,7 +65,7 @@ class SendChanges(Postprocessor):
     def _narrows(self, value: torch.Tensor) -> bool:
         return value.is_floating_point() and value.dtype != self.dtype
 
-    def server_side(self, update: ClientUpdate, state: dict[str, torch.Tensor]) -> ClientUpdate:
+    def server_receive(self, update: ClientUpdate, state: dict[str, torch.Tensor], memory: Memory) -> ClientUpdate:
         for name, value in (*update.state.items(), *update.extra.items()):
             if value.is_floating_point() and value.dtype != self.dtype:
                 raise InvalidUpdateError(

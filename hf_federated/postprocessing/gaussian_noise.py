@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..messages import ClientUpdate, Fit
-from .base import Postprocessor
+from .base import Memory, Postprocessor
 
 
 class GaussianNoise(Postprocessor):
@@ -43,7 +43,7 @@ class GaussianNoise(Postprocessor):
 
     >>> sent = Fit(round=0, client_id="a", seed=0, state={"w": torch.zeros(1000)})
     >>> update = ClientUpdate(0, "a", {"w": torch.ones(1000)}, num_examples=1, num_tokens=0, num_steps=1)
-    >>> noisy = GaussianNoise(std=0.1).client_side(update, sent).state["w"]
+    >>> noisy = GaussianNoise(std=0.1).client_send(update, sent, {}).state["w"]
     >>> round(float(noisy.std()), 1)
     0.1
     ```
@@ -57,7 +57,7 @@ class GaussianNoise(Postprocessor):
         self.std = std
         self.reproducible = reproducible
 
-    def client_side(self, update: ClientUpdate, message: Fit) -> ClientUpdate:
+    def client_send(self, update: ClientUpdate, message: Fit, memory: Memory) -> ClientUpdate:
         if not self.reproducible and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"GaussianNoise draws different noise in each of the {dist.get_world_size()} processes. Set"

@@ -8,6 +8,7 @@ from .fit_requests import FitSettings
 from .previous_release import ServerState
 from .progress import RoundProgress
 from .round_loop import RoundLoop
+from .step_memories import StepMemories
 
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "RoundProgress",
     "RoundSummary",
     "ServerState",
+    "StepMemories",
     "SynchronousCollector",
     "UpdateCollector",
     "call_event",

@@ -11,8 +11,9 @@ from ..clients import client_seed
 from ..messages import ClientFailure, ClientUpdate, Fit, Message
 from ..messages.validation import InvalidUpdateError, UpdateLimits, check_claims, check_update
 from ..methods import Method, Round
-from ..postprocessing import Postprocessor, cast_floating, run_server_side
+from ..postprocessing import cast_floating
 from ..utils.weighted_mean import State
+from .step_memories import StepMemories
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class FitSettings:
     Args:
         methods (`Sequence[Method]`): The methods of the federation.
         seed (`int`): Seed of the federation.
-        postprocessors (`Sequence[Postprocessor]`, *optional*): Steps whose server sides run on every update.
+        steps ([`StepMemories`], *optional*): Runs the server sides of the postprocessors.
         dtype (`torch.dtype`, *optional*): Dtype in which floating values are sent.
         sends_state (`bool`, *optional*, defaults to `True`): Whether clients receive the global state.
         returns_state (`bool`, *optional*, defaults to `True`): Whether clients send the trained state.
@@ -35,7 +36,7 @@ class FitSettings:
 
     methods: Sequence[Method]
     seed: int
-    postprocessors: Sequence[Postprocessor] = ()
+    steps: StepMemories = field(default_factory=StepMemories)
     dtype: torch.dtype | None = None
     sends_state: bool = True
     returns_state: bool = True
@@ -74,7 +75,7 @@ class FitRequests:
 
     def message_for(self, client_id: str) -> Fit:
         """Return the message of a client."""
-        return Fit(
+        message = Fit(
             self.round.number,
             client_id,
             client_seed(self.settings.seed, client_id, self.round.number),
@@ -84,6 +85,7 @@ class FitRequests:
             self.settings.returns_state,
             self._max_rows,
         )
+        return self.settings.steps.send(message)
 
     def receive(self, reply: Message) -> ClientUpdate:
         """
@@ -93,7 +95,7 @@ class FitRequests:
             reply ([`Message`]): Reply of a client to its message.
 
         Returns:
-            [`ClientUpdate`]: The update after the server sides of all postprocessors.
+            [`ClientUpdate`]: The update after `server_receive` of all postprocessors.
 
         Raises:
             InvalidUpdateError: If the client failed, or a value of the update is not allowed.
@@ -107,7 +109,7 @@ class FitRequests:
         check_claims(reply, settings.limits(reply.client_id, self._max_rows))
         try:
             seed = client_seed(settings.seed, reply.client_id, self.round.number)
-            update = run_server_side(settings.postprocessors, reply.to(settings.device), self.expected_state, seed)
+            update = settings.steps.receive(reply.to(settings.device), self.expected_state, seed)
         except InvalidUpdateError:
             raise
         except Exception as error:

@@ -100,6 +100,7 @@ class RoundLoop:
         round.check_enough()
         collected = self._collector.collect(round)
         round.sums, round.metrics = collected.sums, collected.summary.clients
+        round.sums = self.context.fit.steps.on_sums(collected.sums, round, self.context.fit.seed)
         round.rejected.update(collected.rejected)
         fire("on_aggregate")
         for method in self._methods:

@@ -1,16 +1,24 @@
-"""The parts of a checkpoint that several processes write: the client states and the teachers of a distillation."""
+"""The parts of a checkpoint that several processes write: states of clients, and what the server keeps of clients."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Protocol
 
-from ..distillation import Teachers
 from ..distributed.process_group import ProcessGroup
 from ..engines import Engine
 
 
 TEACHERS_DIR = "teachers"
+STEPS_DIR = "steps"
+
+
+class Saved(Protocol):
+    """Entries of clients that a checkpoint contains."""
+
+    def save(self, directory: Path) -> dict[str, str]:
+        """Write all entries into a directory, and return the digest of each client's file."""
 
 
 def save_clients(directory: Path, engine: Engine, processes: ProcessGroup, label: str) -> dict[str, str]:
@@ -37,43 +45,29 @@ def save_clients(directory: Path, engine: Engine, processes: ProcessGroup, label
     return _gather_digests(processes, label, engine.save(directory))
 
 
-def save_teachers(
-    directory: Path, teachers: Teachers | None, processes: ProcessGroup, spreads_clients: bool
+def save_folder(
+    directory: Path, saved: Saved | None, name: str, processes: ProcessGroup, spreads_clients: bool
 ) -> dict[str, str]:
     """
-    Write the models that clients sent and that the server still needs. All processes must call this function.
+    Write what the server keeps for each client, such as the clients' models. All processes must call this function.
 
     Args:
-        directory (`pathlib.Path`): Directory of the client states. The teachers are written to a folder inside it.
-        teachers ([`Teachers`], *optional*): The teachers of this process.
+        directory (`pathlib.Path`): Directory of the client states. The files are written to a folder inside it.
+        saved (`Saved`, *optional*): What this process keeps: a store, or the teachers of a distillation.
+        name (`str`): Name of the folder.
         processes ([`ProcessGroup`]): The processes of the launch.
-        spreads_clients (`bool`): Whether each process trains different clients, and so has different teachers.
+        spreads_clients (`bool`): Whether each process trains different clients, and so keeps different entries.
 
     Returns:
-        `dict[str, str]`: SHA-256 digests of the files of all processes, by client id in sorted order. Empty without
-        teachers.
+        `dict[str, str]`: SHA-256 digests of the files of all processes, by client id in sorted order. Empty if nothing
+        is kept.
     """
-    if teachers is None:
+    if saved is None:
         return {}
     writes = spreads_clients or processes.is_main
-    (directory / TEACHERS_DIR).mkdir(exist_ok=True)
-    own = teachers.save(directory / TEACHERS_DIR) if writes else {}
-    return _gather_digests(processes, "teachers", own)
-
-
-def load_teachers(
-    directory: Path, digests: dict[str, str], teachers: Teachers | None, processes: ProcessGroup, spreads_clients: bool
-) -> None:
-    """
-    Read the teachers that `save_teachers` wrote.
-
-    Args:
-        directory, teachers, processes, spreads_clients: As in `save_teachers`.
-        digests (`dict[str, str]`): The return value of `save_teachers`.
-    """
-    # If the processes train different clients, the main process holds all teachers until the clients send new models.
-    if teachers is not None and (processes.is_main or not spreads_clients):
-        teachers.load(directory / TEACHERS_DIR, digests)
+    (directory / name).mkdir(exist_ok=True)
+    own = saved.save(directory / name) if writes else {}
+    return _gather_digests(processes, name, own)
 
 
 def _gather_digests(processes: ProcessGroup, label: str, own: dict[str, str]) -> dict[str, str]:

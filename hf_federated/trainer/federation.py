@@ -42,6 +42,7 @@ from ..server import (
     RoundProgress,
     RoundSummary,
     ServerState,
+    StepMemories,
     SynchronousCollector,
     call_event,
     spread_over_clients,
@@ -52,7 +53,7 @@ from .announcement import announce
 from .checkpoint import clients_directory, num_finished_rounds, read_server_state, write_server_state
 from .checks import check_labelled, check_resumed
 from .claim_limits import ClaimLimits
-from .client_checkpoint import TEACHERS_DIR, load_teachers, save_clients, save_teachers
+from .client_checkpoint import STEPS_DIR, TEACHERS_DIR, save_clients, save_folder
 from .network_settings import NetworkSettings
 from .round_learning_rate import relative_learning_rate
 from .setup import FederationSetup
@@ -112,6 +113,9 @@ class Federation:
             relative_learning_rate=relative_learning_rate(args, setup.num_rounds, setup.config.lr_schedule),
         )
         self._collector = SynchronousCollector()
+        uses_disk = setup.config.client_store == "disk"
+        self._steps = StepMemories(setup.postprocessors, self._disk_store(STEPS_DIR) if uses_disk else None)
+        self._steps.store.clear()
         self.teachers = self._start_distillation()
         self.summary = RoundSummary()
         self.examples_seen = 0
@@ -247,9 +251,16 @@ class Federation:
         if setup.distillation is not None:
             setup.distillation.load_state_dict(saved["distillation"]["algorithm"])
             setup.distillation.server.student.load_state_dict(saved["distillation"]["student"])
-            load_teachers(directory, saved["teachers"], self.teachers, setup.processes, setup.spreads_clients)
+        # If the processes train different clients, the main process holds all models until the clients send new ones.
+        if self.teachers is not None and (setup.processes.is_main or not setup.spreads_clients):
+            self.teachers.load(directory / TEACHERS_DIR, saved["teachers"])
         self.engine.ledger = Ledger.from_state_dict(saved["ledger"])
         self.engine.load(directory, saved["clients"])
+        step_digests = saved.get("steps", {})
+        # Each process keeps the entries of the clients that it trains.
+        own = self.engine.own_clients(list(step_digests)) if step_digests else ()
+        self._steps.store.load(directory / STEPS_DIR, {client_id: step_digests[client_id] for client_id in own})
+        self._steps.load_state_dict(saved.get("sums_of_steps", {}))
         if "weights" in saved:
             self.exchange.write(saved["weights"])
 
@@ -273,7 +284,7 @@ class Federation:
             fit=FitSettings(
                 methods=setup.methods,
                 seed=setup.seed,
-                postprocessors=setup.postprocessors,
+                steps=self._steps,
                 dtype=exchange_dtype(config.exchange_dtype),
                 sends_state=exchanges_parameters or distillation_sends_parameters,
                 returns_state=exchanges_parameters,
@@ -449,10 +460,15 @@ class Federation:
         setup, distillation = self._setup, self._setup.distillation
         directory, processes = clients_directory(checkpoint), setup.processes
         digests = save_clients(directory, self.engine, processes, f"{checkpoint.name}: the clients' files")
-        teacher_digests = save_teachers(directory, self.teachers, processes, setup.spreads_clients)
+        teacher_digests = save_folder(directory, self.teachers, TEACHERS_DIR, processes, setup.spreads_clients)
+        step_digests = save_folder(directory, self._steps.store, STEPS_DIR, processes, setup.spreads_clients)
         known_digests = {
             (folder / client_file_name(client_id)).relative_to(checkpoint).as_posix(): digest
-            for folder, by_client in ((directory, digests), (directory / TEACHERS_DIR, teacher_digests))
+            for folder, by_client in (
+                (directory, digests),
+                (directory / TEACHERS_DIR, teacher_digests),
+                (directory / STEPS_DIR, step_digests),
+            )
             for client_id, digest in by_client.items()
         }
         if not processes.is_main:
@@ -465,6 +481,8 @@ class Federation:
             "ledger": self.engine.ledger.state_dict(),
             "clients": digests,
             "teachers": teacher_digests,
+            "steps": step_digests,
+            "sums_of_steps": self._steps.state_dict(),
         }
         if distillation is not None:
             student = distillation.server.student.state_dict()

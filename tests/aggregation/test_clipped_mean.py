@@ -75,7 +75,7 @@ def test_bound_on_the_server_equals_clipping_on_the_clients():
     states = client_states()
     fit = Fit(0, "a", 0, before())
     clipped = {
-        client_id: ClipUpdate(2.0).client_side(reference.as_update(client_id, state), fit).state
+        client_id: ClipUpdate(2.0).client_send(reference.as_update(client_id, state), fit, {}).state
         for client_id, state in states.items()
     }
     expected = run(FedAvg(weighting="uniform"), before(), clipped)

@@ -123,9 +123,9 @@ def test_full_energy_is_lossless():
     sent = Fit(0, "a", 0, state, settings={"low_rank_energy": 1.0})
     trained = {"w": state["w"] + torch.outer(torch.randn(8), torch.randn(6)), "b": state["b"] + 1}
     update = ClientUpdate(0, "a", trained, num_examples=1, num_tokens=0, num_steps=1)
-    packed = LowRankUpdates().client_side(update, sent)
+    packed = LowRankUpdates().client_send(update, sent, {})
     assert packed.state["w/u"].shape == (8, 1)
-    unpacked = LowRankUpdates().server_side(packed, state)
+    unpacked = LowRankUpdates().server_receive(packed, state, {})
     torch.testing.assert_close(unpacked.state, update.state, atol=1e-5, rtol=0)
 
 
@@ -452,4 +452,4 @@ def test_update_of_another_shape_is_rejected_with_the_client_id():
         3, "north", {"w/u": torch.zeros(9, 1), "w/s": torch.zeros(1), "w/v": torch.zeros(1, 6)}, 1, 0, 1
     )
     with pytest.raises(ValueError, match="Client 'north', round 4: 'w' has shape"):
-        LowRankUpdates().server_side(bad, state)
+        LowRankUpdates().server_receive(bad, state, {})

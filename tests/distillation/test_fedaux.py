@@ -309,7 +309,7 @@ class ChangeExtra(Postprocessor):
     def __init__(self, **changes):
         self.changes = changes
 
-    def client_side(self, update, message):
+    def client_send(self, update, message, memory):
         if update.client_id != "b":
             return update
         extra = {name: self.changes.get(name, lambda value: value)(value) for name, value in update.extra.items()}

@@ -39,6 +39,7 @@ MESSAGES: list[Message] = [
     Fit(3, "north", 2**32 - 1, STATE, extra={"layer.bias": torch.ones(2)}, settings={"weight": 0.1, "on": True}),
     Fit(0, "", 0, {}),
     Fit(1, "own model", 7, {}, returns_state=False),
+    Fit(4, "north", 7, STATE, accepted_round=2),
     Predict(2, "north", None, 0, 4, 9),
     Predict(2, "north", 2**32 - 1, 4, 8, 9, keeps_graph=True),
     Predictions(2, "north", {"values": torch.tensor([[1.5, -2.0]])}),
@@ -96,6 +97,13 @@ def test_message_survives_serialization(message):
         for item in dataclasses.fields(message):
             assert_same(getattr(copy, item.name), getattr(message, item.name))
         assert copy.to_bytes() == blob
+
+
+def test_field_with_the_accepted_round_is_sent_only_if_set():
+    """The messages of other runs keep their bytes."""
+    assert "accepted_round" not in Fit(3, "north", 7, STATE).to_tree()["fields"]
+    assert Fit.from_bytes(Fit(3, "north", 7, STATE).to_bytes()).accepted_round is None
+    assert Fit(3, "north", 7, STATE, accepted_round=0).to_tree()["fields"]["accepted_round"] == 0
 
 
 def test_all_message_kinds_are_tested():

@@ -75,8 +75,8 @@ def test_small_changes_survive_half_precision() -> None:
     trained_values = start["w"] + torch.linspace(1e-5, 1e-4, 1000)
     step = SendChanges(torch.bfloat16)
     update = ClientUpdate(0, "a", {"w": trained_values}, num_examples=1, num_tokens=0, num_steps=1)
-    sent = step.client_side(update, Fit(round=0, client_id="a", seed=0, state=start))
-    arrived = step.server_side(sent, start).state["w"]
+    sent = step.client_send(update, Fit(round=0, client_id="a", seed=0, state=start), {})
+    arrived = step.server_receive(sent, start, {}).state["w"]
     torch.testing.assert_close(arrived - 1, trained_values - 1, rtol=1e-2, atol=1e-7)
     # Without changes, all values would be rounded to 1.
     assert torch.equal(trained_values.bfloat16(), start["w"].bfloat16())
@@ -89,7 +89,7 @@ def test_update_in_another_dtype_is_rejected(part) -> None:
     parts = {"state": {"w": torch.zeros(2).bfloat16()}, part: {"w": torch.ones(2)}}
     update = ClientUpdate(3, "north", num_examples=1, num_tokens=0, num_steps=1, **parts)
     with pytest.raises(InvalidUpdateError, match="'north', round 4: 'w' .* torch.float32, expected torch.bf"):
-        SendChanges(torch.bfloat16).server_side(update, start)
+        SendChanges(torch.bfloat16).server_receive(update, start, {})
 
 
 def test_bf16_training_on_the_cpu(tmp_path) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from hf_federated import GaussianNoise
 from hf_federated.messages import ClientUpdate, Fit
-from hf_federated.postprocessing import run_client_side
+from hf_federated.postprocessing import run_client_send
 
 
 SENT = Fit(round=0, client_id="a", seed=3, state={"w": torch.zeros(20_000), "count": torch.tensor(4)})
@@ -17,7 +17,7 @@ UPDATE = ClientUpdate(
 
 
 def noise(**kwargs):
-    return run_client_side([GaussianNoise(0.5, **kwargs)], UPDATE, SENT).state["w"] - 1
+    return run_client_send([GaussianNoise(0.5, **kwargs)], UPDATE, SENT, {}).state["w"] - 1
 
 
 def test_noise_has_the_given_standard_deviation_and_mean_zero():
@@ -31,9 +31,9 @@ def test_noise_cannot_be_computed_from_the_message_by_default():
 
 
 def test_integers_and_dtypes_do_not_change():
-    assert run_client_side([GaussianNoise(0.5)], UPDATE, SENT).state["count"].item() == 4
+    assert run_client_send([GaussianNoise(0.5)], UPDATE, SENT, {}).state["count"].item() == 4
     half = ClientUpdate(0, "a", {"w": torch.ones(3).half()}, num_examples=1, num_tokens=1, num_steps=1)
-    assert run_client_side([GaussianNoise(0.5)], half, SENT).state["w"].dtype == torch.float16
+    assert run_client_send([GaussianNoise(0.5)], half, SENT, {}).state["w"].dtype == torch.float16
 
 
 def test_several_processes_need_reproducible_noise(monkeypatch):

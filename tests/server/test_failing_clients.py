@@ -264,7 +264,7 @@ def test_client_that_trains_other_parameters_is_rejected_by_name(tmp_path, chang
 
 def test_update_with_other_parameter_names_is_rejected_by_name(tmp_path) -> None:
     class RenamesParameter(Postprocessor):
-        def client_side(self, update, message):
+        def client_send(self, update, message, memory):
             if update.client_id != "b":
                 return update
             state = dict(update.state)

@@ -124,6 +124,8 @@ class ReceivedUpdates:
             client_id: metrics for client_id, (metrics, _, _) in measured.items() if client_id not in out_of_bounds
         }
         self._check_enough(plan.cohort, rejected, len(accepted))
+        own = engine.own_clients(plan.cohort)
+        self._context.fit.steps.accept([client_id for client_id in own if client_id in accepted], round)
         sums = self._sums.settle(bound.is_accepted)
         engine.reduce(plan, sums)
         return Collected(sums, RoundSummary.from_clients(accepted, len(rejected), round.number), rejected)
