@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from ..messages import ClientUpdate
-from ..utils.weighted_mean import State, WeightedMean
+from ..utils.weighted_mean import State, WeightedMean, WeightedSums
 from .update_collection import UpdateCollection
+
+
+# The sums of an update, or of several updates, by the name of the mean.
+Contribution = Mapping[str, WeightedSums]
 
 
 class Accumulates(Protocol):
@@ -52,6 +57,10 @@ class Accumulator:
     >>> accumulator.add(ClientUpdate(0, "b", {"w": torch.zeros(1)}, num_examples=1, num_tokens=0, num_steps=1))
     >>> accumulator.mean.finalize()
     {'w': tensor([0.7500])}
+    >>> update = ClientUpdate(0, "c", {"w": torch.ones(1)}, num_examples=4, num_tokens=0, num_steps=1)
+    >>> accumulator.load_sums([accumulator.contribution(update)])
+    >>> accumulator.mean.finalize()
+    {'w': tensor([0.8750])}
     ```
     """
 
@@ -101,9 +110,92 @@ class Accumulator:
             mean.takes_others = is_first
         self._algorithm.accumulate(self, update)
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the sums of the clients' contributions replace their updates."""
+        return not self._reason_against_sums()
+
+    def contribution(self, update: ClientUpdate, reference: State | None = None) -> dict[str, WeightedSums]:
+        """
+        Compute what an update adds to the sums. The accumulator does not change.
+
+        The names, shapes and order of the values depend only on the references of the means. They are the same for all
+        clients, so contributions can be added and serialized. Integer and boolean tensors are not part of them.
+
+        Args:
+            update ([`ClientUpdate`]): An update that passed all checks.
+            reference (`dict[str, torch.Tensor]`, *optional*): The global state that the client received. The values of
+                the mean `"state"` are then weighted changes `w (x − reference)` instead of `w x`. All other means
+                contain `w x`. Each difference and product is computed in float64 (see [`WeightedMean.sums`]).
+
+        Returns:
+            `dict[str, WeightedSums]`: Weight and float64 sums, by the name of the mean.
+
+        Raises:
+            ValueError: If the accumulator is not linear, or if the tensors are not those of the references.
+        """
+        self._check_linear()
+        single = copy.copy(self)
+        single.first_client, single.means = None, {name: mean.empty() for name, mean in self.means.items()}
+        single.add(update)
+        return {name: mean.sums(_center(name, reference)) for name, mean in single.means.items()}
+
+    def load_sums(self, contributions: Iterable[Contribution], reference: State | None = None) -> None:
+        """
+        Add the updates of contributions, as if [`~Accumulator.add`] had been called with each of them.
+
+        The means then contain the integer and boolean tensors of their references, which are those of the global state
+        for the mean `"state"`.
+
+        Args:
+            contributions (`Iterable[Mapping[str, WeightedSums]]`): Return values of [`~Accumulator.contribution`], or
+                a list with their sum.
+            reference (`dict[str, torch.Tensor]`, *optional*): The reference of the contributions.
+
+        Raises:
+            ValueError: If the accumulator is not linear, or if the names and shapes are not those of its means.
+        """
+        self._check_linear()
+        totals: dict[str, WeightedSums] = {}
+        for contribution in contributions:
+            if contribution.keys() != self.means.keys():
+                raise ValueError(
+                    f"A contribution has the means {sorted(contribution)}, but the accumulator has the means "
+                    f"{sorted(self.means)}. Use the same algorithm on the server and on all clients."
+                )
+            totals = {name: totals[name] + sums if totals else sums for name, sums in contribution.items()}
+        for name, sums in totals.items():
+            self.means[name].add_sums(sums, _center(name, reference))
+
+    def _check_linear(self) -> None:
+        if reason := self._reason_against_sums():
+            raise ValueError(f"Sums of updates are not sufficient for {self._algorithm!r}: {reason}")
+
+    def _reason_against_sums(self) -> str:
+        """Return why sums do not replace the updates, and the alternative. An empty text if sums are sufficient."""
+        if self.collections:
+            return (
+                "it compares the updates of the clients. Use an algorithm that needs only sums, such as FedAvg, or "
+                "NormBoundedMean with `max_norm` if no LoRA module trains both factors."
+            )
+        # The integers of the state are those of the server. The server has no values for other integers.
+        known = set(self.mean.other_names)
+        for mean_name, mean in self.means.items():
+            if unknown := [name for name in mean.other_names if name not in known]:
+                return (
+                    f"it reads the integer tensor {unknown[0]!r} of a client (mean {mean_name!r}), but only floating "
+                    "tensors are summed. Use a floating tensor."
+                )
+        return ""
+
     def _is_first(self, client_id: str) -> bool:
         """Whether a client precedes all clients whose updates were added."""
         if self.first_client is None:
             return True
         last = len(self.order)
         return self.order.get(client_id, last) < self.order.get(self.first_client, last)
+
+
+def _center(name: str, reference: State | None) -> State | None:
+    """Return the center of a mean. A tensor of another mean may have the name of a parameter and other values."""
+    return reference if name == "state" else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -29,6 +30,17 @@ def _accumulation_dtype(value: torch.Tensor) -> torch.dtype:
     return torch.promote_types(value.dtype, wider)
 
 
+def _check_weight(weight: float) -> None:
+    if not 0 < weight < float("inf"):
+        raise ValueError(f"A weight must be positive and finite, got {weight}.")
+
+
+def _center_of(name: str, reference: torch.Tensor, center: Mapping[str, torch.Tensor] | None) -> torch.Tensor | None:
+    """Return the center of a tensor, or `None` if there is none of its name and shape."""
+    value = None if center is None else center.get(name)
+    return value if value is not None and value.shape == reference.shape else None
+
+
 def _add(totals: list[torch.Tensor], values: list[torch.Tensor], weight: float) -> None:
     """`total += weight · value` for each pair, where the values have a narrower dtype."""
     small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -44,6 +56,53 @@ def _add(totals: list[torch.Tensor], values: list[torch.Tensor], weight: float) 
             part.add_(addend, alpha=weight)
     if small[0]:
         torch._foreach_add_(*small, alpha=weight)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedSums:
+    """
+    The sums of a [`WeightedMean`]. Sums of different clients can be added, for example by secure aggregation.
+
+    Args:
+        weight (`float`): `Σ_i w_i`.
+        num_updates (`int`): Number of states.
+        values (`dict[str, torch.Tensor]`): `Σ_i w_i (x_i − c)` in float64, by the name of the floating tensor. The
+            center `c` is an argument of [`WeightedMean.sums`].
+
+    Example:
+
+    ```python
+    >>> import torch
+    >>> from hf_federated.utils.weighted_mean import WeightedSums
+
+    >>> WeightedSums(2.0, 1, {"w": torch.ones(1)}) + WeightedSums(3.0, 1, {"w": torch.ones(1)})
+    WeightedSums(weight=5.0, num_updates=2, values={'w': tensor([2.])})
+    ```
+    """
+
+    weight: float
+    num_updates: int
+    values: State
+
+    def __add__(self, other: WeightedSums) -> WeightedSums:
+        _check_shapes(other.values, _shapes(self.values))
+        values = {name: value + other.values[name] for name, value in self.values.items()}
+        return WeightedSums(self.weight + other.weight, self.num_updates + other.num_updates, values)
+
+
+def _shapes(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    """Return the shapes of the floating tensors."""
+    return {name: value.shape for name, value in values.items() if value.is_floating_point()}
+
+
+def _check_shapes(values: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size]) -> None:
+    """Raise an error if the names and shapes of the floating tensors are not the expected ones."""
+    if (given := _shapes(values)) != expected:
+        different = sorted(name for name in given.keys() | expected.keys() if given.get(name) != expected.get(name))
+        raise ValueError(
+            f"The sums of {different[0]!r} have the shape {given.get(different[0])}, but the shape "
+            f"{expected.get(different[0])} is expected. Use the same exchanged tensors for all sums."
+        )
 
 
 class WeightedMean:
@@ -100,8 +159,7 @@ class WeightedMean:
         Raises:
             ValueError: If the weight is not positive and finite.
         """
-        if not 0 < weight < float("inf"):
-            raise ValueError(f"A weight must be positive and finite, got {weight}.")
+        _check_weight(weight)
         if self.num_updates == 0:
             self._start(state, copy=True)
         else:
@@ -148,6 +206,90 @@ class WeightedMean:
                 self._others = other._others
         self.total_weight += other.total_weight
         self.num_updates += other.num_updates
+
+    @property
+    def other_names(self) -> list[str]:
+        """Names of the integer and boolean tensors of the reference."""
+        return [name for name, value in (self._reference or {}).items() if not value.is_floating_point()]
+
+    def empty(self) -> WeightedMean:
+        """Return a mean of no states with the same reference."""
+        return WeightedMean(self._reference)
+
+    @torch.no_grad()
+    def sums(self, center: Mapping[str, torch.Tensor] | None = None) -> WeightedSums:
+        """
+        Return the sums of the floating tensors.
+
+        The sums have the names and the order of the reference, also if no state was added. For one state in a dtype
+        narrower than float64, the product of an integer weight and the state is exact. The difference from a center
+        with values of similar magnitude is exact too. Sums of other means are exact within the limits of the class.
+
+        Args:
+            center (`Mapping[str, torch.Tensor]`, *optional*): Tensors to subtract from the states, such as the global
+                state, so that the sums contain changes. A tensor without a center of its name and shape has center 0.
+
+        Returns:
+            [`WeightedSums`]: The sums, on the devices of the states. GPUs of Apple do not support float64, so their
+                sums are on the CPU.
+
+        Raises:
+            ValueError: If the tensors of the states are not those of the reference.
+        """
+        references = self._floating_references()
+        if self.num_updates:
+            _check_shapes(self._sums, _shapes(references))
+        values, is_single = {}, self.num_updates == 1
+        for name, reference in references.items():
+            source = self._sums.get(name, reference)
+            device = "cpu" if source.device.type == "mps" else source.device
+            if not self.num_updates:
+                values[name] = torch.zeros(source.shape, dtype=torch.float64, device=device)
+                continue
+            values[name] = source.to(device, torch.float64, copy=True)
+            if (own := _center_of(name, reference, center)) is not None:
+                values[name].sub_(own.to(values[name]), alpha=1.0 if is_single else self.total_weight)
+            if is_single:
+                values[name].mul_(self.total_weight)
+        return WeightedSums(self.total_weight, self.num_updates, values)
+
+    @torch.no_grad()
+    def add_sums(self, sums: WeightedSums, center: Mapping[str, torch.Tensor] | None = None) -> None:
+        """
+        Add the states of sums, as if [`~WeightedMean.add`] had been called with each of them.
+
+        Sums contain no integer and boolean tensors. The mean takes those of the reference if it has none.
+
+        Args:
+            sums ([`WeightedSums`]): Return value of [`~WeightedMean.sums`], or a sum of such values.
+            center (`Mapping[str, torch.Tensor]`, *optional*): The center that was passed to `sums`.
+
+        Raises:
+            ValueError: If the names and shapes are not those of the reference, or if the weight is not positive and
+                finite.
+        """
+        references = self._floating_references()
+        _check_shapes(sums.values, _shapes(references))
+        if sums.num_updates == 0:
+            return
+        _check_weight(sums.weight)
+        loaded = self.empty()
+        loaded._start(self._reference or {}, copy=False)
+        loaded.total_weight, loaded.num_updates = sums.weight, sums.num_updates
+        is_single = sums.num_updates == 1
+        for name, reference in references.items():
+            value = sums.values[name].to(torch.float64, copy=True)
+            if is_single:
+                value.div_(sums.weight)
+            if (own := _center_of(name, reference, center)) is not None:
+                value.add_(own.to(value), alpha=1.0 if is_single else sums.weight)
+            loaded._sums[name].copy_(value)
+        self.merge(loaded)
+
+    def _floating_references(self) -> dict[str, torch.Tensor]:
+        if self._reference is None:
+            raise ValueError("A mean needs a reference for its sums. Pass `reference` to `WeightedMean`.")
+        return {name: value for name, value in self._reference.items() if value.is_floating_point()}
 
     def reduction_tensors(
         self, total_weight: float, num_updates: int
