@@ -115,7 +115,8 @@ class FlatMessage(Serializable):
         for name, default in _defaults(cast(Any, type(self))).items():
             value = getattr(self, name)
             if isinstance(value, dict):
-                tree.update((f"{name}.{key}", tensor) for key, tensor in value.items())
+                for key, tensor in value.items():
+                    tree[f"{name}.{key}"] = tensor
             elif isinstance(value, torch.Tensor) or value != default:
                 tree[name] = value
         return tree

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -326,7 +327,7 @@ def packed_size(tree: Any) -> int:
     The length of the header is computed once for all trees with the same names, shapes and dtypes, such as the updates
     of a round. Trees with other numbers and texts differ only by the lengths of these.
     """
-    structure, length = _structure(tree, {})
+    structure, length = _structure(tree)
     sizes = _SIZES.get(structure)
     if sizes is None:
         header_length, num_data_bytes = _measure(tree)
@@ -340,48 +341,66 @@ def packed_size(tree: Any) -> int:
 # Header length without scalars, and bytes of tensors, by structure.
 _SIZES: dict[Any, tuple[int, int]] = {}
 _MAX_SIZES = 256
+_layout_of = operator.attrgetter("dtype", "shape")
 
 
-def _structure(value: Any, numbers: dict[int, int]) -> tuple[Any, int]:
+def _structure(tree: Any) -> tuple[Any, int]:
     """
     Describe the names, shapes, dtypes and shared tensors of a tree, and count the bytes of its scalars.
 
-    Both together determine the size of the packed tree.
+    Both together determine the size of the packed tree. The function runs for every message, so it calls no Python
+    function for an entry of the tree, and reads the tensors of a state with functions in C.
 
     Args:
-        value (`Any`): The tree.
-        numbers (`dict[int, int]`): Numbers of the preceding tensors, by `id`. New tensors are added.
+        tree (`Any`): The tree.
 
     Returns:
-        `tuple`: A hashable description, and the number of bytes of the scalars in the header.
+        `tuple`: A hashable description, and the number of bytes of the scalars in the header, up to a constant that
+            depends on the description.
     """
-    kind = type(value)
-    if kind is dict and value and all(map(_is_tensor, value.values())) and all(map(_is_plain_key, value)):
-        # A state is the most frequent case and has the most entries.
-        places = tuple(numbers.setdefault(id(tensor), len(numbers)) for tensor in value.values())
-        return ("state", tuple(value), tuple((tensor.dtype, tensor.shape) for tensor in value.values()), places), 0
-    if isinstance(value, torch.Tensor):
-        return ("tensor", value.dtype, value.shape, numbers.setdefault(id(value), len(numbers))), 0
-    if isinstance(value, float):
-        return float, 0  # All floats have one length.
-    if value is None or isinstance(value, (bool, int, str)):
-        return None, len(json.dumps(json.dumps(value))) - 2
-    if isinstance(value, Mapping):
-        pairs = [(_structure(key, numbers), _structure(item, numbers)) for key, item in value.items()]
-        length = sum(key[1] + item[1] for key, item in pairs)
-        plain = all(map(_is_plain_key, value)) and tuple(value)
-        form = "flat" if isinstance(value, FlatTree) else "mapping"
-        return (form, plain, tuple((key[0], item[0]) for key, item in pairs)), length
-    if isinstance(value, (list, tuple)):
-        items = [_structure(item, numbers) for item in value]
-        return ("tuple" if isinstance(value, tuple) else "list", tuple(item[0] for item in items)), sum(
-            item[1] for item in items
-        )
-    return object(), 0  # `_measure` raises an error with the path of the value.
+    # The tree in depth-first order. The entry of a mapping or a list states how many entries follow.
+    parts: list[Any] = []
+    scalars: list[Any] = []
+    ids: list[int] = []
+    pending = [tree]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            parts.append(_layout_of(value))
+            ids.append(id(value))
+        elif isinstance(value, float):
+            parts.append(float)  # All floats have one length.
+        elif value is None or isinstance(value, (bool, int, str)):
+            parts.append(None)
+            scalars.append(value)
+        elif isinstance(value, (dict, Mapping)):
+            form, items = type(value) is FlatTree, list(value.values())
+            kinds = set(map(type, value))
+            if kinds <= _TEXT or all(issubclass(kind, str) for kind in kinds):
+                parts.append((form, *value))
+            else:
+                parts.append((form, len(value)))
+                items = [entry for pair in value.items() for entry in pair]
+            if set(map(type, items)) <= _TENSORS:
+                # A state is the most frequent case and has the most entries.
+                parts.extend(map(_layout_of, items))
+                ids.extend(map(id, items))
+            else:
+                pending.extend(reversed(items))
+        elif isinstance(value, (list, tuple)):
+            parts.append((tuple if isinstance(value, tuple) else list, len(value)))
+            pending.extend(reversed(value))
+        else:
+            parts.append(object())  # `_measure` raises an error with the path of the value.
+    # A shared tensor is serialized once. For each tensor, the position of its first occurrence.
+    places: dict[int, int] = {}
+    shared = tuple(map(places.setdefault, ids, range(len(ids)))) if len(set(ids)) < len(ids) else ()
+    # The JSON header contains each scalar as a JSON text. Trees with equal parts have equally many commas.
+    return (tuple(parts), shared), len(_to_json(_to_json(scalars)))
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+_TEXT = {str}
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 
 def _is_plain_key(key: Any) -> bool:

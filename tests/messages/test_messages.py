@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from hf_federated.messages import (
     Predictions,
     read_message,
 )
-from hf_federated.messages.serialization import TREE_KEY, pack, packed_size, unpack
+from hf_federated.messages.serialization import TREE_KEY, FlatTree, pack, packed_size, unpack
 
 
 STATE = {"layer.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3), "layer.bias": torch.tensor([-0.0, 1e-30])}
@@ -412,6 +413,79 @@ def test_the_size_of_a_message_is_right_after_one_of_similar_structure(changes):
     second = dataclasses.replace(first, **changes)
     for message in (first, second, first):
         assert message.num_bytes == len(message.to_bytes())
+
+
+class Word(str):
+    """A text of another class."""
+
+
+class Mask(torch.Tensor):
+    """A tensor of another class."""
+
+
+def test_the_size_of_a_tree_is_right_after_one_that_is_similar():
+    trees = [
+        {Word("a"): 1, Word("b"): torch.ones(2)},
+        {Word("$a"): 1, Word("b"): torch.ones(2)},
+        {"a": torch.ones(2), "b": torch.ones(3)},
+        {"a": torch.ones(3).as_subclass(Mask), "b": torch.ones(2).as_subclass(Mask)},
+        {"a": torch.ones(1, 2), "b": [torch.ones(3)]},
+        {"a": [torch.ones(2), torch.ones(3)]},
+        {"a": [torch.ones(2)], "b": torch.ones(3)},
+        [{"a": torch.ones(2)}, {"b": torch.ones(3)}],
+        [{"a": torch.ones(2), "b": torch.ones(3)}, {}],
+        {1: "a", 2: True},
+        {True: "a", 2: 1},
+        {(1,): "a", 2: 1},
+        {(True,): "a", 2: 1},
+        {1.0: "a", 2: None},
+        ["a", 1],
+        ("a", 1),
+        ["aa"],
+        [10, None, 'x"x', "\\", "é"],
+        [],
+        {},
+        FlatTree(a=1, b="2"),
+        {"a": 1, "b": "2"},
+        {"a": {"b": 1}, "c": 2},
+        {"a": {"b": 1, "c": 2}},
+        {"a": 0.5, "b": 1},
+        {"a": 1, "b": 0.5},
+    ]
+    for tree in [*trees, *reversed(trees)]:
+        assert packed_size(tree) == len(pack(tree))
+
+
+@pytest.mark.parametrize("kind", ["fit", "client_update"])
+def test_computing_the_size_of_a_known_message_needs_few_calls(kind):
+    """The ledger needs the size of every message of a round."""
+
+    def message(number: int) -> Message:
+        state = {f"layer {i}": torch.zeros(3, i) for i in range(100)}
+        if kind == "fit":
+            return Fit(
+                number, f"client {number}", number, state, extra=state, settings={"proximal_weight": 0.5 * number}
+            )
+        metrics = {"loss": float(number), "grad_norm": 1.0, "learning_rate": 1e-3}
+        return ClientUpdate(number, f"client {number}", state, number, 0, 5, metrics=metrics)
+
+    first, second = message(9), message(10)
+    assert first.num_bytes == len(first.to_bytes())
+    calls: list[str] = []
+    package = str(Path(hf_federated.__file__).parent)
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls.append(frame.f_code.co_name)
+
+    previous = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        num_bytes = second.num_bytes
+    finally:
+        sys.setprofile(previous)
+    assert num_bytes == len(second.to_bytes())
+    assert 0 < len(calls) <= 6, calls
 
 
 def test_shared_tensors_count_once_in_the_size():
