@@ -160,6 +160,11 @@ _NOT_LOGGED = _SUMMARIZED | {
 _NOT_LOGGED_PREFIXES = (CLASS_COUNT, "client/", "eval_", "federated/", "test_")
 
 
+def _is_logged(name: str) -> bool:
+    """Whether a metric of clients is logged under its own name."""
+    return name not in _NOT_LOGGED and not name.startswith(_NOT_LOGGED_PREFIXES)
+
+
 @dataclass
 class RoundSummary:
     """
@@ -203,39 +208,58 @@ class RoundSummary:
             num_failed (`int`): Number of clients that failed or whose update was rejected.
             round (`int`, *optional*, defaults to `0`): Round number, for the log.
         """
-
         usable = UsableMetrics(client_metrics)
-
-        def mean(name: str) -> float | None:
-            values = usable.values_of(name)
-            return statistics.fmean(values.values()) if values else None
-
-        logged = dict.fromkeys(
-            name
-            for metrics in client_metrics.values()
-            for name in metrics
-            if name not in _NOT_LOGGED and not name.startswith(_NOT_LOGGED_PREFIXES)
-        )
-        means = {name: mean(name) for name in logged}
-        summary = cls(
-            loss=_mean_loss(client_metrics, usable.values_of("loss")),
-            grad_norm=mean("grad_norm"),
-            learning_rate=mean("learning_rate"),
-            num_clients=len(client_metrics),
-            num_failed=num_failed,
-            num_examples=int(sum(metrics["num_examples"] for metrics in client_metrics.values())),
-            num_tokens=int(sum(metrics["num_tokens"] for metrics in client_metrics.values())),
-            total_flos=sum(usable.values_of("total_flos").values()),
-            other_metrics={name: value for name, value in means.items() if value is not None},
-            clients=client_metrics,
-        )
+        logged = dict.fromkeys(name for metrics in client_metrics.values() for name in metrics if _is_logged(name))
+        values = {
+            name: usable.values_of(name) for name in (*logged, "loss", "grad_norm", "learning_rate", "total_flos")
+        }
+        losses, flos = values.pop("loss"), values.pop("total_flos")
+        weights: dict[str, float] = {name: len(reported) for name, reported in values.items()}
+        sums = {name: math.fsum(reported.values()) for name, reported in values.items()}
+        sums["total_flos"] = sum(flos.values())
+        for name in ("num_examples", "num_tokens"):
+            sums[name] = sum(metrics[name] for metrics in client_metrics.values())
+        if losses:
+            examples = {client_id: max(client_metrics[client_id]["num_examples"], 1) for client_id in losses}
+            sums["loss"] = sum(examples[client_id] * loss for client_id, loss in losses.items())
+            weights["loss"] = sum(examples.values())
+        elif any("loss" in metrics for metrics in client_metrics.values()):
+            sums["loss"], weights["loss"] = math.nan, 1
+        summary = cls.from_sums(sums, weights, len(client_metrics), num_failed)
+        summary.clients = client_metrics
         usable.log_outliers(f", round {round + 1}")
         return summary
 
+    @classmethod
+    def from_sums(
+        cls, sums: Mapping[str, float], weights: Mapping[str, float], num_clients: int, num_failed: int = 0
+    ) -> RoundSummary:
+        """
+        Summarize sums over the clients, without the metrics of single clients.
 
-def _mean_loss(client_metrics: Mapping[str, Mapping[str, float]], losses: Mapping[str, float]) -> float:
-    """Return the mean loss, weighted by the number of examples: 0 if no client reports one, NaN if none is usable."""
-    if not losses:
-        return math.nan if any("loss" in metrics for metrics in client_metrics.values()) else 0.0
-    weights = {client_id: max(client_metrics[client_id]["num_examples"], 1) for client_id in losses}
-    return sum(weights[client_id] * loss for client_id, loss in losses.items()) / sum(weights.values())
+        Outliers cannot be left out of a sum. Names that the server uses in its log are ignored.
+
+        Args:
+            sums (`Mapping[str, float]`): `num_examples`, `num_tokens` and `total_flos` as sums over the clients, and
+                all other metrics as weighted sums `Σ_i w_i m_i`. The weight of `loss` is the number of examples (at
+                least 1), and that of another metric is 1 for each client that reports it.
+            weights (`Mapping[str, float]`): `Σ_i w_i` of each weighted sum. A metric with the weight 0 is missing.
+            num_clients (`int`): Number of accepted updates.
+            num_failed (`int`, *optional*, defaults to `0`): Number of clients that failed or whose update was
+                rejected.
+
+        Returns:
+            [`RoundSummary`]: The summary. `clients` is empty.
+        """
+        means = {name: sums[name] / weight for name, weight in weights.items() if weight > 0}
+        return cls(
+            loss=means.get("loss", 0.0),
+            grad_norm=means.get("grad_norm"),
+            learning_rate=means.get("learning_rate"),
+            num_clients=num_clients,
+            num_failed=num_failed,
+            num_examples=round(sums["num_examples"]),
+            num_tokens=round(sums["num_tokens"]),
+            total_flos=sums.get("total_flos", 0.0),
+            other_metrics={name: value for name, value in means.items() if _is_logged(name)},
+        )
