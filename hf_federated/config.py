@@ -7,7 +7,6 @@ It is a plain dataclass, like `peft.LoraConfig`. `HfArgumentParser` can parse it
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .utils.algorithm_names import AGGREGATION_NAMES, DISTILLATION_NAMES
 from .utils.arguments import require, require_one_of
+from .utils.fields import ShareOrCount, checks_of
 
 
 EXCHANGES = ("auto", "trainable", "adapter", "all")
@@ -30,19 +30,6 @@ BALANCES = ("min",)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    ShareOrCount = int | float
-else:
-
-    class ShareOrCount:
-        """Parse a share with a decimal point (`0.5`, `1.0`) as `float` and a count (`10`, `1`) as `int`.
-
-        `HfArgumentParser` calls this class on the text of a command line. For a union of `int` and `float`, it would
-        parse `1` as `1.0`, which means all clients instead of one client.
-        """
-
-        def __new__(cls, text: str) -> int | float:
-            return float(text) if any(mark in text.lower() for mark in ".e") else int(text)
 
 
 def _check_share_or_count(name: str, value: Any) -> None:
@@ -147,41 +134,14 @@ class SavedConfig:
                 values = json.load(file)
             if not isinstance(values, dict):
                 raise ValueError(f"it contains a {type(values).__name__} instead of a dictionary.")
-            _check_types(cls, values)
+            for name, check in checks_of(cls).items():
+                if name in values and (problem := check(values[name])) is not None:
+                    raise ValueError(f"`{name}` {problem}.")
             return cls.from_dict(values)
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{path!r} is not a valid {cls.__name__}: {error} Correct the file, or save the config again."
             ) from error
-
-
-# Types of JSON values by their name in an annotation. `ShareOrCount` is a number.
-_JSON_TYPES: dict[str, tuple[type, ...]] = {
-    "None": (type(None),),
-    "bool": (bool,),
-    "dict": (dict,),
-    "float": (int, float),
-    "int": (int,),
-    "list": (list,),
-    "str": (str,),
-    "ShareOrCount": (int, float),
-}
-
-
-def _check_types(cls: type, values: dict[str, Any]) -> None:
-    """Raise `ValueError` if the value of a field does not have the annotated type of the field."""
-    # `HfArgumentParser` replaces the types of the fields, but not the annotations.
-    annotations = {
-        name: str(annotation)
-        for base in reversed(cls.__mro__)
-        for name, annotation in inspect.get_annotations(base).items()
-    }
-    for name, value in values.items():
-        names = [part.strip() for part in re.sub(r"\[.*\]", "", annotations.get(name, "")).split("|")]
-        allowed = tuple(kind for part in names for kind in _JSON_TYPES.get(part, ()))
-        is_other_bool = isinstance(value, bool) and bool not in allowed  # `bool` is a subclass of `int`
-        if all(part in _JSON_TYPES for part in names) and (is_other_bool or not isinstance(value, allowed)):
-            raise ValueError(f"`{name}` is {value!r:.80}; it must be of type {annotations[name]}.")
 
 
 @dataclass

@@ -11,11 +11,10 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Literal
 
-from hf_federated.config import ShareOrCount
 from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.utils.fields import ShareOrCount, check_of, is_enum
 
 
 # Number of unknown fields of a section that an error lists.
@@ -217,9 +216,7 @@ def dataclass_fields(cls: type) -> dict[str, RecipeField]:
         if default is dataclasses.MISSING and item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
         help_text = item.metadata.get("help") or texts.get(item.name, "")
-        # `ShareOrCount` parses the text of a command line. YAML has numbers.
-        annotation = int | float if annotations[item.name] is ShareOrCount else annotations[item.name]
-        fields[item.name] = RecipeField(item.name, annotation, default, help_text)
+        fields[item.name] = RecipeField(item.name, annotations[item.name], default, help_text)
     return fields
 
 
@@ -241,7 +238,7 @@ def type_name(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         writable = [item for item in arguments if item is not type(None) and not _is_function(item)]
-        enum_names = [type_name(item) for item in writable if _is_enum(item)]
+        enum_names = [type_name(item) for item in writable if is_enum(item)]
         # In a union of an enumeration and `str`, only the enumeration is informative.
         names = enum_names or list(dict.fromkeys(type_name(item) for item in writable))
         return " or ".join(names + (["null"] if type(None) in arguments else []))
@@ -251,44 +248,14 @@ def type_name(annotation: Any) -> str:
         return f"list of {type_name(arguments[0])}" if arguments else "list"
     if origin is dict:
         return "mapping"
-    if _is_enum(annotation):
+    if is_enum(annotation):
         return " | ".join(str(item.value) for item in annotation)
-    words: dict[Any, str] = {Any: "any", dict: "mapping", bool: "true | false"}
+    words: dict[Any, str] = {Any: "any", dict: "mapping", bool: "true | false", ShareOrCount: "int or float"}
     return words.get(annotation) or annotation.__name__
-
-
-def _is_enum(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Enum)
 
 
 def _is_function(annotation: Any) -> bool:
     return typing.get_origin(annotation) is typing.get_origin(typing.Callable[[], None])
-
-
-def matches_type(value: Any, annotation: Any) -> bool:
-    """Whether a value read from YAML is valid for a field of this type. Integers are valid for `float`."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation is Any:
-        return True
-    if origin in (typing.Union, types.UnionType):
-        # A union of an enumeration and `str` accepts only the values of the enumeration.
-        enums = [item for item in arguments if _is_enum(item)]
-        return any(matches_type(value, item) for item in arguments if not (enums and item is str))
-    if origin is Literal:
-        return value in arguments
-    if origin in (list, tuple, Sequence):
-        return isinstance(value, (list, tuple)) and all(matches_type(item, arguments[0]) for item in value)
-    if origin is dict or annotation is dict:
-        return isinstance(value, dict)
-    if _is_enum(annotation):
-        return value in [item.value for item in annotation]
-    if annotation is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if annotation is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    # Any other type is a class or a function, such as accelerate's ParallelismConfig, which YAML cannot represent.
-    # In Python 3.10, a generic alias such as `Iterator[int]` is an instance of `type`, too.
-    return origin is None and isinstance(annotation, type) and isinstance(value, annotation)
 
 
 def check_section(name: str, values: Any, fields: dict[str, RecipeField]) -> dict[str, Any]:
@@ -315,7 +282,9 @@ def check_section(name: str, values: Any, fields: dict[str, RecipeField]) -> dic
     mistakes.found += describe_unknown_fields(prefix, [key for key in values if key not in fields], list(fields))
     for key, value in values.items():
         with mistakes.collect():
-            if key in fields and not matches_type(value, fields[key].annotation):
+            # The entries of a mapping are checked by the section or the class that they configure.
+            without_entries = {} if isinstance(value, dict) else value
+            if key in fields and check_of(fields[key].annotation)(without_entries) is not None:
                 raise RecipeError(
                     f"{prefix}{key} is {value!r} ({type(value).__name__}); it must be "
                     f"{type_name(fields[key].annotation)}."

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from ..utils.fields import MAX_METRICS, Count, MaxEntries
 from .base import Serializable
-from .fields import MAX_METRICS, Count, MaxEntries
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 
-from .fields import Count, check_fields
+from ..utils.fields import Count, check_fields
 from .serialization import FlatTree, PackedPieces, pack, packed_size, unpack
 
 
@@ -26,10 +26,12 @@ class Serializable:
 
     A subclass declares its fields. [`~Serializable.to_bytes`] serializes only these fields, and
     [`~Serializable.from_bytes`] rejects a blob with different fields, or with values that the annotations of the
-    fields do not allow (`fields.py`).
+    fields do not allow (`utils/fields.py`).
     """
 
     kind: ClassVar[str] = ""
+    # Whether the constructor checks the fields, so that a reader does not repeat the check.
+    checks_fields: ClassVar[bool] = False
 
     def to_tree(self) -> dict[str, Any]:
         """Return the kind and the fields as a tree for [`~hf_federated.messages.serialization.pack`]."""
@@ -74,10 +76,8 @@ class Serializable:
             given = list(fields) if isinstance(fields, dict) else fields
             raise ValueError(f"A message of kind {cls.kind!r} has the fields {sorted(expected)}, got {given!r}.")
         read = cls(**fields)
-        try:
-            check_fields(read)
-        except ValueError as error:
-            raise ValueError(f"A message of kind {cls.kind!r} has an invalid field: {error}") from error
+        if not cls.checks_fields:
+            check_fields(read, f"A message of kind {cls.kind!r} has an invalid field: ")
         return read
 
     @classmethod

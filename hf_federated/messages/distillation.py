@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..utils.fields import Count, Seed
 from .base import Message
-from .fields import Count, Seed
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..utils.fields import Count, MetricValues, Seed, ShortText
 from .base import Message
-from .fields import Count, MetricValues, Seed, ShortText
 
 
 # Prefix of the metrics that contain the number of examples of a client per class.

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ..utils.fields import check_fields
 from ..utils.finite_values import dtype_of_sum, is_finite
 from .base import Message
-from .fields import check_fields
 from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Metrics
 
 

@@ -10,20 +10,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import torch
 
 from ..messages import FlatMessage, Serializable
 from ..messages.base import kind_of
-from ..messages.fields import Count
 from ..messages.serialization import unpack
+from ..utils.fields import MAX_COUNT, Count, PositiveCount, Range, Requirement, TensorOf, describe, problems_of
 
 
 M = TypeVar("M", bound=Serializable)
 
 # Client id, optimizer step and micro-step.
 MicroBatchId = tuple[str, int, int]
+
+ClientId = Annotated[str, Requirement("must be str")]
+Step = Annotated[int, Requirement("must be int")]
+NumPositions = Annotated[int, Range(0, MAX_COUNT), Requirement("must be an int of at least 0")]
+CacheId = Annotated[int, Requirement("must be an int")]
+Flag = Annotated[bool, Requirement("must be True or False")]
+Int32Tensor = Annotated[torch.Tensor, TensorOf(torch.int32)]
 
 
 def pack_mask(attention_mask: torch.Tensor) -> torch.Tensor:
@@ -71,19 +78,34 @@ class SplitMessage(FlatMessage):
         micro_step (`int`): Number of micro-batches of this client in the current step before this micro-batch.
     """
 
-    client_id: str
-    step: Count
-    micro_step: Count
+    checks_fields: ClassVar[bool] = True
+    # The field that contains encoded hidden states or gradients.
+    states_field: ClassVar[str] = "hidden"
+
+    client_id: ClientId
+    step: Step
+    micro_step: Step
 
     def __post_init__(self) -> None:
-        for name, kind in (("client_id", str), ("step", int), ("micro_step", int)):
-            if type(getattr(self, name)) is not kind:
-                raise ValueError(
-                    f"{self.kind}: {name} must be {kind.__name__}, but is {_describe(getattr(self, name))}."
-                )
-        if self.step < 0 or self.micro_step < 0:
+        problems = problems_of(self)
+        states = getattr(self, self.states_field)
+        _check_states(self, states, problems)
+        self._check(problems, len(rows_of(states)))
+
+    def _check(self, problems: dict[str, str], num_states: int) -> None:
+        """
+        Raise `ValueError` if a field is invalid. The hidden states are already checked.
+
+        Args:
+            problems (`dict[str, str]`): What is wrong with the fields that their annotations do not allow, by field.
+            num_states (`int`): Number of hidden states or gradients.
+        """
+        for name, problem in problems.items():
+            raise ValueError(f"{self.kind}: {name} {problem}.")
+        if not (0 <= self.step <= MAX_COUNT and 0 <= self.micro_step <= MAX_COUNT):
             raise ValueError(
-                f"{self.kind}: step={self.step} and micro_step={self.micro_step}, but both must be at least 0."
+                f"{self.kind}: step={self.step} and micro_step={self.micro_step}, but both must be at least 0 and at "
+                f"most {MAX_COUNT}."
             )
 
     @property
@@ -122,17 +144,17 @@ class Forward(SplitMessage):
     kind: ClassVar[str] = "split_forward"
 
     hidden: dict[str, torch.Tensor]
-    batch_size: Count
-    mask: torch.Tensor | None = None
-    mask_width: Count = 0
-    seen: Count = 0
-    position_ids: torch.Tensor | None = None
-    context_lengths: torch.Tensor | None = None
-    training: bool = False
-    grad: bool = False
-    autocast: str | None = None
-    cache_id: int | None = None
-    reorder: torch.Tensor | None = None
+    batch_size: PositiveCount
+    mask: Annotated[torch.Tensor, TensorOf(torch.uint8)] | None = None
+    mask_width: NumPositions = 0
+    seen: NumPositions = 0
+    position_ids: Int32Tensor | None = None
+    context_lengths: Int32Tensor | None = None
+    training: Flag = False
+    grad: Flag = False
+    autocast: Literal["bfloat16", "float16"] | None = None
+    cache_id: CacheId | None = None
+    reorder: Int32Tensor | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -147,38 +169,18 @@ class Forward(SplitMessage):
             return self.batch_size
         return self.batch_size + int((positions.diff(dim=1) != 1).sum()) * (self.batch_size // len(positions))
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_states(self, "hidden", self.hidden)
-        num_states = _num_states(self.hidden)
-        if type(self.batch_size) is not int or self.batch_size < 1 or num_states % self.batch_size:
+    def _check(self, problems: dict[str, str], num_states: int) -> None:
+        if problems.pop("batch_size", None) or num_states % self.batch_size:
             raise ValueError(
                 f"{self.kind}: {num_states} hidden states cannot be divided into batch_size={self.batch_size!r} "
                 "sequences of equal length."
             )
-        for name in ("mask_width", "seen"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
-                raise ValueError(f"{self.kind}: {name} must be an int of at least 0, but is {getattr(self, name)!r}.")
-        for name in ("training", "grad"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{self.kind}: {name} must be True or False, but is {getattr(self, name)!r}.")
-        if self.cache_id is not None and type(self.cache_id) is not int:
-            raise ValueError(f"{self.kind}: cache_id must be an int, but is {self.cache_id!r}.")
-        for name, tensor, dtype in (
-            ("mask", self.mask, torch.uint8),
-            ("position_ids", self.position_ids, torch.int32),
-            ("context_lengths", self.context_lengths, torch.int32),
-            ("reorder", self.reorder, torch.int32),
-        ):
-            if tensor is not None and not (isinstance(tensor, torch.Tensor) and tensor.dtype == dtype):
-                raise ValueError(f"{self.kind}: {name} must be {dtype}, but is {_describe(tensor)}.")
+        super()._check(problems, num_states)
         if self.mask is not None and self.mask.shape != (self.batch_size, -(-self.mask_width // 8)):
             raise ValueError(
                 f"{self.kind}: mask has shape {tuple(self.mask.shape)}, but {self.batch_size} sequences with "
                 f"mask_width={self.mask_width} need shape {(self.batch_size, -(-self.mask_width // 8))}."
             )
-        if self.autocast not in (None, "bfloat16", "float16"):
-            raise ValueError(f"{self.kind}: autocast must be bfloat16 or float16, but is {self.autocast!r}.")
         length = num_states // self.batch_size
         if self.mask is not None and self.mask_width != self.seen + length:
             raise ValueError(
@@ -208,7 +210,7 @@ class Forward(SplitMessage):
         if reorder.shape != (self.batch_size,) or reorder.min() < 0 or reorder.max() >= self.batch_size:
             raise ValueError(
                 f"{self.kind}: reorder must have shape ({self.batch_size},) and values from 0 to "
-                f"{self.batch_size - 1}, but is {_describe(reorder)}, values {reorder.flatten()[:8].tolist()}."
+                f"{self.batch_size - 1}, but is {describe(reorder)}, values {reorder.flatten()[:8].tolist()}."
             )
         if not self.seen:
             raise ValueError(f"{self.kind}: reorder was sent for a cache without positions. Send it with seen > 0.")
@@ -228,10 +230,6 @@ class Hidden(SplitMessage):
 
     hidden: dict[str, torch.Tensor]
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_states(self, "hidden", self.hidden)
-
 
 @dataclass(frozen=True)
 class Backward(SplitMessage):
@@ -247,21 +245,18 @@ class Backward(SplitMessage):
     """
 
     kind: ClassVar[str] = "split_backward"
+    states_field: ClassVar[str] = "gradient"
 
     gradient: dict[str, torch.Tensor]
     num_targets: Count | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_states(self, "gradient", self.gradient)
-        num_states = _num_states(self.gradient)
-        if self.num_targets is not None and not (
-            type(self.num_targets) is int and 0 <= self.num_targets <= num_states
-        ):
+    def _check(self, problems: dict[str, str], num_states: int) -> None:
+        if problems.pop("num_targets", None) or (self.num_targets or 0) > num_states:
             raise ValueError(
                 f"{self.kind}: num_targets must be an int from 0 to the number of positions, {num_states}, but is "
-                f"{self.num_targets if type(self.num_targets) is int else _describe(self.num_targets)}."
+                f"{describe(self.num_targets)}."
             )
+        super()._check(problems, num_states)
 
 
 @dataclass(frozen=True)
@@ -278,13 +273,10 @@ class Gradient(SplitMessage):
     """
 
     kind: ClassVar[str] = "split_gradient"
+    states_field: ClassVar[str] = "gradient"
 
     gradient: dict[str, torch.Tensor]
     squared_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_states(self, "gradient", self.gradient)
 
 
 @dataclass(frozen=True)
@@ -299,15 +291,14 @@ class Forget(FlatMessage):
 
     kind: ClassVar[str] = "split_forget"
 
-    client_id: str
-    cache_id: int
+    checks_fields: ClassVar[bool] = True
+
+    client_id: ClientId
+    cache_id: CacheId
 
     def __post_init__(self) -> None:
-        if type(self.client_id) is not str or type(self.cache_id) is not int:
-            raise ValueError(
-                f"{self.kind}: client_id must be str and cache_id must be int, but they are "
-                f"{_describe(self.client_id)} and {_describe(self.cache_id)}."
-            )
+        for name, problem in problems_of(self).items():
+            raise ValueError(f"{self.kind}: {name} {problem}.")
 
 
 # Encoded hidden states and gradients: allowed dtypes of the tensor that has a row for each position, and of the tensor
@@ -321,44 +312,31 @@ _ROWS: dict[str, tuple[torch.dtype, ...]] = {
 _ADDED: dict[str, tuple[torch.dtype, ...]] = {"mean_error": (torch.float32,)}
 
 
-def _check_states(message: Serializable, name: str, encoded: Mapping[str, torch.Tensor]) -> None:
-    if (
-        not isinstance(encoded, dict)
-        or len(encoded.keys() & _ROWS.keys()) != 1
-        or encoded.keys() - _ROWS.keys() - _ADDED.keys()
-    ):
+def _check_states(message: SplitMessage, encoded: Mapping[str, torch.Tensor], problems: Mapping[str, str]) -> None:
+    name = message.states_field
+    if name in problems or len(encoded.keys() & _ROWS.keys()) != 1 or encoded.keys() - _ROWS.keys() - _ADDED.keys():
         raise ValueError(
             f"{message.kind}: {name} must be a dictionary with one of the keys {list(_ROWS)} and optionally "
-            f"{list(_ADDED)}, but is {_describe(encoded)}."
+            f"{list(_ADDED)}, but is {describe(encoded)}."
         )
     for part, tensor in encoded.items():
         allowed = _ROWS.get(part) or _ADDED[part]
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in allowed:
+        if tensor.dtype not in allowed:
             raise ValueError(
                 f"{message.kind}: {name}[{part!r}] must be a tensor with one of the dtypes {allowed}, but is "
-                f"{_describe(tensor)}."
+                f"{describe(tensor)}."
             )
     rows = rows_of(encoded)
     if rows.ndim != 2 or not rows.numel():
         raise ValueError(
             f"{message.kind}: {name} must have the shape (batch · sequence, hidden) without empty dimensions, but is "
-            f"{_describe(rows)}."
+            f"{describe(rows)}."
         )
 
 
 def rows_of(encoded: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the tensor of encoded hidden states or gradients that has a row for each position."""
     return next(tensor for name, tensor in encoded.items() if name in _ROWS)
-
-
-def _num_states(encoded: Mapping[str, torch.Tensor]) -> int:
-    return len(rows_of(encoded))
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of {value.dtype}, shape {tuple(value.shape)}"
-    return f"{sorted(map(str, value))}" if isinstance(value, Mapping) else type(value).__name__
 
 
 # The messages that a server accepts.

@@ -15,9 +15,10 @@ import torch
 from peft import PeftConfig
 from transformers import PretrainedConfig, TrainingArguments
 
-from ..config import SavedConfig, ShareOrCount
+from ..config import SavedConfig
 from ..split.body import MAX_GRAPHS
 from ..split.wire import WIRE_DTYPES
+from ..utils.fields import ShareOrCount
 
 
 STRATEGIES = ("serial", "client_batch", "server_hierarchical")

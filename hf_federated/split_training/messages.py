@@ -9,17 +9,16 @@ to the content, but sees its size.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
 
 from ..messages import Serializable
-from ..messages.fields import MAX_COUNT, Count, MaxEntries, Range, check_fields
 from ..messages.validation import first_non_finite
 from ..split.body import MAX_GRAPHS
 from ..split.messages import REQUESTS, read_one_of
+from ..utils.fields import Count, MaxEntries, PositiveCount, Requirement, TensorOf, check_fields
 
 
 @dataclass(frozen=True)
@@ -34,26 +33,17 @@ class ControlMessage(Serializable):
         ValueError: If a field has a wrong type, or a negative value where a count or a norm is expected.
     """
 
+    checks_fields: ClassVar[bool] = True
+
     client_id: str
 
     def __post_init__(self) -> None:
-        try:
-            check_fields(self)
-        except ValueError as error:
-            raise ValueError(f"{self.kind}: {error}") from error
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            tensors = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-            for tensor in tensors:
-                if isinstance(tensor, torch.Tensor) and (tensor.dtype != torch.uint8 or tensor.ndim != 1):
-                    raise ValueError(
-                        f"{self.kind}: {item.name} must be a tensor of bytes, uint8 of shape (num_bytes,), but is a "
-                        f"tensor of {tensor.dtype}, shape {tuple(tensor.shape)}."
-                    )
+        check_fields(self, f"{self.kind}: ")
 
 
-# A number of optimizer steps of a client in an epoch, or the step of a checkpoint.
-PositiveCount = Annotated[int, Range(1, MAX_COUNT)]
+Bytes = Annotated[
+    torch.Tensor, TensorOf(torch.uint8, ndim=1), Requirement("must be a tensor of bytes, uint8 of shape (num_bytes,)")
+]
 
 
 @dataclass(frozen=True)
@@ -74,7 +64,7 @@ class Join(ControlMessage):
     digest: str
     num_steps: Count
     checkpoints: Annotated[list[PositiveCount], MaxEntries(10_000)]
-    introduction: torch.Tensor
+    introduction: Bytes
 
 
 @dataclass(frozen=True)
@@ -92,7 +82,7 @@ class JoinReply(ControlMessage):
 
     resume_step: Count
     steps_of: dict[str, PositiveCount]
-    introductions: dict[str, torch.Tensor]
+    introductions: dict[str, Bytes]
 
 
 @dataclass(frozen=True)
@@ -188,7 +178,7 @@ class SendEnvelope(ControlMessage):
 
     step: Count
     recipient: str
-    sealed: torch.Tensor
+    sealed: Bytes
     is_broadcast: bool = False
 
 
@@ -233,7 +223,7 @@ class FetchEnvelopeReply(ControlMessage):
 
     step: Count
     sender: str
-    sealed: torch.Tensor
+    sealed: Bytes
 
 
 @dataclass(frozen=True)
@@ -297,7 +287,7 @@ class Bundle(ControlMessage):
 
     kind: ClassVar[str] = "split_bundle"
 
-    messages: Annotated[list[torch.Tensor], MaxEntries(MAX_BUNDLED)]
+    messages: Annotated[list[Bytes], MaxEntries(MAX_BUNDLED)]
 
 
 CONTROL_MESSAGES: dict[str, type[ControlMessage]] = {

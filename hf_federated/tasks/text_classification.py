@@ -47,7 +47,7 @@ class TextClassification(Task):
 
     Args:
         label_names (`Sequence[str]`): Label names. The position of a name is its label ID.
-        text_column (`str` or `tuple[str, str]`, *optional*, defaults to `"text"`):
+        text_column (`str` or `Sequence[str]`, *optional*, defaults to `"text"`):
             The column with the texts, or the two columns of a text pair.
         label_column (`str`, *optional*, defaults to `"label"`):
             The column with the labels, as label IDs (`ClassLabel`) or label names.
@@ -84,7 +84,7 @@ class TextClassification(Task):
     """
 
     label_names: Sequence[str]
-    text_column: str | tuple[str, str] = "text"
+    text_column: str | Sequence[str] = "text"
     label_column: str = "label"
     max_length: int | None = None
     metric: str = "accuracy"

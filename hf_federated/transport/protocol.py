@@ -17,16 +17,16 @@ means that there is no outcome. No data is unpickled, and every field of the JSO
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from transformers.utils import logging
 
+from ..utils.fields import Count, checks_of, problems_of
 from .errors import RequestRejectedError, ServerFailedError
 
 
@@ -168,7 +168,7 @@ def parse_json_object(text: str | bytes, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Header:
-    """Base class of the headers. The fields are strings and integers of at least 0."""
+    """Base class of the headers. The fields are texts and counts."""
 
     def to_json(self) -> str:
         """Convert the header to JSON in ASCII, which the metadata of a call can contain."""
@@ -180,23 +180,16 @@ class Header:
         Parse a header.
 
         Raises:
-            ValueError: If a field is missing or unknown, has another type, or is negative.
+            ValueError: If a field is missing or unknown, has another type, or is out of range.
         """
         values = parse_json_object(text, cls.__name__)
-        header: Any = cls
-        types = _field_types(header)
-        if values.keys() != types.keys() or not all(type(values[name]) is kind for name, kind in types.items()):
-            names = ", ".join(f"{name}: {kind.__name__}" for name, kind in types.items())
-            raise ValueError(f"{cls.__name__} must have the fields {names}, but has the fields {sorted(values)}.")
-        negative = [name for name, value in values.items() if type(value) is int and value < 0]
-        if negative:
-            raise ValueError(f"{negative[0]} of {cls.__name__} is {values[negative[0]]}, but must be at least 0.")
-        return cls(**values)
-
-
-@functools.cache
-def _field_types(cls: Any) -> dict[str, type]:
-    return {field.name: int if field.type == "int" else str for field in fields(cls)}
+        names = checks_of(cls).keys()
+        if values.keys() != names:
+            raise ValueError(f"{cls.__name__} must have the fields {[*names]}, but has the fields {sorted(values)}.")
+        header = cls(**values)
+        for name, problem in problems_of(header).items():
+            raise ValueError(f"{name} of {cls.__name__} {problem}. The header has the fields {[*names]}.")
+        return header
 
 
 @dataclass(frozen=True)
@@ -211,8 +204,8 @@ class ConnectResponse(Header):
     """
 
     session: str
-    heartbeat_timeout_ms: int
-    max_message_bytes: int
+    heartbeat_timeout_ms: Count
+    max_message_bytes: Count
 
 
 @dataclass(frozen=True)
@@ -231,10 +224,10 @@ class MessageHeader(Header):
     """
 
     session: str
-    number: int
+    number: Count
     token: str
-    num_bytes: int
-    oldest: int
+    num_bytes: Count
+    oldest: Count
 
 
 @dataclass(frozen=True)
@@ -250,7 +243,7 @@ class AnswerHeader(Header):
 
     outcome: str
     text: str
-    num_bytes: int
+    num_bytes: Count
 
 
 @dataclass(frozen=True)

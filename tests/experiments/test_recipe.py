@@ -17,9 +17,10 @@ from hf_federated.cli.main import main
 from hf_federated.experiments import recipe as recipe_module
 from hf_federated.experiments.recipe import load_recipe
 from hf_federated.experiments.recipe_fields import check_names, named_section_fields, section_fields
-from hf_federated.experiments.recipe_schema import RecipeError, matches_type, type_name
+from hf_federated.experiments.recipe_schema import RecipeError, type_name
 from hf_federated.experiments.recipe_sections import DataSection, ModelSection
 from hf_federated.experiments.recipe_yaml import apply_changes, read_values
+from hf_federated.utils.fields import check_of
 
 
 MINIMAL = "model: {name_or_path: m}\ndata: {path: d}\npartition: {name: iid, num_clients: 4}\n"
@@ -304,7 +305,7 @@ def test_defaults_match_the_type_of_their_field():
         for item in fields.values():
             if not item.required and item.default is not ...:
                 # transformers represents an empty list of debug options as "".
-                assert matches_type(item.default, item.annotation) or item.name == "debug", (section, item)
+                assert check_of(item.annotation)(item.default) is None or item.name == "debug", (section, item)
 
 
 def test_help_lists_all_fields_with_type_and_default():

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from datasets import Features
 
 from ...utils.client_names import escape_client_id
+from ...utils.fields import check_of
 from ...utils.file_hash import sha256_of_file
 from ..source import DatasetSource
 
@@ -344,6 +345,6 @@ def _index_from_dict(raw: Mapping[str, Any]) -> StoredIndex:
 
 
 def _typed(value: Any, kind: type[_T], name: str) -> _T:
-    if not isinstance(value, kind) or isinstance(value, bool):
+    if check_of(kind)(value) is not None:
         raise PartitionFileError(f"{PARTITION_FILE}: {name} must be of type {kind.__name__}, got {value!r}.")
     return value

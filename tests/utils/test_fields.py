@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from enum import Enum
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 import torch
 
 from hf_federated.messages import KINDS, ClientUpdate, Fit, Message, Predict, read_message
-from hf_federated.messages.fields import MAX_COUNT, MAX_METRICS, MaxEntries, Range, check_fields
+from hf_federated.utils.fields import (
+    MAX_COUNT,
+    MAX_METRICS,
+    MaxEntries,
+    Range,
+    Requirement,
+    ShareOrCount,
+    TensorOf,
+    check_fields,
+    check_of,
+)
 
 
 UPDATE = ClientUpdate(0, "a", {"w": torch.zeros(2)}, num_examples=1, num_tokens=0, num_steps=1)
@@ -114,3 +126,32 @@ def test_annotations_of_every_message_are_understood(kind):
     nothing = cls(**dict.fromkeys((item.name for item in dataclasses.fields(cls)), object()))
     with pytest.raises(ValueError, match="expected"):
         check_fields(nothing)
+
+
+class Strategy(Enum):
+    NO = "no"
+    STEPS = "steps"
+
+
+@pytest.mark.parametrize(
+    ("annotation", "valid", "invalid", "problem"),
+    [
+        (ShareOrCount, [1, 0.5], True, "is a value of type bool, expected float"),
+        (Sequence[str], [["a"], ("a",), []], "a", "is a value of type str, expected list"),
+        (Literal["bfloat16", "float16"], ["float16"], "load", "must be bfloat16 or float16, but is 'load'"),
+        (Literal[False] | str | None, [False, "x", None], 0, "must be False, but is 0"),
+        (Strategy | str, ["no", "steps"], "epoch", "must be no or steps, but is 'epoch'"),
+        (Annotated[bool, Requirement("must be True or False")], [True], 1, "must be True or False, but is 1"),
+        (
+            Annotated[torch.Tensor, TensorOf(torch.uint8, ndim=1)],
+            [torch.zeros(2, dtype=torch.uint8)],
+            torch.zeros(2),
+            "must be torch.uint8 with 1 dimensions, but is a tensor of torch.float32, shape (2,)",
+        ),
+    ],
+    ids=str,
+)
+def test_check_of_an_annotation_allows_its_values_only(annotation, valid, invalid, problem):
+    check = check_of(annotation)
+    assert [check(value) for value in valid] == [None] * len(valid)
+    assert check(invalid) == problem
