@@ -242,10 +242,19 @@ def _unwrap_secret(wrapped: bytes, key: RSAPrivateKey, peer: str) -> bytes:
     return secret
 
 
-def _derive_keys(
-    context: HandshakeContext, client_secret: bytes, server_secret: bytes, transcript: bytes
-) -> EpochKeys:
-    """Derive a key for each direction and the chaining key of the next epoch with HKDF-SHA256 (RFC 5869)."""
+def derive_keys(context: HandshakeContext, client_secret: bytes, server_secret: bytes, transcript: bytes) -> EpochKeys:
+    """
+    Derive the keys of an epoch with HKDF-SHA256 (RFC 5869).
+
+    Args:
+        context ([`HandshakeContext`]): The position of the handshake in the session. Its chaining key is the salt.
+        client_secret (`bytes`): The secret of the client.
+        server_secret (`bytes`): The secret of the server.
+        transcript (`bytes`): Hash of the three messages of the handshake.
+
+    Returns:
+        [`EpochKeys`]: A key for each direction, and the chaining key of the next epoch.
+    """
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
@@ -292,7 +301,7 @@ class ClientHandshake:
         fields = {**self._context.message_fields, "transcript": _transcript(hello, message.body).hex()}
         finish, body = _sign_message(parties, "finish", fields, wrapped_secret=wrapped)
         transcript = _transcript(hello, message.body, body)
-        return finish, _derive_keys(self._context, client_secret, server_secret, transcript)
+        return finish, derive_keys(self._context, client_secret, server_secret, transcript)
 
 
 class ServerHandshake:
@@ -305,13 +314,17 @@ class ServerHandshake:
         rsa_bits (`int`): Size of the server's encryption key in bits.
         hello (`bytes`): The client's first message.
 
+    Attributes:
+        context ([`HandshakeContext`]): The position of the handshake in the session.
+        reply (`bytes`): The message for the client.
+
     Raises:
         HandshakeError: If the hello is not a hello of the pinned client.
     """
 
     def __init__(self, parties: Parties, context: HandshakeContext, rsa_bits: int, hello: bytes) -> None:
         self._parties = parties
-        self._context = context
+        self.context = context
         message = _verify_message(parties, "hello", context.message_fields, hello, "encryption_key")
         client_key = _peer_key(message.fields["encryption_key"], parties.peer)
         self._key = generate_rsa_key(rsa_bits)
@@ -333,7 +346,7 @@ class ServerHandshake:
             HandshakeError: If the message is not the finish of this handshake. The handshake still accepts the correct
                 finish.
         """
-        fields = {**self._context.message_fields, "transcript": _transcript(*self._bodies).hex()}
+        fields = {**self.context.message_fields, "transcript": _transcript(*self._bodies).hex()}
         message = _verify_message(self._parties, "finish", fields, finish, "wrapped_secret")
         client_secret = _unwrap_secret(message.fields["wrapped_secret"], self._key, self._parties.peer)
-        return _derive_keys(self._context, client_secret, self._secret, _transcript(*self._bodies, message.body))
+        return derive_keys(self.context, client_secret, self._secret, _transcript(*self._bodies, message.body))

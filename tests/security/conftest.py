@@ -6,11 +6,38 @@ import pytest
 from sessions import connected_sessions
 
 from hf_federated.security.encrypted_session import ClientSession, Identity, ServerSession
+from hf_federated.security.handshake import ClientHandshake, EpochKeys, ServerHandshake
+from hf_federated.security.keys import generate_rsa_key
 
 
 @pytest.fixture(scope="session")
-def parties() -> dict[str, Identity]:
-    return {name: Identity.generate(name, 2048) for name in ("north", "south", "center")}
+def private_keys():
+    return {name: generate_rsa_key(2048) for name in ("north", "south", "center")}
+
+
+@pytest.fixture(scope="session")
+def parties(private_keys) -> dict[str, Identity]:
+    return {name: Identity(name, key) for name, key in private_keys.items()}
+
+
+@pytest.fixture
+def epoch_keys(monkeypatch) -> dict[str, list[EpochKeys]]:
+    """The keys that the client and the server derive in the handshakes of a test, in order."""
+    derived: dict[str, list[EpochKeys]] = {"client": [], "server": []}
+    finish, complete = ClientHandshake.finish, ServerHandshake.complete
+
+    def finish_and_record(handshake: ClientHandshake, reply: bytes) -> tuple[bytes, EpochKeys]:
+        message, keys = finish(handshake, reply)
+        derived["client"].append(keys)
+        return message, keys
+
+    def complete_and_record(handshake: ServerHandshake, message: bytes) -> EpochKeys:
+        derived["server"].append(complete(handshake, message))
+        return derived["server"][-1]
+
+    monkeypatch.setattr(ClientHandshake, "finish", finish_and_record)
+    monkeypatch.setattr(ServerHandshake, "complete", complete_and_record)
+    return derived
 
 
 @pytest.fixture(scope="module")

@@ -47,9 +47,9 @@ def test_relay_cannot_impersonate_server(parties):
         client.finish(relay.reply(patched))
 
 
-def test_client_cannot_impersonate_another_client(parties):
-    south, center = parties["south"], parties["center"]
-    impostor = Identity("north", south._private_key)
+def test_client_cannot_impersonate_another_client(parties, private_keys):
+    center = parties["center"]
+    impostor = Identity("north", private_keys["south"])
     client = ClientSession(impostor, "center", center.fingerprint, rsa_bits=2048)
     _, server = new_sessions(parties, "north")
     with pytest.raises(HandshakeError, match="pinned for 'north'"):

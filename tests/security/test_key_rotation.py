@@ -9,13 +9,14 @@ from sessions import connected_sessions, flip_bit, perform_handshake
 
 from hf_federated.messages.serialization import unpack
 from hf_federated.security import authenticated_encryption
+from hf_federated.security.authenticated_encryption import DirectionCipher
 from hf_federated.security.encrypted_session import (
     EncryptionError,
     HandshakeError,
     MessageError,
     RotationDueError,
 )
-from hf_federated.security.handshake import ClientHandshake, HandshakeContext, Parties, ServerHandshake, _derive_keys
+from hf_federated.security.handshake import ClientHandshake, HandshakeContext, Parties, ServerHandshake, derive_keys
 
 
 def test_rotation_is_due_after_exactly_rotate_every_steps(parties):
@@ -38,20 +39,19 @@ def test_rotation_is_due_after_exactly_rotate_every_steps(parties):
     assert client.steps == server.steps == 0
 
 
-def test_server_rejects_messages_of_client_that_does_not_rotate(parties):
-    client, server = connected_sessions(parties, rotate_every=2)
-    client._steps = 2
-    sealed = client._directions[0].seal(b"states", 2, b"\1data")
+def test_server_rejects_messages_of_client_that_does_not_rotate(parties, epoch_keys):
+    _, server = connected_sessions(parties, rotate_every=2)
+    sealed = DirectionCipher(epoch_keys["client"][0], False, "north").seal(b"states", 2, b"\1data")
     with pytest.raises(RotationDueError, match="epoch 0 are valid for 2 steps .* 'north' must rotate"):
         server.open(sealed)
 
 
-def test_server_rejects_decreasing_number_of_steps(parties):
-    client, server = connected_sessions(parties, rotate_every=5)
-    client.end_step()
-    server.open(client.seal(b"states"))
+def test_server_rejects_decreasing_number_of_steps(parties, epoch_keys):
+    _, server = connected_sessions(parties, rotate_every=5)
+    cipher = DirectionCipher(epoch_keys["client"][0], False, "north")
+    server.open(cipher.seal(b"states", 1, b"\1data"))
     with pytest.raises(MessageError, match="reports 0 steps, but an earlier message reported 1 steps"):
-        server.open(client._directions[0].seal(b"states", 0, b"\1data"))
+        server.open(cipher.seal(b"states", 0, b"\1data"))
 
 
 def test_rotate_every_none_keeps_keys(parties):
@@ -62,19 +62,21 @@ def test_rotate_every_none_keeps_keys(parties):
     assert server.open(client.seal(b"states")) == b"states"
 
 
-def test_rotation_replaces_all_keys_and_keeps_session_id(parties):
+def of_north(parties) -> Parties:
+    return Parties(parties["north"], "center", parties["center"].fingerprint, None)
+
+
+def test_rotation_replaces_all_keys_and_keeps_session_id(parties, epoch_keys):
     client, server = connected_sessions(parties)
-    before = client._keys
-    hello = ClientHandshake(client._parties, HandshakeContext.after(before), 2048).hello
-    first_key = unpack(bytes.fromhex(unpack(hello)["body"]))["encryption_key"]
     perform_handshake(client, server)
-    after = client._keys
-    assert after == server._keys and after.session_id == before.session_id
+    before, after = epoch_keys["client"]
+    assert epoch_keys["server"] == [before, after] and after.session_id == before.session_id
     secrets = [before.client_to_server, before.server_to_client, before.chaining_key]
     secrets += [after.client_to_server, after.server_to_client, after.chaining_key]
     assert len(set(secrets)) == 6
-    again = ClientHandshake(client._parties, HandshakeContext.after(before), 2048).hello
-    assert unpack(bytes.fromhex(unpack(again)["body"]))["encryption_key"] != first_key
+    hellos = [ClientHandshake(of_north(parties), HandshakeContext.after(before), 2048).hello for _ in range(2)]
+    keys = {unpack(bytes.fromhex(unpack(hello)["body"]))["encryption_key"] for hello in hellos}
+    assert len(keys) == 2
 
 
 def test_messages_of_previous_epoch_are_rejected(parties):
@@ -98,13 +100,13 @@ def test_no_payload_is_encrypted_during_rotation(parties):
     assert server.open(client.seal(b"states")) == b"states"
 
 
-def test_rotation_messages_are_encrypted_with_keys_of_current_epoch(parties):
+def test_rotation_messages_are_encrypted_with_keys_of_current_epoch(parties, epoch_keys):
     client, server = connected_sessions(parties)
     hello = client.hello()
     with pytest.raises(MessageError, match="not authentic.*rotation 'hello'"):
         server.reply(flip_bit(hello, 8 * len(hello) // 2))
     # A correctly signed hello that is not encrypted is rejected.
-    plain = ClientHandshake(client._parties, HandshakeContext.after(client._keys), 2048).hello
+    plain = ClientHandshake(of_north(parties), HandshakeContext.after(epoch_keys["client"][0]), 2048).hello
     with pytest.raises(MessageError):
         server.reply(plain)
     # The kinds separate payloads from rotation messages.
@@ -118,25 +120,24 @@ def test_rotation_messages_are_encrypted_with_keys_of_current_epoch(parties):
         server.reply(client.seal(plain, "hello"))
 
 
-def test_rotation_requires_signing_key(parties):
-    client, server = connected_sessions(parties)
-    attacker = Parties(parties["south"], "center", parties["center"].fingerprint, None)
-    forged = ClientHandshake(attacker, HandshakeContext.after(client._keys), 2048).hello
+def test_rotation_requires_signing_key(parties, epoch_keys):
+    _, server = connected_sessions(parties)
+    attacker, keys = Parties(parties["south"], "center", parties["center"].fingerprint, None), epoch_keys["client"][0]
+    forged = ClientHandshake(attacker, HandshakeContext.after(keys), 2048).hello
     with pytest.raises(HandshakeError, match="pinned for 'north'"):
-        server.reply(client._seal_rotation(forged, b"hello"))
+        server.reply(DirectionCipher(keys, False, "north").seal(forged, 0, b"\0hello"))
 
 
 def test_keys_depend_on_previous_chaining_key(parties):
     """Completing the same handshake with another chaining key results in other keys."""
     north, center = parties["north"], parties["center"]
-    client, server = connected_sessions(parties)
-    context = HandshakeContext.after(client._keys)
-    client_side = ClientHandshake(Parties(north, "center", center.fingerprint, None), context, 2048)
+    context = HandshakeContext(bytes(range(32)), 1, bytes(range(100, 132)))
+    client_side = ClientHandshake(of_north(parties), context, 2048)
     server_side = ServerHandshake(Parties(center, "north", north.fingerprint, None), context, 2048, client_side.hello)
     finish, keys = client_side.finish(server_side.reply)
     assert server_side.complete(finish) == keys
     other = HandshakeContext(context.session_id, context.epoch, bytes(32))
-    object.__setattr__(server_side, "_context", other)
+    server_side.context = other
     assert server_side.complete(finish).client_to_server != keys.client_to_server
 
 
@@ -147,7 +148,7 @@ def test_keys_are_hkdf_of_secrets_and_transcript(chaining_key):
 
     transcript, info = bytes(range(100, 132)), b"hf-federated split keys 1" + bytes(range(100, 132))
     context = HandshakeContext(b"session", 7, chaining_key) if chaining_key else HandshakeContext()
-    keys = _derive_keys(context, b"c" * 32, b"s" * 32, transcript)
+    keys = derive_keys(context, b"c" * 32, b"s" * 32, transcript)
     # RFC 5869: extract with the salt (zeros without a salt), then expand to three blocks.
     extracted = digest(chaining_key or bytes(32), b"c" * 32 + b"s" * 32)
     first = digest(extracted, info + b"\1")
@@ -168,13 +169,23 @@ def test_key_limits_require_rotation(parties, monkeypatch):
         client.seal(bytes(17))  # 11 blocks
     server.open(client.seal(bytes(16)))  # exactly 10 blocks
     monkeypatch.setattr(authenticated_encryption, "MAX_BLOCKS", 2**36)
-    client._directions[0].num_messages = server._directions[1].num_messages = authenticated_encryption.MAX_MESSAGES - 1
+    monkeypatch.setattr(authenticated_encryption, "MAX_MESSAGES", 4)
     server.open(client.seal(b""))
-    with pytest.raises(RotationDueError, match=f"encrypted {2**32 - 16} messages"):
+    with pytest.raises(RotationDueError, match="encrypted 4 messages"):
         client.seal(b"")
     # Message numbers are reserved for the rotation.
     perform_handshake(client, server)
     assert server.open(client.seal(b"states")) == b"states" and not client.rotation_due
+
+
+def test_a_key_encrypts_almost_as_many_messages_as_message_numbers(parties, epoch_keys):
+    connected_sessions(parties)
+    cipher = DirectionCipher(epoch_keys["client"][0], False, "north")
+    cipher.num_messages = authenticated_encryption.MAX_MESSAGES - 1
+    cipher.check_capacity(0)
+    cipher.seal(b"", 0, b"\1data")
+    with pytest.raises(RotationDueError, match=f"encrypted {2**32 - 16} messages"):
+        cipher.check_capacity(0)
 
 
 def test_too_large_payload_is_rejected(shared_sessions, monkeypatch):

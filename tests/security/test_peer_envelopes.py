@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hf_federated.messages.serialization import pack, unpack
-from hf_federated.security.keys import EncryptionError, Identity, unwrap
+from hf_federated.security import peer_envelopes
+from hf_federated.security.keys import EncryptionError, Identity, wrap
 from hf_federated.security.peer_envelopes import PeerEnvelopes
 
 
@@ -29,9 +30,11 @@ def test_envelope_opens_only_for_its_recipient_sender_and_purpose(peers):
             peers[reader].open(sender, purpose, envelope)
 
 
-def test_envelope_key_has_256_bits(peers):
-    wrapped = unpack(peers["north"].seal("south", "step 3", b"parameters"))["wrapped"]
-    assert len(unwrap(bytes(wrapped.tolist()), peers["south"]._private_key)) == 32
+def test_envelope_key_has_256_bits(peers, monkeypatch):
+    wrapped = []
+    monkeypatch.setattr(peer_envelopes, "wrap", lambda key, public_key: wrapped.append(key) or wrap(key, public_key))
+    peers["north"].seal("south", "step 3", b"parameters")
+    assert [len(key) for key in wrapped] == [32]
 
 
 @pytest.mark.parametrize("field", ["wrapped", "nonce", "sealed", "signature"])
