@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hf_federated.engines import LocalEngine, Plan
+from hf_federated.engines.requests import OpenRequest
 from hf_federated.messages import ClientUpdate, Message
 
 
@@ -151,33 +152,46 @@ class AttackedEngine(LocalEngine):
         self._hostile = tuple(hostile)
         self._num_examples = num_examples or {}
         self._last_state: torch.Tensor | None = None
+        self._phase = ""
+        # The messages of the round, and the replies that the server has not read.
+        self._messages: dict[str, Any] = {}
+        self._replies: list[tuple[str, Message]] = []
 
-    def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
+    def run(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> Generator[Message, None, None]:
+        self._phase, self._messages, self._replies = plan.phase, {}, []
+        return super().run(plan, on_dispatch)
+
+    def _dispatch(self, client_id: str, request: OpenRequest) -> Message:
+        self._messages[client_id] = message = super()._dispatch(client_id, request)
+        return message
+
+    def _receive(self, clients: Set[str] | None, until: float | None) -> tuple[str, Message] | None:
         attack = self._attack
-        if plan.phase != "training" or attack is None or attack.craft is None:
-            yield from super()._execute(plan, dispatch)
-            return
-        requests: dict[str, Any] = {}
+        if self._phase != "training" or attack is None or attack.craft is None:
+            return super()._receive(clients, until)
+        if not self._replies:
+            self._replies = list(self._attacked(list(self._waiting(clients)), attack))
+        return self._replies.pop(0)
 
-        def recorded(client_id: str) -> Message:
-            requests[client_id] = dispatch(client_id)
-            return requests[client_id]
-
-        trained = [client_id for client_id in plan.cohort if attack.trains or client_id not in self._hostile]
-        replies: dict[str, Any] = dict(super()._execute(dataclasses.replace(plan, cohort=tuple(trained)), recorded))
-        hostile = [client_id for client_id in plan.cohort if client_id in self._hostile]
-        honest = [client_id for client_id in plan.cohort if client_id not in self._hostile]
+    def _attacked(self, cohort: Sequence[str], attack: Attack) -> Iterator[tuple[str, Message]]:
+        """Train the clients of a cohort, and replace the replies of the hostile clients."""
+        trained = [client_id for client_id in cohort if attack.trains or client_id not in self._hostile]
+        receive = super()._receive
+        replies: dict[str, Any] = dict(receive({client_id}, None) for client_id in trained)
+        hostile = [client_id for client_id in cohort if client_id in self._hostile]
+        honest = [client_id for client_id in cohort if client_id not in self._hostile]
+        requests = self._messages
         state = flatten(requests[honest[0]].state)
         changes = {client_id: flatten(reply.state) - state for client_id, reply in replies.items()}
         last_change = torch.zeros_like(state) if self._last_state is None else state - self._last_state
         self._last_state = state
         knowledge = Knowledge(torch.stack([changes[client_id] for client_id in honest]), len(hostile), last_change)
         nothing = torch.zeros_like(state)
-        for client_id in plan.cohort:
+        for client_id in cohort:
             if client_id in honest:
                 yield client_id, replies[client_id]
                 continue
-            request = requests.get(client_id) or recorded(client_id)
+            request = requests.get(client_id) or self._dispatch(client_id, self._requests[client_id])
             crafted = state + attack.craft(changes.get(client_id, nothing), knowledge)
             reply = replies.get(client_id) or self._untrained(request, replies[honest[0]])
             yield client_id, dataclasses.replace(reply, state=unflatten(crafted, request.state))

@@ -3,6 +3,9 @@
 A [`Plan`] assigns a message to each client of a cohort. An [`Engine`] delivers the messages, yields the replies in any
 order, and counts the bytes in both directions. The plan holds everything that an algorithm could depend on, such as
 sampling and seeds, so the same plan gives the same result on every engine.
+
+Each message opens a request, which the reply closes. [`~Engine.send`] opens a request without a plan, so that it may
+stay open beyond a round.
 """
 
 from __future__ import annotations
@@ -10,21 +13,22 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from transformers.utils import logging
 
 from ..aggregation import Accumulator
-from ..clients import ClientWorker
 from ..data import FederatedDataset
-from ..distributed.process_group import ProcessGroup
 from ..messages import Announcement, ClientFailure, Evaluate, Message
 from ..messages.ledger import Ledger
 from ..messages.validation import ExpectedReply
 from ..transport.session_config import SessionConfig
+from .context import EngineContext
+from .requests import NoReply, OpenRequest, Plan, checked_reply
 
 
 logger = logging.get_logger(__name__)
@@ -33,75 +37,6 @@ logger = logging.get_logger(__name__)
 NONCE_LENGTH = 16
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """
-    The work of one phase of one round.
-
-    Args:
-        round (`int`):
-            Round number, from 0.
-        cohort (`tuple[str, ...]`):
-            Ids of the clients to ask, in order.
-        message_for (`Callable[[str], Message]`):
-            Builds the message of a client. An engine calls this function when it sends the message, so that the
-            messages of a large cohort are never in memory together.
-        phase (`str`, *optional*, defaults to `"training"`):
-            Name of the phase, for error messages.
-        deadline (`float`, *optional*):
-            Seconds after which the engine stops waiting for replies, once `min_replies` replies have arrived. By
-            default the engine waits for all clients.
-        min_replies (`int`, *optional*, defaults to `0`):
-            Number of replies that the engine waits for, even beyond the deadline.
-        max_failures (`int`, *optional*):
-            Number of failed clients after which a further failure ends the plan. With several processes, each process
-            counts its own clients. By default every client is asked.
-    """
-
-    round: int
-    cohort: tuple[str, ...]
-    message_for: Callable[[str], Message]
-    phase: str = "training"
-    deadline: float | None = None
-    min_replies: int = 0
-    max_failures: int | None = None
-
-    def is_over(self, started: float, num_replies: int, min_replies: int | None = None) -> bool:
-        """
-        Whether an engine stops waiting for replies.
-
-        Args:
-            started (`float`): Start of the plan, as `time.monotonic()` measures it.
-            num_replies (`int`): Replies so far.
-            min_replies (`int`, *optional*): Replaces `min_replies` of the plan, for an engine that runs a part of the
-                cohort.
-        """
-        num_needed = self.min_replies if min_replies is None else min_replies
-        return self.deadline is not None and num_replies >= num_needed and time.monotonic() - started >= self.deadline
-
-
-@dataclass(frozen=True)
-class EngineContext:
-    """
-    The federation that an engine runs.
-
-    Args:
-        build_worker (`Callable[[], ClientWorker]`): Builds the worker that answers messages in this process. An engine
-            whose clients are in other processes does not call it.
-        costs (`Mapping[str, float]`): Expected cost of each client in a round, in any unit.
-        parallelism (`str`): `parallelism` of [`FederatedConfig`], `"data"` or `"clients"`.
-        processes ([`~hf_federated.distributed.process_group.ProcessGroup`]): The processes of the launch.
-        saved_clients (`Callable[[], list[Path]]`): Returns the folders with the client states in all checkpoints of
-            the run.
-    """
-
-    build_worker: Callable[[], ClientWorker]
-    costs: Mapping[str, float]
-    parallelism: str
-    processes: ProcessGroup
-    saved_clients: Callable[[], list[Path]] = list
 
 
 class Engine(ABC):
@@ -114,6 +49,8 @@ class Engine(ABC):
 
     # Whether the clients train the model of this process.
     trains_here: ClassVar[bool] = True
+    # Whether `send`, `replies` and `withdraw` may be called without a plan. A request then stays open beyond a round.
+    holds_requests: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.ledger = Ledger()
@@ -122,6 +59,9 @@ class Engine(ABC):
         self.last_error: Exception | None = None
         # Called about every second while the engine waits for replies, if the clients are on other machines.
         self.on_wait: Callable[[], None] | None = None
+        # The open requests by client id, in the order of sending. The first key of a large `dict` without its earlier
+        # keys is slow to find.
+        self._requests: OrderedDict[str, OpenRequest] = OrderedDict()
 
     def check_launch(self, num_processes: int) -> None:  # noqa: B027 - most engines support every launch
         """
@@ -185,11 +125,13 @@ class Engine(ABC):
 
     def start(self, context: EngineContext) -> None:
         """
-        Start a new run with empty client states and an empty ledger.
+        Start a new run with empty client states, an empty ledger and no open requests.
 
         Args:
             context ([`EngineContext`]): The federation to run.
         """
+        for client_id in self.open_requests:
+            self.withdraw(client_id)
         self.ledger = Ledger()
         self.last_error = None
 
@@ -218,37 +160,148 @@ class Engine(ABC):
             if its reply was refused, or if it did not reply. An engine with several processes yields a part of the
             replies in each process. [`~Engine.gather`] and [`~Engine.reduce`] combine the results.
         """
-        # The clients that were asked and have not replied.
-        waiting: dict[str, ExpectedReply] = {}
+        started = time.monotonic()
+        own = self.own_clients(plan.cohort)
+        waiting: set[str] = set()
         answered: set[str] = set()
-
-        def dispatch(client_id: str) -> Message:
-            message = replace(plan.message_for(client_id), nonce=secrets.token_hex(NONCE_LENGTH))
-            self.ledger.record(plan.round, client_id, bytes_down=message.num_bytes)
-            if on_dispatch is not None:
-                on_dispatch(client_id)
-            announced = self.announcement(client_id) if isinstance(message, Evaluate) else None
-            waiting[client_id] = ExpectedReply.to(message, None if announced is None else announced.num_eval_examples)
-            return message
-
         num_failures = 0
-        for client_id, reply in self._execute(plan, dispatch):
-            expected = waiting.pop(client_id, None)
-            if expected is None:
-                reason = "it has already replied" if client_id in answered else "it was not asked"
-                logger.warning(f"Ignored a reply of client {client_id!r}, round {plan.round + 1}: {reason}.")
-                continue
-            answered.add(client_id)
-            reply = self._checked(expected, reply)
-            num_failures += isinstance(reply, ClientFailure)
-            yield reply
-            del reply  # Free the memory before the next client trains.
-            if plan.max_failures is not None and num_failures > plan.max_failures:
-                return
+        try:
+            for client_id in own:
+                self.send(client_id, plan.message_for, on_dispatch, round=plan.round)
+                waiting.add(client_id)
+            deadline = None if plan.deadline is None else started + plan.deadline - time.monotonic()
+            for reply in self.replies(deadline, plan.min_replies, own):
+                waiting.discard(reply.client_id)
+                if isinstance(reply, NoReply):
+                    continue
+                answered.add(reply.client_id)
+                num_failures += isinstance(reply, ClientFailure)
+                yield reply
+                del reply  # Free the memory before the next client trains.
+                if plan.max_failures is not None and num_failures > plan.max_failures:
+                    return
+        finally:
+            for client_id in own:
+                if client_id in waiting:
+                    self.withdraw(client_id)
         reason = "no reply" if plan.deadline is None else f"no reply within {plan.deadline} seconds"
-        for client_id in self.own_clients(plan.cohort):
+        for client_id in own:
             if client_id not in answered:
                 yield ClientFailure(plan.round, client_id, self.absence_reason(client_id) or reason)
+
+    # ---- Single requests
+
+    @property
+    def open_requests(self) -> tuple[str, ...]:
+        """Ids of the clients with an open request, in the order of sending."""
+        return tuple(self._requests)
+
+    def send(
+        self,
+        client_id: str,
+        message_for: Callable[[str], Message],
+        on_dispatch: Callable[[str], None] | None = None,
+        *,
+        round: int = 0,
+    ) -> None:
+        """
+        Open a request to a client. It stays open until it is answered or withdrawn, also beyond a round.
+
+        Without a plan, only an engine whose `holds_requests` is `True` has this method and [`~Engine.replies`].
+
+        Args:
+            client_id (`str`): Id of the client.
+            message_for (`Callable[[str], Message]`): Builds the message of the client. An engine calls this function
+                when it sends the message: at once, or when it is the client's turn.
+            on_dispatch (`Callable[[str], None]`, *optional*): Called with the client's id when the message is sent.
+            round (`int`, *optional*, defaults to `0`): Round for the log, and for the failure if the message cannot be
+                sent. The message has the round of the reply.
+
+        Raises:
+            ValueError: If the client has an open request.
+        """
+        if client_id in self._requests:
+            raise ValueError(
+                f"Client {client_id!r} has an open request. Wait for its reply with `replies()`, or close the request "
+                "with `withdraw()`."
+            )
+        request = OpenRequest(message_for, on_dispatch, round)
+        self._transmit(client_id, request)
+        self._requests[client_id] = request
+
+    def replies(
+        self, deadline: float | None = None, enough: int = 0, clients: Iterable[str] | None = None
+    ) -> Generator[Message, None, None]:
+        """
+        Wait for the replies to open requests. Requests that the caller opens in the meantime are included.
+
+        Each reply closes its request, and is bound to it as in [`~Engine.run`]. If the caller stops early, the other
+        requests stay open.
+
+        Args:
+            deadline (`float`, *optional*): Seconds after which the engine stops waiting, once `enough` replies have
+                arrived. By default the engine waits until no request is open.
+            enough (`int`, *optional*, defaults to `0`): Number of replies that the engine waits for, even beyond the
+                deadline.
+            clients (`Iterable[str]`, *optional*): Ids of the clients to wait for. Defaults to all clients. The
+                requests of the other clients stay open, and an engine on one machine does not run these clients.
+
+        Yields:
+            [`Message`]: One reply for each request. The reply is a [`ClientFailure`] if the client failed, if its
+                reply was refused, or if the client is absent.
+        """
+        until = None if deadline is None else time.monotonic() + deadline
+        wanted = None if clients is None else frozenset(clients)
+        answered: set[str] = set()
+        num_replies = 0
+        while (first := next(self._waiting(wanted), None)) is not None:
+            if self._is_over(until, enough, num_replies):
+                return
+            arrived = self._receive(wanted, until)
+            if arrived is None:
+                continue
+            client_id, reply = arrived
+            request = self._requests.get(client_id)
+            if not isinstance(reply, NoReply):
+                if request is None or request.expected is None:
+                    reason = "it has already replied" if client_id in answered else "it was not asked"
+                    where = f"client {client_id!r}, round {self._requests[first].round + 1}"
+                    logger.warning(f"Ignored a reply of {where}: {reason}.")
+                    continue
+                answered.add(client_id)
+                num_replies += 1
+                reply = checked_reply(request.expected, reply, self.ledger, self.last_error)
+            del self._requests[client_id]
+            yield reply
+            del arrived, reply  # Free the memory before the next client trains.
+
+    def withdraw(self, client_id: str) -> None:
+        """
+        Close the open request of a client, if there is one. A reply to the request is ignored.
+
+        Args:
+            client_id (`str`): Id of the client.
+        """
+        self._requests.pop(client_id, None)
+
+    def _waiting(self, clients: Set[str] | None) -> Iterator[str]:
+        """The clients with an open request, without the clients that are not in `clients`."""
+        return (client_id for client_id in self._requests if clients is None or client_id in clients)
+
+    def _is_over(self, until: float | None, enough: int, num_replies: int) -> bool:
+        """Whether the engine stops waiting for replies."""
+        return until is not None and num_replies >= enough and time.monotonic() >= until
+
+    def _dispatch(self, client_id: str, request: OpenRequest) -> Message:
+        """Build the message of a request and count its bytes. Call this method exactly when the message is sent."""
+        message = replace(request.message_for(client_id), nonce=secrets.token_hex(NONCE_LENGTH))
+        self.ledger.record(message.round, client_id, bytes_down=message.num_bytes)
+        if request.on_dispatch is not None:
+            request.on_dispatch(client_id)
+        announced = self.announcement(client_id) if isinstance(message, Evaluate) else None
+        request.round = message.round
+        request.expected = ExpectedReply.to(message, None if announced is None else announced.num_eval_examples)
+        return message
 
     def absence_reason(self, client_id: str) -> str | None:
         """Return why a client did not reply, if the engine knows."""
@@ -257,23 +310,6 @@ class Engine(ABC):
     def describe_waiting(self) -> str | None:
         """Return which clients the engine waits for, if they are on other machines."""
         return None
-
-    def _checked(self, expected: ExpectedReply, reply: Message) -> Message:
-        """Count the bytes of a reply, and return it. Return a failure of the client if the reply is refused."""
-        round, client_id = expected.round, expected.client_id
-        try:
-            expected.check(reply)
-            self.ledger.record(round, client_id, bytes_up=reply.num_bytes)
-        except (TypeError, ValueError) as error:
-            return ClientFailure(round, client_id, f"its reply was refused: {error}")
-        if isinstance(reply, ClientFailure) and self.last_error is not None:
-            # The client runs in this process, so the text of the error has not left it.
-            reply = replace(reply, error=f"{type(self.last_error).__name__}: {self.last_error}")
-        elif isinstance(reply, ClientFailure):
-            # In one line, so that the text cannot imitate other lines of the log.
-            reply = replace(reply, error=" ".join(reply.error.split()))
-        # The nonce has served its purpose. Without it, the replies of two equal runs are equal.
-        return replace(reply, nonce="")
 
     def collect(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> dict[str, Message]:
         """
@@ -312,13 +348,23 @@ class Engine(ABC):
             accumulator ([`Accumulator`]): This process's accumulator, changed in place.
         """
 
-    @abstractmethod
-    def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
-        """
-        Yield the id and the reply of each client. Call `dispatch` for a message exactly when it is sent.
+    def _transmit(self, client_id: str, request: OpenRequest) -> None:  # noqa: B027 - or when it is the client's turn
+        """Send the message of a new request, which [`~Engine._dispatch`] builds. The request is not yet open."""
 
-        The id is that of the client that sent the reply, as the engine knows it and not as the reply claims. A client
-        may be yielded again or without having been asked: [`~Engine.run`] refuses its reply.
+    @abstractmethod
+    def _receive(self, clients: Set[str] | None, until: float | None) -> tuple[str, Message] | None:
+        """
+        Wait for the next reply. At least one request of `clients` is open.
+
+        Args:
+            clients (`Set[str]`, *optional*): Ids of the clients to wait for. By default all clients.
+            until (`float`, *optional*): Deadline, as `time.monotonic()` measures it.
+
+        Returns:
+            `tuple[str, Message]`, *optional*: The id and the reply of a client, a [`NoReply`] if the client can no
+            longer reply, or `None` if no reply arrived within about a second. The id is that of the client that sent
+            the reply, as the engine knows it and not as the reply claims. [`~Engine.replies`] ignores the reply of a
+            client without an open request.
         """
 
     @abstractmethod

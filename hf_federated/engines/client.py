@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from ..clients import ClientWorker
 from ..messages import Message
-from .base import Engine, EngineContext, Plan
+from .base import Engine
+from .context import EngineContext
+from .requests import OpenRequest
 
 
 class ClientEngine(Engine):
@@ -25,8 +27,11 @@ class ClientEngine(Engine):
         self.worker = context.build_worker()
         self.worker.models.clear()
 
-    def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
+    def _transmit(self, client_id: str, request: OpenRequest) -> None:
         raise RuntimeError("This process is a client. Only the server runs the rounds.")
+
+    def _receive(self, clients: Set[str] | None, until: float | None) -> tuple[str, Message] | None:
+        return None  # No request is ever open.
 
     def save(self, directory: Path) -> dict[str, str]:
         return {}

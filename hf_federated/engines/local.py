@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
+from typing import ClassVar
 
 from ..clients import ClientWorker
 from ..messages import Message, read_message
-from .base import Engine, EngineContext, Plan
+from .base import Engine
+from .context import EngineContext
 
 
 class LocalEngine(Engine):
@@ -30,6 +31,7 @@ class LocalEngine(Engine):
     ```
     """
 
+    holds_requests: ClassVar[bool] = True
     worker: ClientWorker
 
     def __init__(self, serialize: bool = False) -> None:
@@ -48,19 +50,11 @@ class LocalEngine(Engine):
         self.worker = context.build_worker()
         self.worker.models.clear()
 
-    def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
-        started = time.monotonic()
-        for num_replies, client_id in enumerate(self.own_clients(plan.cohort)):
-            if self._is_over(plan, started, num_replies):
-                return
-            message = dispatch(client_id)
-            reply = self._deliver(message)
-            self.last_error = self.worker.last_error
-            yield client_id, reply
-            del message, reply  # Free the memory before the next client trains.
-
-    def _is_over(self, plan: Plan, started: float, num_replies: int) -> bool:
-        return plan.is_over(started, num_replies)
+    def _receive(self, clients: Set[str] | None, until: float | None) -> tuple[str, Message] | None:
+        client_id = next(self._waiting(clients))
+        reply = self._deliver(self._dispatch(client_id, self._requests[client_id]))
+        self.last_error = self.worker.last_error
+        return client_id, reply
 
     def _deliver(self, message: Message) -> Message:
         if self.serialize:

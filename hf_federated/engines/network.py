@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers.utils import logging
 
@@ -21,7 +21,9 @@ from ..transport.framing import frame
 from ..transport.protocol import DEFAULT_MAX_MESSAGE_BYTES, Blob, JoinedPieces
 from ..transport.session_config import SessionConfig
 from ..utils.arguments import require
-from .base import Engine, EngineContext, Plan
+from .base import Engine
+from .context import EngineContext
+from .requests import NoReply, OpenRequest, Plan
 from .run_monitor import RunMonitor
 from .run_status import RunStatus
 
@@ -81,6 +83,7 @@ class NetworkEngine(Engine):
     """
 
     trains_here = False
+    holds_requests: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -123,6 +126,10 @@ class NetworkEngine(Engine):
         self._saved_clients: Callable[[], list[Path]] = list
         # The state of each client after its last reply. It has the name of the request. Empty before the first one.
         self._states: dict[str, str] = {}
+        # Replies to open requests for which no caller has waited.
+        self._kept: dict[str, Blob] = {}
+        # Clients whose request was withdrawn. Their reply may be among the events.
+        self._withdrawn: set[str] = set()
         # When each client that is not connected was last connected.
         self._absent_since: dict[str, float] = {}
         # Clients that missed a round and have not joined again.
@@ -187,8 +194,7 @@ class NetworkEngine(Engine):
             if event is not None:
                 self._note(event)
         # The events of clients that have joined in the meantime.
-        while (event := self.transport.receive(0)) is not None:
-            self._note(event)
+        self._note_all()
 
     def _can_start(self, num_awaited: int) -> bool:
         self._expel_clients()
@@ -217,8 +223,14 @@ class NetworkEngine(Engine):
             if self._monitor is not None:
                 self._monitor.stop(f"failed: {reason}" if reason else "complete")
 
+    def _note_all(self) -> None:
+        """Record all events that have arrived."""
+        while (event := self.transport.receive(0)) is not None:
+            self._note(event)
+        self._withdrawn.clear()
+
     def _note(self, event: Event) -> None:
-        """Record that a client joined, left or was lost. Ignore a reply to a request that is no longer open."""
+        """Record that a client joined, left or was lost. Keep the reply to an open request, and ignore others."""
         name = event.client_id
         if name in self._status.expelled:
             return
@@ -234,8 +246,13 @@ class NetworkEngine(Engine):
         elif event.kind in ("left", "lost"):
             self._absent_since[name] = time.monotonic()
             _log(f"Client {name!r} {'left' if event.kind == 'left' else 'is no longer heard'}.", event.kind, name)
+        elif self._is_asked(name):
+            self._kept[name] = event.blob
         else:
             _log(f"Ignored a reply of client {name!r}: it came too late.", "late_reply", name)
+
+    def _is_asked(self, client_id: str) -> bool:
+        return client_id in self._requests and self._requests[client_id].expected is not None
 
     def _announce(self, client_id: str, announced: Announcement) -> None:
         """Keep the first announcement of a client, because it limits what the client may claim."""
@@ -257,95 +274,80 @@ class NetworkEngine(Engine):
     def describe_waiting(self) -> str | None:
         return self._status.describe_waiting()
 
-    def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
-        started = time.monotonic()
-        requests: dict[str, Message] = {}
+    def run(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> Generator[Message, None, None]:
         self._status.begin(plan.round, plan.phase)
-        while (event := self.transport.receive(0)) is not None:
-            self._note(event)
-        try:
-            for client_id in plan.cohort:
-                if client_id not in self._missing:
-                    self._send(client_id, requests, dispatch)
-            num_replies = 0
-            while requests and not plan.is_over(started, num_replies):
-                self._drop_absent(requests, plan)
-                if not requests:
-                    break
-                reply = self._next_reply(requests, self._pause(started, plan))
-                if reply is not None:
-                    num_replies += 1
-                    yield reply
-                    del reply  # Free the memory before the next reply arrives.
-                if self.on_wait is not None:
-                    self.on_wait()
-        finally:
-            for client_id in requests:
-                self.transport.withdraw(client_id)
-                self._status.withdrawn(client_id)
+        self._note_all()
+        yield from super().run(plan, on_dispatch)
 
-    def _drop_absent(self, requests: dict[str, Message], plan: Plan) -> None:
-        """Close the requests of clients that were absent for too long, and of clients that were expelled."""
-        self._expel_clients()
-        for client_id in self._overdue(requests, plan):
+    def withdraw(self, client_id: str) -> None:
+        if self._is_asked(client_id):
             self.transport.withdraw(client_id)
-            self._missing[client_id] = f"the client was absent for {self._rejoin_timeout:g} s"
-            text = f"Round {plan.round + 1} no longer waits for client {client_id!r}."
-            _log(text, "absent", client_id, round=plan.round + 1)
-        for client_id in [name for name in requests if name in self._missing]:
-            del requests[client_id]
             self._status.withdrawn(client_id)
+            self._withdrawn.add(client_id)
+        super().withdraw(client_id)
+        if client_id in self._kept:
+            self._note(Event("reply", client_id, self._kept.pop(client_id)))
 
-    def _next_reply(self, requests: dict[str, Message], timeout: float) -> tuple[str, Message] | None:
-        """Return the reply to one of the open requests, which is then closed, or `None` for another event."""
-        event = self.transport.receive(timeout)
-        if event is None:
-            return None
-        if event.kind != "reply" or event.client_id not in requests:
-            self._note(event)
-            return None
-        request = requests.pop(event.client_id)
-        seconds = self._status.replied(event.client_id, len(event.blob))
-        text = f"Client {event.client_id!r} replied after {seconds:.1f} s."
-        facts = {"round": request.round + 1, "bytes": len(event.blob), "seconds": round(seconds, 3)}
-        logger.info(text, extra={"event": "reply", "client": event.client_id, **facts})
-        return event.client_id, self._read(request, event.blob)
-
-    def _send(self, client_id: str, requests: dict[str, Message], dispatch: Callable[[str], Message]) -> None:
-        request = requests[client_id] = dispatch(client_id)
+    def _transmit(self, client_id: str, request: OpenRequest) -> None:
+        if client_id in self._missing or client_id in self._withdrawn:
+            self._note_all()
+        if client_id in self._missing:
+            return
+        message = self._dispatch(client_id, request)
         header = {
             "state": self._states.get(client_id, ""),
             # The client keeps the states of all checkpoints, because the run may resume from each of them.
             "keep": [state for path in self._saved_clients() if (state := _read_state(path, client_id)) is not None],
             "num_clients": len(self._datasets.client_ids),
         }
-        self._status.sent(client_id, request.num_bytes)
-        facts = {"client": client_id, "round": request.round + 1, "bytes": request.num_bytes}
+        self._status.sent(client_id, message.round, message.num_bytes)
+        facts = {"client": client_id, "round": message.round + 1, "bytes": message.num_bytes}
         logger.info(f"Sent a request to client {client_id!r}.", extra={"event": "request", **facts})
-        self.transport.send(client_id, lambda: JoinedPieces(frame(header), request.to_pieces()))
+        self.transport.send(client_id, lambda: JoinedPieces(frame(header), message.to_pieces()))
 
-    def _overdue(self, requests: Mapping[str, Message], plan: Plan) -> list[str]:
-        """The asked clients for which the round no longer waits."""
-        if plan.deadline is not None:
-            return []
+    def _receive(self, clients: Set[str] | None, until: float | None) -> tuple[str, Message] | None:
+        if self.on_wait is not None:
+            self.on_wait()
+        self._expel_clients()
         now = time.monotonic()
-        return [name for name in requests if now - self._absent_since.get(name, now) > self._rejoin_timeout]
+        for client_id in self._waiting(clients):
+            request = self._requests[client_id]
+            if client_id in self._kept and client_id not in self._missing:
+                return self._reply(client_id, request, self._kept.pop(client_id))
+            if until is None and now - self._absent_since.get(client_id, now) > self._rejoin_timeout:
+                self.transport.withdraw(client_id)
+                self._missing[client_id] = f"the client was absent for {self._rejoin_timeout:g} s"
+                text = f"Round {request.round + 1} no longer waits for client {client_id!r}."
+                _log(text, "absent", client_id, round=request.round + 1)
+            if client_id in self._missing or request.expected is None:
+                self._status.withdrawn(client_id)
+                self._kept.pop(client_id, None)
+                reason = self._missing.get(client_id, "the client was absent")
+                return client_id, NoReply(request.round, client_id, reason)
+        pause = self._rejoin_timeout if until is None else max(until - now, 0.01)
+        event = self.transport.receive(min(_CHECK_SECONDS, pause))
+        if event is None:
+            return None
+        name = event.client_id
+        if event.kind != "reply" or not self._is_asked(name) or (clients is not None and name not in clients):
+            self._note(event)
+            return None
+        return self._reply(name, self._requests[name], event.blob)
 
-    def _pause(self, started: float, plan: Plan) -> float:
-        if plan.deadline is None:
-            return min(_CHECK_SECONDS, self._rejoin_timeout)
-        return min(_CHECK_SECONDS, max(started + plan.deadline - time.monotonic(), 0.01))
-
-    def _read(self, request: Message, blob: Blob) -> Message:
-        """Read a reply. A damaged reply is a failure of its client."""
+    def _reply(self, client_id: str, request: OpenRequest, blob: Blob) -> tuple[str, Message]:
+        """Log the reply to a request, and read it. A damaged reply is a failure of its client."""
+        seconds = self._status.replied(client_id, len(blob))
+        facts = {"round": request.round + 1, "bytes": len(blob), "seconds": round(seconds, 3)}
+        text = f"Client {client_id!r} replied after {seconds:.1f} s."
+        logger.info(text, extra={"event": "reply", "client": client_id, **facts})
+        nonce = "" if request.expected is None else request.expected.nonce
         try:
             reply = read_message(blob)
         except ValueError as error:
-            return ClientFailure(
-                request.round, request.client_id, f"its reply is damaged: {error}", nonce=request.nonce
-            )
-        self._states[request.client_id] = request.nonce
-        return reply
+            text = f"its reply is damaged: {error}"
+            return client_id, ClientFailure(request.round, client_id, text, nonce=nonce)
+        self._states[client_id] = nonce
+        return client_id, reply
 
     # ---- Checkpoints
 

@@ -9,17 +9,20 @@ payload per round.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..aggregation import Accumulator
 from ..distributed.process_group import ProcessGroup
 from ..messages import ClientFailure, Message, message_from_tree
-from .base import EngineContext, Plan
+from .context import EngineContext
 from .local import LocalEngine
+from .requests import Plan
 
 
 T = TypeVar("T")
@@ -111,6 +114,9 @@ class RankEngine(LocalEngine):
         bytes_reduced (`int`): Bytes of payload that this process has contributed to reductions in this run.
     """
 
+    # The ranks agree on plans only.
+    holds_requests: ClassVar[bool] = False
+
     def __init__(self, serialize: bool = False) -> None:
         super().__init__(serialize)
         self.bytes_reduced = 0
@@ -138,16 +144,20 @@ class RankEngine(LocalEngine):
             return cohort
         return [client_id for client_id, rank in self._ranks_of(cohort).items() if rank == self.processes.rank]
 
-    def _is_over(self, plan: Plan, started: float, num_replies: int) -> bool:
-        if plan.deadline is None:
-            return False
-        if self._spreads_clients:
+    def run(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> Generator[Message, None, None]:
+        self._plan_name = f"{plan.phase}, round {plan.round}"
+        if self._spreads_clients and plan.deadline is not None:
             # Each rank waits for its share of the replies; the shares are rounded up.
             own = len(self.own_clients(plan.cohort))
-            return plan.is_over(started, num_replies, math.ceil(plan.min_replies * own / len(plan.cohort)))
+            plan = replace(plan, min_replies=math.ceil(plan.min_replies * own / max(len(plan.cohort), 1)))
+        return super().run(plan, on_dispatch)
+
+    def _is_over(self, until: float | None, enough: int, num_replies: int) -> bool:
+        is_over = partial(super()._is_over, until, enough, num_replies)
+        if until is None or self._spreads_clients:
+            return is_over()
         # The ranks train each client together, and their clocks differ.
-        label = f"{plan.phase}, round {plan.round}: deadline after {num_replies} replies"
-        return self.processes.run_on_main(label, lambda: plan.is_over(started, num_replies))
+        return self.processes.run_on_main(f"{self._plan_name}: deadline after {num_replies} replies", is_over)
 
     def _deliver(self, message: Message) -> Message:
         if not self._spreads_clients:
@@ -156,12 +166,12 @@ class RankEngine(LocalEngine):
         with self.processes.independent(as_main=True):
             return super()._deliver(message)
 
-    def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
-        for client_id, reply in super()._execute(plan, dispatch):
-            if isinstance(reply, ClientFailure) and not self._spreads_clients and self.processes.world_size > 1:
-                raise_common_failure(self.processes, reply, self.last_error)
-            yield client_id, reply
-            del reply
+    def _receive(self, clients: Set[str] | None, until: float | None) -> tuple[str, Message] | None:
+        arrived = super()._receive(clients, until)
+        if arrived is not None and isinstance(arrived[1], ClientFailure):
+            if not self._spreads_clients and self.processes.world_size > 1:
+                raise_common_failure(self.processes, arrived[1], self.last_error)
+        return arrived
 
     def gather(self, plan: Plan, results: Mapping[str, T]) -> dict[str, T]:
         if not self._spreads_clients:

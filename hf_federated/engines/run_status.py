@@ -53,10 +53,12 @@ class RunStatus:
     def begin(self, round: int, phase: str) -> None:
         """Record the begin of a phase of a round."""
         self._round, self._phase = round, phase
-        self._sent, self._seconds = {}, []
+        self._seconds = []
 
-    def sent(self, client_id: str, num_bytes: int) -> None:
-        """Record that a request was sent."""
+    def sent(self, client_id: str, round: int, num_bytes: int) -> None:
+        """Record that a request was sent. Without a plan, the request begins its round."""
+        if round != self._round:
+            self.begin(round, "training")
         self._sent[client_id] = time.monotonic()
         self._bytes[client_id][0] += num_bytes
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hf_federated.engines import LocalEngine, Plan
+from hf_federated.engines import LocalEngine
+from hf_federated.engines.requests import NoReply
 from hf_federated.messages import ClientFailure, Message, Metrics, Predictions
 
 
@@ -67,20 +68,28 @@ class HostileEngine(LocalEngine):
         super().__init__()
         self._attack = attack
         self._knowledge = Knowledge(hostile, other)
+        self._phase = ""
+        # What the hostile client has sent and the server has not read.
+        self._sent: list[tuple[str, Any]] = []
 
-    def _execute(self, plan: Plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
-        requests: dict[str, Message] = {}
+    def run(self, plan, on_dispatch=None):
+        self._phase = plan.phase
+        return super().run(plan, on_dispatch)
 
-        def recorded(client_id: str) -> Message:
-            requests[client_id] = dispatch(client_id)
-            return requests[client_id]
+    def _dispatch(self, client_id, request):
+        self._request = super()._dispatch(client_id, request)
+        return self._request
 
-        for client_id, reply in super()._execute(plan, recorded):
-            if client_id != self._knowledge.own or plan.phase != self._attack.phase:
-                yield client_id, reply
-                continue
-            yield from self._attack.act(requests[client_id], reply, self._knowledge)
+    def _receive(self, clients, until):
+        if not self._sent:
+            client_id, reply = super()._receive(clients, until)
+            if client_id != self._knowledge.own or self._phase != self._attack.phase:
+                return client_id, reply
+            nothing = [(client_id, NoReply(reply.round, client_id, "no reply"))]
+            self._sent = self._attack.act(self._request, reply, self._knowledge) or nothing
             self._knowledge.replies.append(reply)
+        first, *self._sent = self._sent
+        return first
 
 
 def fail(request: Any, reply: Any, knowledge: Knowledge) -> list[tuple[str, Any]]:

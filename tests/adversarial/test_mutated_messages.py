@@ -32,11 +32,11 @@ class MutatingEngine(Engine):
         self._draw = draw
         self._reply_to = reply_to
 
-    def _execute(self, plan, dispatch):
-        for client_id in plan.cohort:
-            request = dispatch(client_id)
-            reply = dataclasses.replace(self._reply_to(request), nonce=request.nonce)
-            yield client_id, mutate(reply, self._draw) if client_id == HOSTILE else reply
+    def _receive(self, clients, until):
+        client_id = next(self._waiting(clients))
+        request = self._dispatch(client_id, self._requests[client_id])
+        reply = dataclasses.replace(self._reply_to(request), nonce=request.nonce)
+        return client_id, mutate(reply, self._draw) if client_id == HOSTILE else reply
 
     def save(self, directory):
         return {}

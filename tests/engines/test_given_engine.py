@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer, RoundFailedError
 from hf_federated.adapters import Exchange
-from hf_federated.engines import LocalEngine, Plan, RankEngine
+from hf_federated.engines import LocalEngine, RankEngine
 from hf_federated.messages import ClientUpdate
 
 
@@ -103,15 +103,6 @@ def test_round_fails_if_all_clients_fail_after_its_deadline(tmp_path):
 
     with pytest.raises(RoundFailedError, match="3 of 3 clients failed. .*min_clients=1.*out of mem"):
         train(tmp_path, client_callbacks=[FailsAfterSleep()], round_deadline=0.05)
-
-
-@pytest.mark.parametrize(
-    ("deadline", "min_replies", "num_replies", "is_over"),
-    [(None, 0, 5, False), (1e9, 0, 5, False), (1e-9, 0, 0, True), (1e-9, 3, 2, False), (1e-9, 3, 3, True)],
-)
-def test_plan_ends_at_its_deadline_once_min_replies_have_arrived(deadline, min_replies, num_replies, is_over):
-    plan = Plan(0, ("a",), lambda client_id: None, deadline=deadline, min_replies=min_replies)
-    assert plan.is_over(time.monotonic() - 1e-3, num_replies) is is_over
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan")])

@@ -457,3 +457,150 @@ def test_process_with_one_client_raises_errors_of_the_cohort_when_it_trains(tmp_
     )
     with pytest.raises(ValueError, match="clients_per_round=3, but the federation has 1 clients"):
         trainer.train()
+
+
+# ---- Requests without a plan
+
+
+def ask(engine: NetworkEngine, client_id: str, round: int) -> None:
+    engine.send(client_id, lambda client_id: Evaluate(round, client_id, {}), round=round)
+
+
+def received(replies: Iterator[Message]) -> list[tuple[str, int]]:
+    found = list(replies)
+    assert all(isinstance(reply, Metrics) for reply in found), found
+    return [(reply.client_id, reply.round) for reply in found]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def asked(network) -> Callable[[], tuple[NetworkEngine, threading.Event, dict[str, Client]]]:
+    """Start an engine whose client `north` replies to the request of round 0 when the event is set."""
+
+    def start() -> tuple[NetworkEngine, threading.Event, dict[str, Client]]:
+        engine, released = network(), threading.Event()
+
+        def wait(message: Message) -> Message:
+            if message.round == 0:
+                released.wait(10)
+            return answer(message)
+
+        clients = {"north": Client(engine.transport.address, "north", wait)}
+        clients["south"] = Client(engine.transport.address, "south")
+        begin(engine)
+        ask(engine, "north", 0)
+        return engine, released, clients
+
+    return start
+
+
+def test_request_stays_open_beyond_a_round(asked):
+    engine, released, _ = asked()
+    for round in (1, 2):
+        plan = Plan(round, ("south",), lambda client_id, round=round: Evaluate(round, client_id, {}))
+        assert received(engine.run(plan)) == [("south", round)]
+    assert engine.open_requests == ("north",)
+    released.set()
+    assert received(engine.replies()) == [("north", 0)]
+    assert {round: list(clients) for round, clients in engine.ledger.to_dict()["rounds"].items()} == {
+        "0": ["north"],
+        "1": ["south"],
+        "2": ["south"],
+    }
+    assert all(engine.ledger.to_dict()["rounds"]["0"]["north"])
+
+
+def test_reply_that_arrives_while_the_server_waits_for_another_client_is_not_lost(asked):
+    engine, released, clients = asked()
+    ask(engine, "south", 1)
+    threading.Timer(0.5, released.set).start()
+    assert received(engine.replies(clients=["north"])) == [("north", 0)]
+    assert [message.round for message in clients["south"].received] == [1] and engine.open_requests == ("south",)
+    # The next plan begins with the events that have arrived.
+    assert received(engine.run(Plan(2, ("north",), lambda name: Evaluate(2, name, {})))) == [("north", 2)]
+    assert received(engine.replies()) == [("south", 1)]
+
+
+def test_caller_that_stops_early_gets_the_other_replies_later(asked):
+    engine, released, _ = asked()
+    ask(engine, "south", 1)
+    assert next(engine.replies()).client_id == "south"
+    assert received(engine.replies(deadline=0.2)) == [] and engine.open_requests == ("north",)
+    ask(engine, "south", 3)
+    released.set()
+    assert sorted(received(engine.replies())) == [("north", 0), ("south", 3)]
+
+
+def test_reply_to_a_withdrawn_request_is_ignored_and_the_client_answers_the_next_one(asked, caplog):
+    engine, released, clients = asked()
+    wait_until(lambda: len(clients["north"].received) == 1)
+    engine.withdraw("north")
+    assert engine.open_requests == ()
+    released.set()
+    ask(engine, "north", 1)
+    assert received(engine.replies()) == [("north", 1)]
+    assert any("Ignored a reply of client 'north'" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_reply_that_arrived_before_its_request_was_withdrawn_is_ignored(asked, caplog, is_kept):
+    engine, released, _ = asked()
+    released.set()
+    wait_until(lambda: not engine.transport._events.empty())
+    if is_kept:
+        ask(engine, "south", 1)
+        assert received(engine.replies(clients=["south"])) == [("south", 1)]
+    engine.withdraw("north")
+    ask(engine, "north", 2)
+    assert received(engine.replies()) == [("north", 2)]
+    assert [text for text in caplog.messages if "came too late" in text] == [
+        "Ignored a reply of client 'north': it came too late."
+    ]
+
+
+def test_request_to_a_client_that_has_not_joined_is_a_failure_and_other_requests_stay_open(network):
+    engine = network(num_to_start=1)
+    north = Client(engine.transport.address, "north", lambda message: slow.wait(10) and answer(message))
+    slow = threading.Event()
+    begin(engine)
+    ask(engine, "north", 4)
+    ask(engine, "south", 4)
+    failure = next(engine.replies())
+    assert isinstance(failure, ClientFailure) and (failure.client_id, failure.round) == ("south", 4)
+    assert failure.error == "the client has not joined" and engine.open_requests == ("north",)
+    south = Client(engine.transport.address, "south")
+    wait_until(lambda: engine.transport.is_connected("south"))
+    ask(engine, "south", 5)
+    slow.set()
+    assert sorted(received(engine.replies())) == [("north", 4), ("south", 5)]
+    assert [len(client.received) for client in (north, south)] == [1, 1]
+
+
+def test_request_to_a_client_that_leaves_is_a_failure_after_the_rejoin_timeout(network):
+    engine = network()
+    north = Client(engine.transport.address, "north", lambda message: north.connection.close())
+    Client(engine.transport.address, "south")
+    begin(engine)
+    ask(engine, "north", 3)
+    ask(engine, "south", 4)
+    replies = {reply.client_id: reply for reply in engine.replies()}
+    assert (replies["north"].error, replies["north"].round) == ("the client was absent for 1 s", 3)
+    assert isinstance(replies["south"], Metrics)
+
+
+def test_client_that_joins_again_answers_a_request_that_was_sent_in_an_earlier_round(network):
+    engine = network(rejoin_timeout=10)
+    north = Client(engine.transport.address, "north", lambda message: north.connection.close())
+    Client(engine.transport.address, "south")
+    begin(engine)
+    ask(engine, "north", 0)
+    wait_until(lambda: not engine.transport.is_connected("north"))
+    Client(engine.transport.address, "north")
+    assert received(engine.run(Plan(1, ("south",), lambda name: Evaluate(1, name, {})))) == [("south", 1)]
+    assert received(engine.replies()) == [("north", 0)]

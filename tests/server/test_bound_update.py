@@ -313,9 +313,9 @@ def test_scaled_update_is_rejected_in_every_round_of_a_decreasing_schedule(tmp_p
 
 def test_run_with_a_rejected_client_equals_a_run_in_which_it_fails(tmp_path):
     class Failing(LocalEngine):
-        def _execute(self, plan, dispatch):
-            for client_id, reply in super()._execute(plan, dispatch):
-                yield client_id, None if client_id == "c" else reply
+        def _receive(self, clients, until):
+            client_id, reply = super()._receive(clients, until)
+            return client_id, None if client_id == "c" else reply
 
     hostile, _ = run(tmp_path / "hostile", Scaling("c", 300.0))
     failing, _ = run(tmp_path / "failing", Failing())

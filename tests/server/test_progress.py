@@ -73,10 +73,16 @@ def test_no_line_is_written_below_the_verbosity_info(tmp_path, capfd) -> None:
 class RepliesInReverse(LocalEngine):
     """Sends all messages before the first reply, and yields the replies in reverse order, as a network may do."""
 
-    def _execute(self, plan, dispatch: Callable[[str], Message]) -> Iterator[tuple[str, Message]]:
-        messages = {client_id: dispatch(client_id) for client_id in plan.cohort}
-        for client_id in reversed(plan.cohort):
-            yield client_id, self._deliver(messages[client_id])
+    def __init__(self) -> None:
+        super().__init__()
+        self._messages: list[Message] = []
+
+    def _transmit(self, client_id, request) -> None:
+        self._messages.append(self._dispatch(client_id, request))
+
+    def _receive(self, clients, until) -> tuple[str, Message]:
+        message = self._messages.pop()
+        return message.client_id, self._deliver(message)
 
 
 def test_lines_count_replies_that_arrive_in_any_order(tmp_path, info_log) -> None:
