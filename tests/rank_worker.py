@@ -29,6 +29,7 @@ import torch
 from float16 import Float16Trainer
 from forks import prepare_forks
 from language import masking_tokenizer
+from own_messages import sums_of
 from peft import LoraConfig, get_peft_model
 from rank_troubles import DECISIONS, SIZES, Trouble, TroubleInClient, differ
 from safetensors.torch import save_file
@@ -54,6 +55,7 @@ from hf_federated import (
     federate,
 )
 from hf_federated.distributed import process_group
+from hf_federated.engines import RankEngine
 from hf_federated.messages import ClientUpdate
 from hf_federated.messages.serialization import pack
 
@@ -316,6 +318,12 @@ def train(rank: int, request: dict[str, Any]) -> None:
         trainer: Trainer = sft_trainer([recorder])
         trainer.train()
         write_notes(rank, trainer, recorder)
+        return
+    if name.startswith("own messages"):
+        arguments(RUN_DIR).device  # noqa: B018 - sets up accelerate
+        sums = sums_of(RankEngine(serialize=True), parallelism=name.split()[-1])
+        with open(f"rank-{rank}.json", "w", encoding="utf-8") as file:
+            json.dump(sums, file)
         return
     model, federation, args, trainer_args = scenario(name)
     if "differ" in request and rank == request["world_size"] - 1:

@@ -23,7 +23,7 @@ from transformers.utils import logging
 
 from ..aggregation import Accumulator
 from ..data import FederatedDataset
-from ..messages import Announcement, ClientFailure, Evaluate, Message
+from ..messages import KINDS, Announcement, ClientFailure, Evaluate, Message
 from ..messages.ledger import Ledger
 from ..messages.validation import ExpectedReply
 from ..transport.session_config import SessionConfig
@@ -59,6 +59,8 @@ class Engine(ABC):
         self.last_error: Exception | None = None
         # Called about every second while the engine waits for replies, if the clients are on other machines.
         self.on_wait: Callable[[], None] | None = None
+        # The kinds of messages that engine and clients read.
+        self.kinds: Mapping[str, type[Message]] = KINDS
         # The open requests by client id, in the order of sending. The first key of a large `dict` without its earlier
         # keys is slow to find.
         self._requests: OrderedDict[str, OpenRequest] = OrderedDict()
@@ -134,6 +136,7 @@ class Engine(ABC):
             self.withdraw(client_id)
         self.ledger = Ledger()
         self.last_error = None
+        self.kinds = context.kinds
 
     def own_clients(self, cohort: Sequence[str]) -> Sequence[str]:
         """

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..clients import ClientWorker
 from ..distributed.process_group import ProcessGroup
+from ..messages import KINDS, Message
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class EngineContext:
         processes ([`~hf_federated.distributed.process_group.ProcessGroup`]): The processes of the launch.
         saved_clients (`Callable[[], list[Path]]`): Returns the folders with the client states in all checkpoints of
             the run.
+        kinds (`Mapping[str, type[Message]]`, *optional*): The kinds of messages that engine and clients read, as from
+            [`~hf_federated.messages.kinds_of`]. Defaults to the messages of this library.
     """
 
     build_worker: Callable[[], ClientWorker]
@@ -30,3 +33,4 @@ class EngineContext:
     parallelism: str
     processes: ProcessGroup
     saved_clients: Callable[[], list[Path]] = list
+    kinds: Mapping[str, type[Message]] = field(default_factory=lambda: KINDS)

@@ -58,7 +58,8 @@ class LocalEngine(Engine):
 
     def _deliver(self, message: Message) -> Message:
         if self.serialize:
-            return read_message(self.worker.handle(read_message(message.to_bytes())).to_bytes())
+            message = read_message(message.to_bytes(), self.kinds)
+            return read_message(self.worker.handle(message).to_bytes(), self.kinds)
         return self.worker.handle(message)
 
     def save(self, directory: Path) -> dict[str, str]:

@@ -342,7 +342,7 @@ class NetworkEngine(Engine):
         logger.info(text, extra={"event": "reply", "client": client_id, **facts})
         nonce = "" if request.expected is None else request.expected.nonce
         try:
-            reply = read_message(blob)
+            reply = read_message(blob, self.kinds)
         except ValueError as error:
             text = f"its reply is damaged: {error}"
             return client_id, ClientFailure(request.round, client_id, text, nonce=nonce)

@@ -193,7 +193,7 @@ class RankEngine(LocalEngine):
     def collect(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> dict[str, Message]:
         replies = super().collect(plan, on_dispatch)
         trees = self.gather(plan, {client_id: reply.to_tree() for client_id, reply in replies.items()})
-        return {client_id: message_from_tree(tree) for client_id, tree in trees.items()}
+        return {client_id: message_from_tree(tree, self.kinds) for client_id, tree in trees.items()}
 
     def reduce(self, plan: Plan, accumulator: Accumulator) -> None:
         if not self._spreads_clients:

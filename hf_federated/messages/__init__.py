@@ -4,7 +4,7 @@ from .announcement import ANNOUNCED_VALUES, Announcement
 from .base import FlatMessage, Message, Serializable
 from .disclosure import Disclosure
 from .distillation import Distill, Feedback, Predict, Predictions, PublicRowsMessage, public_order
-from .registry import KINDS, message_from_tree, read_message
+from .registry import KINDS, kinds_of, message_from_tree, read_message
 from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Evaluate, Fit, Metrics
 
 
@@ -27,6 +27,7 @@ __all__ = [
     "Predictions",
     "PublicRowsMessage",
     "Serializable",
+    "kinds_of",
     "message_from_tree",
     "public_order",
     "read_message",

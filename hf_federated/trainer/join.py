@@ -131,7 +131,7 @@ class JoinedClient:
         if self._next is None:
             self._next = requests.receive()
         while self._next is not None:
-            message = read_message(memoryview(bytearray(self._next.content)))
+            message = read_message(memoryview(bytearray(self._next.content)), self._engine.kinds)
             if round is not None and message.round != round:
                 # The request belongs to the next step of the loop.
                 break
