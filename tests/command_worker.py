@@ -27,10 +27,11 @@ from forks import prepare_forks
 from rank_worker import wait
 
 from hf_federated.cli.main import main
-from hf_federated.experiments import network_commands, train_recipe
+from hf_federated.experiments import train_recipe
+from hf_federated.experiments.network import commands
 
 
-assert network_commands and train_recipe  # imported before the fork, because the import takes seconds
+assert commands and train_recipe  # imported before the fork, because the import takes seconds
 TIMEOUT = 150
 
 

@@ -16,9 +16,9 @@ from unittest import mock
 def recipe_fields() -> str:
     """A table of fields for each section of a recipe."""
     from hf_federated.cli.field_help import INTRODUCTIONS
-    from hf_federated.experiments.grid import BenchmarkSection
-    from hf_federated.experiments.recipe_fields import named_section_fields, section_fields
-    from hf_federated.experiments.recipe_schema import dataclass_fields
+    from hf_federated.experiments.benchmark.grid import BenchmarkSection
+    from hf_federated.experiments.recipe.fields import named_section_fields, section_fields
+    from hf_federated.experiments.recipe.schema import dataclass_fields
 
     parts = []
     for section, classes in named_section_fields().items():
@@ -52,7 +52,7 @@ def sentence(text: str) -> str:
 
 def field_table(fields: Iterable[Any]) -> str:
     """A Markdown table of `RecipeField`s."""
-    from hf_federated.experiments.recipe_schema import type_name
+    from hf_federated.experiments.recipe.schema import type_name
 
     lines = []
     for field in fields:

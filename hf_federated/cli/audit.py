@@ -30,12 +30,12 @@ from hf_federated.cli.dataclass_options import add_dataclass_options, build_from
 from hf_federated.cli.partition import load_splits
 from hf_federated.cli.recipe_options import add_set_option, make_current_folder_importable
 from hf_federated.data import DatasetSource
-from hf_federated.experiments.data_files import hub_errors
+from hf_federated.experiments.audit.recipe_audit import audit_recipe
+from hf_federated.experiments.data.files import hub_errors
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.experiments.payload_audit import audit_recipe
-from hf_federated.experiments.recipe import parse_recipe
-from hf_federated.experiments.recipe_fields import check_names
-from hf_federated.experiments.recipe_yaml import read_values
+from hf_federated.experiments.recipe.fields import check_names
+from hf_federated.experiments.recipe.recipe import parse_recipe
+from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.utils.optional_packages import require_packages
 from hf_federated.utils.remote_code import load_causal_model, load_repository_tokenizer
 

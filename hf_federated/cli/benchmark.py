@@ -13,8 +13,8 @@ from hf_federated.cli.recipe_options import INTERRUPTED, add_set_option, make_cu
 
 
 if TYPE_CHECKING:
-    from hf_federated.experiments.benchmark import BenchmarkOptions
-    from hf_federated.experiments.grid import PlannedRun
+    from hf_federated.experiments.benchmark.benchmark import BenchmarkOptions
+    from hf_federated.experiments.benchmark.grid import PlannedRun
 
 
 def add_arguments(parser: CommandParser, argv: Sequence[str] = ()) -> None:
@@ -48,7 +48,7 @@ def add_arguments(parser: CommandParser, argv: Sequence[str] = ()) -> None:
 
 def benchmark_options(arguments: argparse.Namespace) -> BenchmarkOptions:
     """Convert the parsed arguments of [`add_arguments`] to options of a benchmark."""
-    from hf_federated.experiments.benchmark import BenchmarkOptions
+    from hf_federated.experiments.benchmark.benchmark import BenchmarkOptions
 
     return BenchmarkOptions(
         recipes=arguments.recipes,
@@ -84,10 +84,10 @@ def benchmark(arguments: argparse.Namespace) -> int:
 
 
 def _benchmark(arguments: argparse.Namespace) -> int:
-    from hf_federated.experiments.benchmark import run_benchmark
+    from hf_federated.experiments.benchmark.benchmark import run_benchmark
     from hf_federated.experiments.execution import measure_run
-    from hf_federated.experiments.recipe import check_recipe, partitioner_has_seed
-    from hf_federated.experiments.recipe_yaml import read_values
+    from hf_federated.experiments.recipe.recipe import check_recipe, partitioner_has_seed
+    from hf_federated.experiments.recipe.yaml_file import read_values
 
     make_current_folder_importable()
 

@@ -9,7 +9,7 @@ import types
 import typing
 from typing import Any
 
-from hf_federated.experiments.recipe_schema import argument_help
+from hf_federated.experiments.recipe.schema import argument_help
 
 
 def add_dataclass_options(parser: argparse.ArgumentParser, cls: type) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from hf_federated.cli.recipe_options import add_set_option, make_current_folder_importable
 from hf_federated.experiments.errors import command_errors
-from hf_federated.experiments.recipe_fields import check_names
-from hf_federated.experiments.recipe_yaml import read_values
+from hf_federated.experiments.recipe.fields import check_names
+from hf_federated.experiments.recipe.yaml_file import read_values
 
 
 def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> None:
@@ -54,7 +54,7 @@ def estimate(arguments: argparse.Namespace) -> None:
     from hf_federated.experiments.estimate.recipe_estimate import estimate_recipe
     from hf_federated.experiments.estimate.results import describe
     from hf_federated.experiments.estimate.sizes import EstimateOptions
-    from hf_federated.experiments.recipe import parse_recipe
+    from hf_federated.experiments.recipe.recipe import parse_recipe
 
     make_current_folder_importable()
     with command_errors("estimate"):

@@ -59,7 +59,7 @@ def export_nvflare(arguments: argparse.Namespace) -> None:
         CommandError: If NVFlare is not installed, or the recipe cannot be a job.
     """
     make_current_folder_importable()
-    from hf_federated.experiments import nvflare_job
+    from hf_federated.experiments.network import nvflare_job
 
     folder = nvflare_job.export_nvflare(
         arguments.recipe,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from hf_federated.experiments.grid import BenchmarkSection
-from hf_federated.experiments.recipe_fields import named_section_fields, section_fields
-from hf_federated.experiments.recipe_schema import RecipeField, dataclass_fields, type_name
+from hf_federated.experiments.benchmark.grid import BenchmarkSection
+from hf_federated.experiments.recipe.fields import named_section_fields, section_fields
+from hf_federated.experiments.recipe.schema import RecipeField, dataclass_fields, type_name
 
 
 INTRODUCTIONS = {

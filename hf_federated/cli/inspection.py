@@ -101,7 +101,7 @@ def open_clients(data: str, split: str | None, revision: str | None) -> Federate
     from hf_federated.data.hub import fetch_split, read_hub_partition
     from hf_federated.data.storage.folder import open_folder, open_split
     from hf_federated.data.storage.partition_file import PARTITION_FILE
-    from hf_federated.experiments.data_files import hub_errors, is_missing_path, suggest_path
+    from hf_federated.experiments.data.files import hub_errors, is_missing_path, suggest_path
 
     if Path(data).exists() and not (Path(data) / PARTITION_FILE).is_file():
         raise _not_partitioned(data)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from hf_federated.cli.recipe_options import add_recipe_arguments, make_current_folder_importable
 from hf_federated.experiments.errors import CommandError
-from hf_federated.experiments.recipe_fields import check_names
-from hf_federated.experiments.recipe_yaml import read_values
+from hf_federated.experiments.recipe.fields import check_names
+from hf_federated.experiments.recipe.yaml_file import read_values
 
 
 # `hf_federated.transport.protocol.DEFAULT_MAX_MESSAGE_BYTES`, without its import.
@@ -155,13 +155,13 @@ def serve(arguments: argparse.Namespace) -> None:
         CommandError: If the recipe, the certificates or the address cannot be used, or the run failed.
     """
     if _has_split(arguments):
-        from hf_federated.experiments import networked_split
+        from hf_federated.experiments.network import split_run
 
-        networked_split.split_server(arguments)
+        split_run.split_server(arguments)
         return
-    from hf_federated.experiments import network_commands
+    from hf_federated.experiments.network import commands
 
-    network_commands.serve(arguments)
+    commands.serve(arguments)
 
 
 def join(arguments: argparse.Namespace) -> None:
@@ -175,13 +175,13 @@ def join(arguments: argparse.Namespace) -> None:
         CommandError: If the recipe, the examples or the certificates cannot be used, or the run failed.
     """
     if _has_split(arguments):
-        from hf_federated.experiments import networked_split
+        from hf_federated.experiments.network import split_run
 
-        networked_split.split_client(arguments)
+        split_run.split_client(arguments)
         return
-    from hf_federated.experiments import network_commands
+    from hf_federated.experiments.network import commands
 
-    network_commands.join(arguments)
+    commands.join(arguments)
 
 
 def split_server(arguments: argparse.Namespace) -> None:
@@ -216,7 +216,7 @@ def _has_split(arguments: argparse.Namespace) -> bool:
             kind = "for split models" if has_split else "without a section split in the recipe"
             raise CommandError(f"--{option.replace('_', '-')} has no use {kind}. Leave it out.")
     if arguments.log_format == "json":
-        from hf_federated.experiments.event_log import log_as_json
+        from hf_federated.experiments.network.event_log import log_as_json
 
         log_as_json()
     return has_split
@@ -234,6 +234,6 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--certificates: the folder {arguments.certificates} does not exist.")
     fingerprints = [*arguments.peer, *filter(None, [getattr(arguments, "server_fingerprint", None)])]
     if fingerprints:
-        from hf_federated.experiments.networked_split import check_fingerprints
+        from hf_federated.experiments.network.split_run import check_fingerprints
 
         check_fingerprints(arguments)

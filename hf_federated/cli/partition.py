@@ -143,7 +143,7 @@ def _client_files(arguments: argparse.Namespace) -> tuple[FederatedDatasetDict, 
     """The clients in the files of a folder, and the column of labels for the statistics."""
     from hf_federated.data import FederatedDataset, FederatedDatasetDict
     from hf_federated.data.storage.partition_file import PARTITION_FILE
-    from hf_federated.experiments.data_files import load_client_files
+    from hf_federated.experiments.data.files import load_client_files
 
     for option, value in (("--name", arguments.name), ("--revision", arguments.revision)):
         if value is not None:
@@ -193,7 +193,7 @@ def load_splits(data: str, name: str | None, split: str | None, revision: str | 
     from datasets import get_dataset_split_names, load_dataset
 
     from hf_federated.data import DatasetSource
-    from hf_federated.experiments.data_files import check_local_path, check_single_format, hub_errors, load_file
+    from hf_federated.experiments.data.files import check_local_path, check_single_format, hub_errors, load_file
 
     path = Path(data)
     if path.exists() and revision is not None:

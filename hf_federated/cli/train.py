@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from hf_federated.cli.command_parser import CommandParser
 from hf_federated.cli.recipe_options import INTERRUPTED, add_recipe_arguments, make_current_folder_importable
-from hf_federated.experiments.recipe_fields import check_names
-from hf_federated.experiments.recipe_yaml import read_values
+from hf_federated.experiments.recipe.fields import check_names
+from hf_federated.experiments.recipe.yaml_file import read_values
 
 
 def add_arguments(parser: CommandParser, argv: Sequence[str] = ()) -> None:
@@ -49,7 +49,7 @@ def train(arguments: argparse.Namespace) -> int:
         values = read_values(arguments.recipe, arguments.overrides)
         check_names(values)
         # These imports take seconds. A misspelled field is reported before them.
-        from hf_federated.experiments.recipe import parse_recipe
+        from hf_federated.experiments.recipe.recipe import parse_recipe
         from hf_federated.experiments.run_folder import DEFAULT_OUTPUT_DIR, RunFolder
         from hf_federated.experiments.train_recipe import train_recipe
 

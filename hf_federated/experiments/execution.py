@@ -17,14 +17,14 @@ from transformers.utils import logging as transformers_logging
 from hf_federated.config import FederatedConfig
 from hf_federated.data.source import content_hash
 from hf_federated.experiments.baselines import BaselineResult, Baselines
-from hf_federated.experiments.recipe import Recipe, parse_recipe
-from hf_federated.experiments.recipe_loading import (
+from hf_federated.experiments.model_loading import (
     TokenizedData,
     load_model,
     load_tokenized_data,
     load_tokenizer,
 )
-from hf_federated.experiments.recipe_schema import RecipeError, build, recipe_errors
+from hf_federated.experiments.recipe.recipe import Recipe, parse_recipe
+from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.stopwatch import Stopwatch
 from hf_federated.experiments.trainer_arguments import dataset_arguments
 from hf_federated.reporting.run_plots import require_matplotlib
@@ -52,7 +52,7 @@ class Run:
         recipe ([`Recipe`]): The recipe.
         federation ([`FederatedConfig`]): The configuration of the federation, with the number of rounds resolved. For
             a split model, the rounds are the epochs, and the configuration only determines how long baselines train.
-        data ([`~hf_federated.experiments.recipe_loading.TokenizedData`]): The training clients and test examples.
+        data ([`~hf_federated.experiments.model_loading.TokenizedData`]): The training clients and test examples.
         trainer ([`FederatedTrainer`] or [`SplitFederatedTrainer`]): The trainer.
         baselines ([`~hf_federated.experiments.baselines.Baselines`]): The baselines.
     """
@@ -239,12 +239,13 @@ def measure_run(values: dict[str, Any], method: str, folder: Path) -> dict[str, 
 
     Args:
         values (`dict[str, Any]`): The recipe of the run, as returned by
-            [`~hf_federated.experiments.recipe_yaml.read_values`].
+            [`~hf_federated.experiments.recipe.yaml_file.read_values`].
         method (`str`): `"federated"`, `"centralized"` or `"local"`.
         folder (`Path`): Output folder, which only this run uses.
 
     Returns:
-        `dict[str, Any]`: The results that [`~hf_federated.experiments.benchmark.run_benchmark`] expects of a run.
+        `dict[str, Any]`: The results that [`~hf_federated.experiments.benchmark.benchmark.run_benchmark`] expects of a
+            run.
 
     Raises:
         RecipeError: If the recipe cannot be run, or a run that resumed from a checkpoint fails.

@@ -46,7 +46,7 @@ class RunFolder:
     Args:
         path (`str` or `os.PathLike`): The folder. It can be missing.
         values (`Mapping[str, Any]`): The recipe, as returned by
-            [`~hf_federated.experiments.recipe_yaml.read_values`].
+            [`~hf_federated.experiments.recipe.yaml_file.read_values`].
         resume (`bool`, *optional*, defaults to `False`): Whether the run keeps its finished baselines and continues
             from the last checkpoint, or from the first round if there is no checkpoint.
         overwrite (`bool`, *optional*, defaults to `False`): Whether the run replaces another run.

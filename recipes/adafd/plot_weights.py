@@ -16,7 +16,7 @@ import numpy as np
 
 from hf_federated.cards.tables import table
 from hf_federated.data.plots.matplotlib_helpers import display_name, new_figure
-from hf_federated.experiments.run_log import read_records
+from hf_federated.experiments.benchmark.run_log import read_records
 
 
 PREFIX = "weight/"

@@ -12,8 +12,8 @@ import argparse
 from pathlib import Path
 
 from hf_federated.data import label_counts, plot_label_shares
-from hf_federated.experiments.raw_data import load_raw_data
-from hf_federated.experiments.recipe import load_recipe
+from hf_federated.experiments.data.raw import load_raw_data
+from hf_federated.experiments.recipe.recipe import load_recipe
 
 
 RECIPE = Path(__file__).parent / "table1_encoder.yaml"

@@ -21,7 +21,7 @@ from hf_federated.cards.tables import plural, table
 from hf_federated.distillation import FedDRS
 from hf_federated.distillation.pseudo_samples import token_embeddings
 from hf_federated.experiments.execution import build_run
-from hf_federated.experiments.recipe import load_recipe
+from hf_federated.experiments.recipe.recipe import load_recipe
 
 
 RECIPE = Path(__file__).parent / "table1_encoder.yaml"

@@ -27,7 +27,7 @@ from hf_federated.cards.tables import table
 from hf_federated.distillation import pseudo_sampler
 from hf_federated.distillation.pseudo_samples import Logits, adversarial_loss, descend, label_loss
 from hf_federated.experiments.execution import build_run
-from hf_federated.experiments.recipe import load_recipe
+from hf_federated.experiments.recipe.recipe import load_recipe
 from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_curves
 
 

@@ -28,10 +28,10 @@ from hf_federated.cards.saved_records import render_saved
 from hf_federated.clients import DiskStore
 from hf_federated.clients.store import client_file_name
 from hf_federated.data.storage.partition_file import PartitionFile
-from hf_federated.experiments.recipe_fields import check_names
-from hf_federated.experiments.recipe_yaml import read_values
+from hf_federated.experiments.benchmark.run_log import LOG_NAME, RunLog, read_records
+from hf_federated.experiments.recipe.fields import check_names
+from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.experiments.run_folder import RUN_NAME, RunFolder
-from hf_federated.experiments.run_log import LOG_NAME, RunLog, read_records
 from hf_federated.messages import ClientUpdate, Evaluate, Fit, Metrics, Predictions, read_message
 from hf_federated.messages.ledger import LEDGER_NAME
 from hf_federated.messages.serialization import FlatTree, pack, packed_kind, unpack

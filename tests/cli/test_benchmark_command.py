@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from hf_federated.cli.benchmark import add_arguments, benchmark_options
-from hf_federated.experiments.benchmark import run_benchmark
+from hf_federated.experiments.benchmark.benchmark import run_benchmark
+from hf_federated.experiments.benchmark.run_log import RunLog, read_records
 from hf_federated.experiments.errors import CommandError
-from hf_federated.experiments.run_log import RunLog, read_records
 
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import pytest
 from hf_federated.cli import certificates, network, partition
 from hf_federated.cli.main import COMMANDS, build_parser
 from hf_federated.data.partitioners import PARTITIONERS
-from hf_federated.experiments.benchmark import DEFAULT_DIR
+from hf_federated.experiments.benchmark.benchmark import DEFAULT_DIR
 from hf_federated.security.keys import DEFAULT_RSA_BITS
 from hf_federated.transport.protocol import DEFAULT_MAX_MESSAGE_BYTES
 

@@ -81,8 +81,8 @@ def partition_and_train(file: str, recipe: str, folder: str):
     from datasets import DatasetDict, load_dataset
 
     from hf_federated.cli.main import main
-    from hf_federated.experiments.raw_data import load_raw_data
-    from hf_federated.experiments.recipe import load_recipe
+    from hf_federated.experiments.data.raw import load_raw_data
+    from hf_federated.experiments.recipe.recipe import load_recipe
 
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

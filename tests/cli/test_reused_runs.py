@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_benchmark_command import RECIPE, Command, write_recipe
 
+from hf_federated.experiments.benchmark.run_log import read_records
 from hf_federated.experiments.errors import CommandError
-from hf_federated.experiments.run_log import read_records
 
 
 @pytest.fixture

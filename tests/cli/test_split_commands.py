@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_federated.cli.main import build_parser, main
 from hf_federated.cli.network import serve
-from hf_federated.experiments import networked_split
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.execution import build_run
-from hf_federated.experiments.networked_split import (
+from hf_federated.experiments.network import split_run
+from hf_federated.experiments.network.split_run import (
     _load_settings,
     _terms,
     client_model,
@@ -33,7 +33,7 @@ from hf_federated.experiments.networked_split import (
     split_client,
     split_server,
 )
-from hf_federated.experiments.recipe import load_recipe
+from hf_federated.experiments.recipe.recipe import load_recipe
 from hf_federated.security.certificates import create_certificates
 from hf_federated.split.adapters import adapter_state, load_adapter
 from hf_federated.split_training.config import run_settings
@@ -95,13 +95,13 @@ def test_recipe_is_trained_over_network_and_merged(split_recipe, certificates, t
     # Loading of a part changes global state of torch. Normally each party has its own process.
     loading = threading.Lock()
     for name in ("load_client_model", "load_server_body"):
-        load = getattr(networked_split, name)
+        load = getattr(split_run, name)
 
         def load_with_lock(*args, load=load, **kwargs):
             with loading:
                 return load(*args, **kwargs)
 
-        monkeypatch.setattr(networked_split, name, load_with_lock)
+        monkeypatch.setattr(split_run, name, load_with_lock)
     commands = commands_of(split_recipe, certificates, free_port())
     errors: dict[str, Exception] = {}
 

@@ -12,10 +12,10 @@ from datasets import ClassLabel, Dataset
 
 from hf_federated import FederatedDatasetDict, NaturalPartitioner
 from hf_federated.cli.main import main
+from hf_federated.experiments.data.raw import load_raw_data
 from hf_federated.experiments.execution import build_run
-from hf_federated.experiments.raw_data import load_raw_data
-from hf_federated.experiments.recipe import load_recipe
-from hf_federated.experiments.recipe_schema import RecipeError
+from hf_federated.experiments.recipe.recipe import load_recipe
+from hf_federated.experiments.recipe.schema import RecipeError
 
 
 SITES = ("east", "north", "south", "west")

@@ -13,9 +13,9 @@ import pytest
 from doc_blocks import CODE_PAGES, ROOT, Block, blocks, blocks_of
 
 from hf_federated.cli.main import build_parser
-from hf_federated.experiments.grid import plan_runs, read_section
-from hf_federated.experiments.recipe import check_recipe, load_recipe, partitioner_has_seed
-from hf_federated.experiments.recipe_yaml import parse_yaml
+from hf_federated.experiments.benchmark.grid import plan_runs, read_section
+from hf_federated.experiments.recipe.recipe import check_recipe, load_recipe, partitioner_has_seed
+from hf_federated.experiments.recipe.yaml_file import parse_yaml
 
 
 def python_pages() -> list[Any]:

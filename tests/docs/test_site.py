@@ -21,9 +21,9 @@ from doc_blocks import DOCS, PAGES, ROOT
 import hf_federated
 from hf_federated.cli.main import build_parsers
 from hf_federated.data.partitioners import PARTITIONERS
-from hf_federated.experiments.grid import BenchmarkSection
-from hf_federated.experiments.recipe_fields import named_section_fields, section_fields
-from hf_federated.experiments.recipe_schema import dataclass_fields
+from hf_federated.experiments.benchmark.grid import BenchmarkSection
+from hf_federated.experiments.recipe.fields import named_section_fields, section_fields
+from hf_federated.experiments.recipe.schema import dataclass_fields
 
 
 REPOSITORY = "https://github.com/hf-federated/hf-federated/"

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_federated.cards import render_saved
 from hf_federated.experiments.execution import measure_run
-from hf_federated.experiments.recipe import check_recipe, load_recipe
-from hf_federated.experiments.recipe_schema import RecipeError
-from hf_federated.experiments.recipe_yaml import read_values
+from hf_federated.experiments.recipe.recipe import check_recipe, load_recipe
+from hf_federated.experiments.recipe.schema import RecipeError
+from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.experiments.train_recipe import closing_table, train_recipe
 from hf_federated.tasks import Summarization, superglue_cloze_rows
 from hf_federated.tasks.superglue import LABELS

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from hf_federated import MHAT
+from hf_federated.experiments.data.raw import load_raw_data
 from hf_federated.experiments.execution import build_run, run_federated
-from hf_federated.experiments.raw_data import load_raw_data
-from hf_federated.experiments.recipe import load_recipe
-from hf_federated.experiments.recipe_loading import load_tokenizer
-from hf_federated.experiments.recipe_schema import RecipeError
+from hf_federated.experiments.model_loading import load_tokenizer
+from hf_federated.experiments.recipe.recipe import load_recipe
+from hf_federated.experiments.recipe.schema import RecipeError
 
 
 SET_ASIDE = ["public={share: 0.25, server_share: 0.1}", "data.path={texts}", "data.test_split=test"]

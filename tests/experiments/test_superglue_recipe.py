@@ -12,8 +12,8 @@ from superglue_raw import benchmark
 from hf_federated import FederatedDataset, FederatedDatasetDict, PerClassDirichletPartitioner
 from hf_federated.cli.main import main
 from hf_federated.data import label_counts, plot_label_shares
-from hf_federated.experiments.raw_data import load_raw_data
-from hf_federated.experiments.recipe import load_recipe
+from hf_federated.experiments.data.raw import load_raw_data
+from hf_federated.experiments.recipe.recipe import load_recipe
 from hf_federated.experiments.train_recipe import train_recipe
 from hf_federated.tasks.superglue import LABELS
 

@@ -30,9 +30,9 @@ from hf_federated.experiments.estimate.step_cost import (
     step_cost,
     token_ids,
 )
-from hf_federated.experiments.recipe import Recipe
-from hf_federated.experiments.recipe_schema import RecipeError, build, recipe_errors
-from hf_federated.experiments.recipe_sections import ModelSection
+from hf_federated.experiments.recipe.recipe import Recipe
+from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
+from hf_federated.experiments.recipe.sections import ModelSection
 from hf_federated.tasks import LanguageModeling, QuestionAnswering, SequenceTagging, Task
 from hf_federated.trainer.checks.arguments import resolve_federation
 

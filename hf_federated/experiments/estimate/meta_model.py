@@ -22,10 +22,10 @@ from transformers import (
 from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 
 from hf_federated._compat import older_repository_code
-from hf_federated.experiments.data_files import check_local_path, hub_errors
-from hf_federated.experiments.recipe_loading import adapter_config
-from hf_federated.experiments.recipe_schema import RecipeError, recipe_errors
-from hf_federated.experiments.recipe_sections import ModelSection
+from hf_federated.experiments.data.files import check_local_path, hub_errors
+from hf_federated.experiments.model_loading import adapter_config
+from hf_federated.experiments.recipe.schema import RecipeError, recipe_errors
+from hf_federated.experiments.recipe.sections import ModelSection
 from hf_federated.split.model import SplitModel
 from hf_federated.split_training import SplitConfig
 from hf_federated.tasks import LanguageModeling, Task

@@ -10,8 +10,8 @@ from hf_federated.experiments.estimate.federation_estimate import estimate_feder
 from hf_federated.experiments.estimate.results import Estimate
 from hf_federated.experiments.estimate.sizes import EstimateOptions, find_sizes
 from hf_federated.experiments.estimate.split_estimate import estimate_split
-from hf_federated.experiments.recipe import Recipe
-from hf_federated.experiments.recipe_schema import build
+from hf_federated.experiments.recipe.recipe import Recipe
+from hf_federated.experiments.recipe.schema import build
 
 
 def estimate_recipe(recipe: Recipe, options: EstimateOptions | None = None) -> Estimate:

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from hf_federated.experiments.raw_data import load_raw_data
-from hf_federated.experiments.recipe import Recipe
-from hf_federated.experiments.recipe_schema import RecipeError, recipe_errors
+from hf_federated.experiments.data.raw import load_raw_data
+from hf_federated.experiments.recipe.recipe import Recipe
+from hf_federated.experiments.recipe.schema import RecipeError, recipe_errors
 from hf_federated.tasks import Task
 
 

@@ -21,8 +21,8 @@ from hf_federated.experiments.estimate.split_messages import (
     hidden_size_of,
 )
 from hf_federated.experiments.estimate.step_cost import Pass, StepCost, checkpoint_activations, step_cost
-from hf_federated.experiments.recipe import Recipe
-from hf_federated.experiments.recipe_schema import build, recipe_errors
+from hf_federated.experiments.recipe.recipe import Recipe
+from hf_federated.experiments.recipe.schema import build, recipe_errors
 from hf_federated.split.model import SplitModel
 from hf_federated.split_training import SplitConfig
 from hf_federated.split_training.micro_batches import exchanges_per_step

@@ -1,0 +1,1 @@
+"""Audits of a recipe: attacks on what simulated clients send."""

@@ -1,0 +1,306 @@
+"""Audit a recipe: simulate clients with the recipe's training, and attack what they send.
+
+Every simulated client trains in a separate federation of one client, so the server's model after the run is what
+this client's payload teaches the server: the client's parameters, or the model that the server distilled from the
+client's predictions. The clients share examples: each example belongs to half of the clients.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.metadata
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset, concatenate_datasets
+from torch import nn
+from transformers import PrinterCallback, TrainingArguments
+from transformers.utils import logging as transformers_logging
+
+from hf_federated.adapters import copy_model
+from hf_federated.audits import PAYLOAD_ATTACKS, AttackResult, Evidence, Payload, PayloadAudit, PayloadRecorder
+from hf_federated.audits.payloads.evidence import ShadowLosses
+from hf_federated.config import FederatedConfig
+from hf_federated.data import FederatedDataset
+from hf_federated.experiments.model_loading import load_model, load_tokenized_data, load_tokenizer
+from hf_federated.experiments.recipe.recipe import AuditVariant, Recipe
+from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
+from hf_federated.experiments.recipe.sections import AuditSection
+from hf_federated.experiments.trainer_arguments import dataset_arguments
+from hf_federated.postprocessing import ClipUpdate, GaussianNoise, Postprocessor
+from hf_federated.tasks import LanguageModeling, TextClassification
+from hf_federated.trainer import federate
+from hf_federated.utils.optional_packages import require_packages
+
+
+# Id of the simulated client.
+CLIENT_ID = "audited"
+# Training arguments of all simulated clients: nothing is evaluated, saved or reported.
+_QUIET = {
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+    "per_device_eval_batch_size": 1,  # the loss of a batch is the loss of an example
+}
+# Training arguments of one plain SGD step.
+_SGD = {
+    "optim": "sgd",
+    "learning_rate": 0.1,  # with a small learning rate, rounding errors of the parameters hide the gradient
+    "weight_decay": 0.0,
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+    "gradient_accumulation_steps": 1,
+}
+# In the first round, the gradient of a LoRA matrix A is zero, because its matrix B is zero.
+_STEP_ROUNDS = 2
+_CANARY_WORDS = 8
+_MAX_PUBLIC = 500
+
+
+def check_packages() -> None:
+    """Raise an error if a package of the audit is not installed, before training takes hours."""
+    with recipe_errors("audit"):
+        require_packages("the audit", {"metrics": {"sklearn": "scikit-learn"}})
+
+
+def audit_recipe(recipe: Recipe, echo: Callable[[str], None] = print) -> PayloadAudit:
+    """
+    Run the attacks of the section `audit` on each variant of a recipe.
+
+    Args:
+        recipe ([`Recipe`]): A recipe with a section `audit`.
+        echo (`Callable`, *optional*): Prints a line after each variant.
+
+    Returns:
+        [`~hf_federated.audits.PayloadAudit`]: The results of all variants.
+
+    Raises:
+        RecipeError: If a variant cannot be audited.
+    """
+    section = recipe.audit
+    if section is None:
+        raise RecipeError("audit: the recipe has no such section. Add the section audit, which can be empty ({}).")
+    check_packages()
+    results = {}
+    for name, variant in recipe.variants.items():
+        with _quiet():
+            audited = _Variant(variant, section, name)
+            results[name] = audited.attack()
+        echo(f"Audited {name}: {', '.join(_summary(result) for result in results[name])}.")
+    return PayloadAudit(
+        results,
+        {**dataclasses.asdict(section), "num_examples": audited.num_examples},
+        model_name=_public_name(recipe.model.name_or_path),
+        data_name=_public_name(recipe.data.path),
+        versions={package: importlib.metadata.version(package) for package in ("torch", "transformers")},
+    )
+
+
+@dataclass
+class _Variant:
+    """
+    One setting of an audit.
+
+    Args:
+        variant ([`AuditVariant`]): The recipe of the setting, and its postprocessors.
+        section ([`AuditSection`]): The section `audit`.
+        name (`str`): Name of the setting, for errors.
+    """
+
+    variant: AuditVariant
+    section: AuditSection
+    name: str
+
+    def __post_init__(self) -> None:
+        recipe = self.variant.recipe
+        where = f"audit.variants.{self.name}: "
+        if recipe.client_models:
+            raise RecipeError(f"{where}the audit does not support client_models. Remove the section.")
+        self.tokenizer = load_tokenizer(recipe.model)
+        self.data = load_tokenized_data(recipe, self.tokenizer)
+        task: Any = self.data.task
+        is_classification = isinstance(task, TextClassification) and isinstance(task.text_column, str)
+        is_causal = isinstance(task, LanguageModeling) and task.objective == "causal" and task.block_size is None
+        if not is_classification and not is_causal:
+            raise RecipeError(
+                f"{where}the audit does not support the task {recipe.task.name} with these arguments. It supports"
+                " text-classification of one text, and causal language-modeling without block_size."
+            )
+        seed = int(recipe.training.get("seed", 42))
+        self.model = load_model(recipe.model, task, self.tokenizer, seed)
+        generator = np.random.default_rng(self.section.seed)
+        rows, tokenized = self.data.raw.train.to_dataset(), self.data.train.to_dataset()
+        # A third of the examples stays with the attacker.
+        self.num_examples = min(self.section.num_examples, 2 * len(rows) // 3)
+        order = generator.permutation(len(rows))
+        self.pool = tokenized.select(order[: self.num_examples])
+        self.public = tokenized.select(order[self.num_examples :][:_MAX_PUBLIC])
+        num_random = self.section.num_canaries + self.section.num_references
+        canaries = task.prepare(_random_texts(rows, task, num_random, generator), self.tokenizer)
+        canaries = canaries.cast(self.pool.features) if canaries.features != self.pool.features else canaries
+        self.canaries = canaries.select(range(self.section.num_canaries))
+        self.references = canaries.select(range(self.section.num_canaries, num_random))
+
+    def attack(self) -> list[AttackResult]:
+        """Collect the evidence that the attacks read, and run them."""
+        attacks = [PAYLOAD_ATTACKS[name]() for name in self.section.attacks]
+        evidence = self._evidence(set(self.section.attacks))
+        return [result for attack in attacks for result in attack.run(evidence)]
+
+    def _evidence(self, attacks: set[str]) -> Evidence:
+        payload = small_payload = step_payload = shadows = None
+        if attacks & {"loss_threshold", "lira", "canary"}:
+            shadows, payload = self._shadows()
+        elif "token_set" in attacks:
+            payload, _ = self._train(self.pool, self.section.num_rounds)
+        if "dager" in attacks:
+            few = self.pool.select(range(min(self.section.num_inversion_examples, len(self.pool))))
+            small_payload, _ = self._train(few, self.section.num_rounds)
+            step_payload, _ = self._train(
+                few, _STEP_ROUNDS, {**_SGD, "per_device_train_batch_size": len(few)}, {"local_steps": 1}, dropout=False
+            )
+        ends = {ids[-1] for ids in self.public["input_ids"]}
+        return Evidence(
+            model=self.model,
+            payload=payload,
+            small_payload=small_payload,
+            step_payload=step_payload,
+            shadows=shadows,
+            public_token_ids=[list(ids) for ids in self.public["input_ids"]],
+            end_token=ends.pop() if len(ends) == 1 else None,
+            max_length=max(len(ids) for part in (self.public, self.pool) for ids in part["input_ids"]),
+        )
+
+    def _shadows(self) -> tuple[ShadowLosses, Payload]:
+        """Train one client for each model, and return the losses of all models and the payload of the first one."""
+        generator = np.random.default_rng([self.section.seed, 1])
+        num_models = self.section.num_models
+        members = _halves(num_models, len(self.pool), generator)
+        canary_members = _halves(num_models, len(self.canaries), generator)
+        scored = concatenate_datasets([self.pool, self.canaries, self.references])
+        losses: list[torch.Tensor] = []
+        payloads: list[Payload] = []
+        for included, included_canaries in zip(members, canary_members, strict=True):
+            examples = [self.pool.select(np.flatnonzero(included))]
+            examples.append(self.canaries.select(np.flatnonzero(included_canaries)))
+            payload, trainer = self._train(concatenate_datasets(examples), self.section.num_rounds)
+            losses.append(_example_losses(trainer, scored))
+            payloads = payloads or [payload]
+        pool, canaries, references = torch.stack(losses).split(
+            [len(self.pool), len(self.canaries), len(self.references)], dim=1
+        )
+        shadows = ShadowLosses(pool, torch.from_numpy(members))
+        if len(self.canaries):
+            shadows = ShadowLosses(pool, shadows.members, canaries, torch.from_numpy(canary_members), references)
+        return shadows, payloads[0]
+
+    @cached_property
+    def _postprocessors(self) -> list[Postprocessor]:
+        steps: list[Postprocessor] = []
+        if self.variant.clip is not None:
+            steps.append(ClipUpdate(self.variant.clip))
+        if self.variant.noise is not None:
+            steps.append(GaussianNoise(self.variant.noise, reproducible=True))
+        return steps
+
+    def _train(
+        self,
+        examples: Dataset,
+        num_rounds: int,
+        training: dict[str, Any] | None = None,
+        federation: dict[str, Any] | None = None,
+        dropout: bool = True,
+    ) -> tuple[Payload, Any]:
+        """Train a federation of one client, and return its last payload and the trainer of the server."""
+        recipe, task = self.variant.recipe, self.data.task
+        trainer_class: Any = task.trainer_class
+        model = copy_model(self.model)
+        if not dropout:
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
+        with tempfile.TemporaryDirectory() as folder:
+            values = {**recipe.training, **_QUIET, **(training or {}), "output_dir": folder}
+            args: TrainingArguments = build("training", recipe.task.cls.arguments_class, values)
+            settings = {**recipe.federation, "num_rounds": num_rounds, "clients_per_round": 1.0, "min_clients": 1}
+            settings |= {"evaluate_clients": False, **(federation or {})}
+            shared = {"processing_class": self.tokenizer, "data_collator": task.data_collator(self.tokenizer)}
+            data = dataclasses.replace(
+                self.data, train=FederatedDataset.from_dict({CLIENT_ID: examples}), test_clients=None
+            )
+            recorder = PayloadRecorder(CLIENT_ID, examples["input_ids"])
+            with recipe_errors(f"audit.variants.{self.name}"):
+                trainer: Any = federate(trainer_class)(
+                    model=model,
+                    args=args,
+                    federation=build("federation", FederatedConfig, copy.deepcopy(settings)),
+                    postprocessors=self._postprocessors,
+                    callbacks=[recorder],
+                    **dataset_arguments(recipe, data, self.tokenizer, args, shared),
+                )
+                trainer.remove_callback(PrinterCallback)
+                trainer.train()
+        assert recorder.payload is not None, "a round without an update fails"
+        if recorder.payload.after:
+            # The server has the client's parameters, before a server optimizer changes them.
+            trainer.exchange.write(recorder.payload.after)
+        return recorder.payload, trainer
+
+
+def _halves(num_models: int, num_examples: int, generator: np.random.Generator) -> np.ndarray:
+    """Assign each example to half of the models. Returns a boolean array of shape `(num_models, num_examples)`."""
+    ranks = (
+        np.stack([generator.permutation(num_models) for _ in range(num_examples)], axis=1) if num_examples else None
+    )
+    return np.zeros((num_models, 0), dtype=bool) if ranks is None else ranks < num_models // 2
+
+
+@torch.no_grad()
+def _example_losses(trainer: Any, examples: Dataset) -> torch.Tensor:
+    """Return the loss of each example under the model of a trainer."""
+    model = trainer.model.eval()
+    return torch.stack([model(**batch).loss.double().cpu() for batch in trainer.get_eval_dataloader(examples)])
+
+
+def _random_texts(rows: Dataset, task: Any, num_texts: int, generator: np.random.Generator) -> Dataset:
+    """Draw texts of random words of the examples. In a classification, all have the label of the first example."""
+    words = sorted({word for text in rows[task.text_column] for word in text.split()})
+    texts = [" ".join(generator.choice(words, _CANARY_WORDS)) for _ in range(num_texts)]
+    first = rows.select([0] * num_texts)
+    drawn = {name: first[name] for name in task.columns if name != task.text_column}
+    columns = {name: feature for name, feature in rows.features.items() if name in task.columns}
+    return Dataset.from_dict({task.text_column: texts, **drawn}).cast(rows.select_columns(list(columns)).features)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide the warnings about new heads, which every simulated client would repeat."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _summary(result: AttackResult) -> str:
+    values = ", ".join(f"{name} {value:.3f}" for name, value in result.metrics.items())
+    return f"{result.attack} ({values})"
+
+
+def _public_name(name: str) -> str:
+    """Return a Hub id unchanged, and only the last part of a local path."""
+    return Path(name).name if Path(name).exists() else name

@@ -1,0 +1,1 @@
+"""Benchmark grids of recipes, their runs, the log of runs, and reports."""

@@ -1,0 +1,348 @@
+"""Execute the benchmark grids of recipes, resume them after an interruption, and report the results.
+
+[`run_benchmark`] decides which runs to execute and in which order. The functions that read, check and execute a recipe
+are arguments. Each recipe has an output folder with `runs.jsonl`, `report.md` and `learning_curves.png`. Each run
+writes its own files to `runs/<name>/seed-<seed>` in this folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hf_federated
+from hf_federated.experiments.benchmark.grid import BenchmarkSection, PlannedRun, plan_runs, read_section
+from hf_federated.experiments.benchmark.report import benchmark_report, curve_panel, main_metric
+from hf_federated.experiments.benchmark.run_log import LOG_NAME, FinishedRuns, RunLog, find_finished, read_records
+from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_curves
+
+
+DEFAULT_DIR = Path("outputs") / "benchmarks"
+REPORT_NAME = "report.md"
+CURVES_NAME = "learning_curves.png"
+# Errors that a run can raise in normal use: incompatible values, out of memory, no remaining clients, a loss that is
+# not finite. For other errors the traceback is printed.
+EXPECTED_ERRORS = (ValueError, RuntimeError, FloatingPointError)
+# Results that a record keeps in addition to the metrics. `None` if a method does not have the result.
+RESULT_FIELDS = (
+    "lower_is_better",
+    "num_rounds",
+    "step_name",
+    "num_epochs",
+    "num_clients",
+    "num_failed",
+    "bytes_up",
+    "bytes_down",
+    "train_rows",
+    "test_rows",
+    "further_rows",
+    "test_source",
+    "clients",
+    "further_tests",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkOptions:
+    """
+    Options of a benchmark.
+
+    Args:
+        recipes (`Sequence[str]`): Paths of YAML files with a section `benchmark`.
+        overrides (`Sequence[str]`, *optional*): Changes of the form `section.field=value`, applied to all recipes.
+        seeds (`Sequence[int]`, *optional*): Seeds that replace `benchmark.seeds` of the recipes.
+        only (`Sequence[str]`, *optional*): Names of the runs to execute. Defaults to all runs.
+        output_dir (`str`, *optional*, defaults to `"outputs/benchmarks"`): Parent folder of the output folders.
+        reuse (`Sequence[str]`, *optional*): Output folders of other recipes whose finished runs are reused if they
+            have the same settings and the same seed.
+        report (`bool`, *optional*, defaults to `False`): Report the finished runs without executing any run.
+        dry_run (`bool`, *optional*, defaults to `False`): List the runs without executing any run.
+    """
+
+    recipes: Sequence[str]
+    overrides: Sequence[str] = ()
+    seeds: Sequence[int] | None = None
+    only: Sequence[str] | None = None
+    output_dir: str | None = None
+    reuse: Sequence[str] = ()
+    report: bool = False
+    dry_run: bool = False
+
+
+def run_benchmark(
+    options: BenchmarkOptions,
+    read: Callable[[str, Sequence[str]], dict[str, Any]],
+    check: Callable[[dict[str, Any]], None],
+    execute: Callable[[PlannedRun, Path], dict[str, Any]],
+    partition_has_seed: bool | Callable[[dict[str, Any]], bool] = True,
+    echo: Callable[[str], None] = print,
+) -> int:
+    """
+    Execute the benchmark. Finished runs are not repeated, and the other runs continue if a run fails.
+
+    Args:
+        options ([`BenchmarkOptions`]):
+            The recipes, and the runs to execute.
+        read (`Callable`):
+            Called with the path of a recipe and the overrides. Returns the recipe as read from YAML, including the
+            section `benchmark`.
+        check (`Callable`):
+            Called with the recipe of every run before the first run is executed. Raises a [`CommandError`] if the
+            recipe cannot be run.
+        execute (`Callable`):
+            Called with a planned run and its folder. Returns the results of the run:
+
+            - `metric`: name of the main metric of the task;
+            - `metrics`: all metrics on the test examples;
+            - `history`: metrics by round, `[{"round": 1, "accuracy": 0.5}, ...]`;
+            - `step_name`: the unit of the steps in `history`, if it is not the round;
+            - `scale`, `num_rounds`, `num_epochs`, `num_clients`, `num_failed` (failed updates), `bytes_up`,
+              `bytes_down`, `lower_is_better`, `test_source` (number and source of the test examples), `train_rows` and
+              `test_rows` (hashes of the examples): `None` if a method does not have the result;
+            - `seconds`: duration of the run. Defaults to the duration of the call. `None` if the duration of the whole
+              run is unknown.
+
+            The folder may be missing, or contain files of a killed run or of a run with different settings. Files of
+            different settings must not be used. If `execute` raises an error, only this run fails.
+        partition_has_seed (`bool` or `Callable`, *optional*, defaults to `True`):
+            As in [`~hf_federated.experiments.benchmark.grid.plan_runs`].
+        echo (`Callable`, *optional*):
+            Prints a line.
+
+    Returns:
+        `int`: The exit code: `0`, or `1` if a run failed.
+
+    Raises:
+        CommandError: If a recipe cannot be run, another benchmark writes to the folder, or a log is damaged. Also
+            after the first run of a recipe whose task does not have the metric `benchmark.metric`.
+    """
+    grids = _read_grids(options, read, partition_has_seed)
+    if options.report:
+        done = [find_finished(read_records(grid.folder), grid.runs) for grid in grids]
+        for grid, found in zip(grids, done, strict=True):
+            echo(_heading(grid, grid.runs, found))
+        _finish(grids, done, echo)
+        return 0
+    for grid in grids:
+        for run in grid.runs:
+            with _prefix_errors(f"{grid.path}, run {run.name!r}"):
+                check(run.values)
+    if options.dry_run:
+        for grid in grids:
+            _list_runs(grid, find_finished(read_records(grid.folder), grid.runs), options.only, echo)
+        return 0
+    reusable = [Path(folder) for folder in options.reuse]
+    for folder in reusable:
+        if not (folder / LOG_NAME).is_file() and folder not in [grid.folder for grid in grids]:
+            raise CommandError(f"--reuse {folder}: the folder contains no {LOG_NAME}.")
+    failures: list[str] = []
+    with ExitStack() as stack:
+        # Lock all folders before the first run, because the last run can start hours later.
+        logs = [stack.enter_context(RunLog(grid.folder)) for grid in grids]
+        for grid, log in zip(grids, logs, strict=True):
+            failures += _run_grid(grid, log, options.only, execute, echo, reusable)
+        _finish(grids, [log.find_finished(grid.runs) for grid, log in zip(grids, logs, strict=True)], echo)
+    if failures:
+        echo(f"\n{_count(len(failures), 'run')} failed. Repeat the command to execute only the failed runs:")
+        for failure in failures:
+            echo(f"  {failure}")
+    return 1 if failures else 0
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The planned runs of one recipe and its output folder."""
+
+    path: str
+    folder: Path
+    section: BenchmarkSection
+    runs: list[PlannedRun]
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).name
+
+    @property
+    def title(self) -> str:
+        return self.section.title or self.name
+
+
+def _read_grids(
+    options: BenchmarkOptions,
+    read: Callable[[str, Sequence[str]], dict[str, Any]],
+    partition_has_seed: bool | Callable[[dict[str, Any]], bool],
+) -> list[_Grid]:
+    grids: dict[Path, _Grid] = {}
+    for path in options.recipes:
+        values = read(path, options.overrides)
+        with _prefix_errors(path):
+            section = read_section(values)
+            if options.seeds:
+                section = dataclasses.replace(section, seeds=list(options.seeds))
+            runs = plan_runs(values, section, partition_has_seed)
+        folder = Path(options.output_dir or DEFAULT_DIR) / Path(path).stem
+        if folder in grids:
+            raise CommandError(
+                f"{grids[folder].path} and {path} would both write to {folder}. Use a different --output-dir for each."
+            )
+        grids[folder] = _Grid(path, folder, section, runs)
+    known = list(dict.fromkeys(name for grid in grids.values() for name in grid.section.runs))
+    for name in options.only or []:
+        if name not in known:
+            raise CommandError(f"--only {name!r} is not a run. The runs are {', '.join(known)}.")
+    return list(grids.values())
+
+
+@contextmanager
+def _prefix_errors(where: str) -> Iterator[None]:
+    """Prefix the message of a [`CommandError`] with the recipe or run that caused it."""
+    try:
+        yield
+    except CommandError as error:
+        raise CommandError(f"{where}: {error}") from error
+
+
+def _run_grid(
+    grid: _Grid,
+    log: RunLog,
+    only: Sequence[str] | None,
+    execute: Callable[[PlannedRun, Path], dict[str, Any]],
+    echo: Callable[[str], None],
+    reusable: Sequence[Path],
+) -> list[str]:
+    """Execute or reuse the runs that are not finished. Return one line per failed run."""
+    done = log.find_finished(grid.runs)
+    selected = [run for run in grid.runs if only is None or run.name in only]
+    pending = [run for run in selected if run.key not in done.records]
+    echo(_heading(grid, selected, done))
+    with _prefix_errors(grid.path):
+        main_metric(list(done.records.values()), grid.section)
+    failures = []
+    for position, run in enumerate(pending, start=len(selected) - len(pending) + 1):
+        label = f"[{position}/{len(selected)}] {run}"
+        reused = _find_reusable_record(run, reusable)
+        if reused is not None:
+            with command_errors(str(grid.folder)):
+                log.append({**reused, "benchmark": grid.title, "recipe": grid.name, "run": run.name})
+            echo(f"{label}: reused from {reused['taken_from']}")
+            continue
+        start = time.perf_counter()
+        try:
+            result = execute(run, grid.folder / "runs" / run.name / f"seed-{run.seed}")
+        except Exception as error:  # the other runs continue after any error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if not isinstance(error, EXPECTED_ERRORS):
+                reason = f"{type(error).__name__}: {reason}"
+                traceback.print_exc()
+            failures.append(f"{grid.name}: {run}: {reason}")
+            echo(f"{label}: failed: {reason}")
+            continue
+        with command_errors(str(grid.folder)):
+            log.append(_record(grid, run, result, time.perf_counter() - start))
+        record = log.records[-1]
+        with _prefix_errors(grid.path):
+            metric = main_metric([record], grid.section)  # raises on a missing metric, before the next run
+        value = record["metrics"][metric]
+        shown = "not finite" if value is None else f"{value:.3f}"
+        seconds = "" if record["seconds"] is None else f" ({record['seconds']:.0f} s)"
+        tested_on = "" if record["test_source"] is None else f", tested on {record['test_source']}"
+        echo(f"{label}: {metric} {shown}{seconds}{tested_on}")
+    return failures
+
+
+def _find_reusable_record(run: PlannedRun, folders: Sequence[Path]) -> dict[str, Any] | None:
+    """Find a record with the settings of the run, and add the recipe and run that it originates from."""
+    for folder in folders:
+        for record in reversed(read_records(folder)):  # the last record of a run counts
+            if record["digest"] == run.digest:
+                return {"taken_from": f"{record['recipe']}: {record['run']}", **record}
+    return None
+
+
+def _record(grid: _Grid, run: PlannedRun, result: dict[str, Any], seconds: float) -> dict[str, Any]:
+    return {
+        "benchmark": grid.title,
+        "recipe": grid.name,
+        "run": run.name,
+        "seed": run.seed,
+        "method": run.method,
+        "digest": run.digest,
+        "scale": result.get("scale"),
+        "metric": result["metric"],
+        "value": result["metrics"][result["metric"]],
+        "metrics": result["metrics"],
+        "history": result.get("history") or [],
+        **{name: result.get(name) for name in RESULT_FIELDS},
+        "seconds": result.get("seconds", seconds),
+        "versions": {
+            "hf_federated": hf_federated.__version__,
+            **{package: importlib.metadata.version(package) for package in ("torch", "transformers")},
+        },
+    }
+
+
+def _heading(grid: _Grid, selected: Sequence[PlannedRun], done: FinishedRuns) -> str:
+    num_done = sum(run.key in done.records for run in selected)
+    heading = (
+        f"{grid.title} ({grid.name}): {_count(len(selected), 'run')}, {num_done} already finished in {grid.folder}."
+    )
+    if done.stale:
+        listed = "; ".join(map(str, done.stale))
+        heading += f"\nNot used, because the recipe changed after these runs: {listed}."
+    return heading
+
+
+def _list_runs(grid: _Grid, done: FinishedRuns, only: Sequence[str] | None, echo: Callable[[str], None]) -> None:
+    selected = [run for run in grid.runs if only is None or run.name in only]
+    echo(_heading(grid, selected, done))
+    for run in selected:
+        echo(f"  {'finished' if run.key in done.records else 'pending '}  {run} ({run.method})")
+
+
+def _finish(grids: Sequence[_Grid], results: Sequence[FinishedRuns], echo: Callable[[str], None]) -> None:
+    """Print and write the reports. For several recipes, also plot all learning curves in one figure."""
+    panels = []
+    for grid, done in zip(grids, results, strict=True):
+        records = list(done.records.values())
+        if not records:
+            echo(f"No finished runs of {grid.name} to report.")
+            continue
+        with _prefix_errors(grid.path), command_errors(f"{grid.folder / LOG_NAME}: a record is incomplete"):
+            report = benchmark_report(records, grid.section, grid.name)
+            panel = curve_panel(records, grid.section, grid.name)
+        echo(f"\n{report.rstrip()}\n")
+        plotted = _plot_curves([panel] if panel else [], grid.folder / CURVES_NAME, echo)
+        figure = f"\n![Learning curves]({CURVES_NAME})\n" if plotted else ""
+        with command_errors(str(grid.folder)):
+            (grid.folder / REPORT_NAME).write_text(report + figure, encoding="utf-8")
+        echo(f"{f'{REPORT_NAME} and {CURVES_NAME} are' if plotted else f'{REPORT_NAME} is'} in {grid.folder}.")
+        panels += [panel] if panel else []
+    if len(panels) > 1:
+        path = grids[0].folder.parent / CURVES_NAME
+        if _plot_curves(panels, path, echo):
+            echo(f"The learning curves of all {len(panels)} recipes are in {path}.")
+
+
+def _plot_curves(panels: Sequence[CurvePanel], path: Path, echo: Callable[[str], None]) -> bool:
+    """Plot learning curves. Return whether the plot was written; if not, print the reason."""
+    if not panels:
+        echo(f"No {path.name}: no federated run logged metrics of a round.")
+        return False
+    try:
+        plot_learning_curves(panels, path)
+    except (ImportError, ValueError, OSError) as error:
+        echo(f"No {path.name}: {error}")
+        return False
+    return True
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,319 @@
+"""Load, sample and partition the raw examples of a recipe, without a tokenizer or a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import ClassLabel, Dataset, DatasetDict
+
+from hf_federated.data import FederatedDataset, FederatedDatasetDict, NaturalPartitioner, split_for_distillation
+from hf_federated.experiments.data.files import check_local_path
+from hf_federated.experiments.data.held_out import (
+    hold_out_clients,
+    hold_out_examples,
+    limit_clients,
+    limit_examples,
+    sample_examples,
+)
+from hf_federated.experiments.data.label_encoding import encode_labels, label_column
+from hf_federated.experiments.data.splits import (
+    RawSplits,
+    load_examples,
+    load_federated_splits,
+    load_splits,
+    task_without_label_names,
+)
+from hf_federated.experiments.recipe.recipe import ClassSection, Recipe
+from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
+from hf_federated.experiments.recipe.sections import DEFAULT_TEST_EXAMPLES, PublicSection
+from hf_federated.tasks import Task
+
+
+# Splits that are used of `public.path` and `public.server_path`. The first one that exists is used.
+PUBLIC_SPLITS = ("train", "public")
+# The key of the examples of `public.server_path`.
+SERVER_PATH = "server_path"
+
+
+@dataclass(frozen=True)
+class RawData:
+    """
+    The raw examples that a recipe uses for training and testing.
+
+    Args:
+        train ([`FederatedDataset`]): The training clients.
+        test (`datasets.Dataset`): The test examples of all clients.
+        test_clients ([`FederatedDataset`], *optional*): The test examples by client. `None` if the test examples are
+            not assigned to clients.
+        test_source (`str`): Where the test examples are from, such as `" of the split 'test'"`.
+        holds_out_clients (`bool`): Whether the test examples are all examples of clients that do not train.
+        note (`str`): A sentence about test examples that the run does not use.
+        task ([`Task`]): The task, with the names of its labels.
+        num_empty (`int`): Number of examples that were dropped because a text was empty.
+        num_without_client (`int`): Number of examples of the test split that were dropped because no client has them.
+        public (`datasets.Dataset`, *optional*): Examples without labels that the server and all clients hold.
+        server (`datasets.Dataset`, *optional*): Examples with labels that only the server holds.
+        further_tests (`dict[str, datasets.Dataset]`): Additional test examples by split.
+    """
+
+    train: FederatedDataset
+    test: Dataset
+    test_clients: FederatedDataset | None
+    task: Task
+    test_source: str = ""
+    holds_out_clients: bool = False
+    note: str = ""
+    num_empty: int = 0
+    num_without_client: int = 0
+    public: Dataset | None = None
+    server: Dataset | None = None
+    further_tests: dict[str, Dataset] = field(default_factory=dict)
+
+
+def load_raw_data(recipe: Recipe, by_client: bool = False) -> RawData:
+    """
+    Load the examples of a recipe and assign them to clients.
+
+    The test examples are the first of these: the examples that `data.test_path` or `data.test_split` names; clients or
+    examples that `data.test_clients` or `data.test_examples` holds out; the split `test` or `validation`, if the data
+    has one; a tenth of the examples of each client.
+
+    Args:
+        recipe ([`Recipe`]): The recipe. The sections `data`, `partition`, `task` and `public` are used.
+        by_client (`bool`, *optional*, defaults to `False`): Whether the examples of a test split are also assigned to
+            clients. They are then partitioned in the same way as the training examples.
+
+    Raises:
+        RecipeError: If the dataset, a split or a column does not exist, or no examples or clients remain.
+    """
+    data = recipe.data
+    with recipe_errors("data.path"):
+        check_local_path(data.path, "data.path: ")
+    if recipe.partition is None:
+        return _load_federated(recipe, by_client)
+    loaded = load_splits(recipe)
+    splits = {split: _pooled(examples) for split, examples in {**loaded.splits, **load_server(recipe)}.items()}
+    splits, num_empty = _drop_empty(recipe, splits)
+    task, splits = build_task(recipe, splits)
+    public, server = load_public(recipe), take_server(recipe, splits)
+    for split in splits:
+        maximum = data.max_train_rows if split == data.train_split else data.max_test_rows
+        splits[split] = sample_examples(splits[split], maximum, data.seed)
+    # Additional test splits are not partitioned.
+    further_tests = {split: splits.pop(split) for split in data.further_test_splits}
+    if recipe.public is not None and recipe.public.share is not None:
+        splits, public, server = _set_aside_public(splits, recipe, recipe.public)
+    raw = _partition(recipe, recipe.partition, loaded, splits, task, by_client)
+    return dataclasses.replace(
+        raw, num_empty=num_empty, note=loaded.note, public=public, server=server, further_tests=further_tests
+    )
+
+
+def load_public(recipe: Recipe) -> Dataset | None:
+    """Load the public examples of `public.path`, without their labels. `None` if the field is not set."""
+    section = recipe.public
+    if section is None or section.path is None:
+        return None
+    examples = _pooled(load_examples(section.path, "public.path", PUBLIC_SPLITS)[0])
+    labels = [name for name in (label_column(recipe.task),) if name in examples.column_names]
+    return sample_examples(examples.remove_columns(labels), section.max_rows, recipe.data.seed)
+
+
+def load_server(recipe: Recipe) -> dict[str, Dataset]:
+    """Load the examples of `public.server_path` as a further split. [`take_server`] removes it again."""
+    section = recipe.public
+    if section is None or section.server_path is None:
+        return {}
+    return {SERVER_PATH: _pooled(load_examples(section.server_path, "public.server_path", PUBLIC_SPLITS)[0])}
+
+
+def take_server(recipe: Recipe, splits: dict[str, Any]) -> Dataset | None:
+    """Remove the server's examples from the splits, and return them."""
+    if SERVER_PATH not in splits or recipe.public is None:
+        return None
+    return sample_examples(splits.pop(SERVER_PATH), recipe.public.max_server_rows, recipe.data.seed)
+
+
+def _pooled(examples: Dataset | FederatedDataset) -> Dataset:
+    return examples.to_dataset() if isinstance(examples, FederatedDataset) else examples
+
+
+def _drop_empty(recipe: Recipe, splits: dict[str, Dataset]) -> tuple[dict[str, Dataset], int]:
+    """Drop empty examples if requested, and count them."""
+    before = sum(map(len, splits.values()))
+    if recipe.data.drop_empty:
+        task = task_without_label_names(recipe)
+        with recipe_errors("task"):
+            filtered = DatasetDict(splits).filter(
+                lambda batch: [not empty for empty in task.find_empty(batch)], batched=True
+            )
+        splits = dict(filtered)
+    for split, dataset in splits.items():
+        if not len(dataset):
+            raise RecipeError(f"data.path: no example remains of the split {split!r} of {recipe.data.path}.")
+    return splits, before - sum(map(len, splits.values()))
+
+
+def _set_aside_public(
+    splits: dict[str, Dataset], recipe: Recipe, section: PublicSection
+) -> tuple[dict[str, Dataset], Dataset, Dataset | None]:
+    """Return the splits without the examples that are set aside, the public examples, and the server's examples."""
+    data = recipe.data
+    assert section.share is not None, "the caller has checked the share"
+    with recipe_errors("public"):
+        parts = split_for_distillation(
+            splits[data.train_split],
+            section.share,
+            section.server_share,
+            label_column(recipe.task) or "label",
+            section.stratify_by_column,
+            data.seed,
+        )
+    public = sample_examples(parts.public, section.max_rows, data.seed)
+    server = None if parts.server is None else sample_examples(parts.server, section.max_server_rows, data.seed)
+    return {**splits, data.train_split: _pooled(parts.private)}, public, server
+
+
+def _partition(
+    recipe: Recipe,
+    section: ClassSection,
+    loaded: RawSplits,
+    splits: dict[str, Dataset],
+    task: Task,
+    by_client: bool,
+) -> RawData:
+    """Partition the training examples, and select the test examples."""
+    data = recipe.data
+    partitioner = build("partition", section.cls, section.arguments)
+    if isinstance(partitioner, NaturalPartitioner):
+        # The task may read the column of the clients. It removes the columns that it does not read.
+        partitioner = dataclasses.replace(partitioner, keep_column=True)
+    with recipe_errors("partition"):
+        if loaded.test is None or not by_client:
+            clients = FederatedDataset.from_dataset(splits[data.train_split], partitioner)
+        else:
+            federated = FederatedDatasetDict.from_dataset(splits, partitioner)
+            train, by_id = limit_clients(federated[data.train_split], data), federated[loaded.test]
+            test = by_id.to_dataset()
+            num_without_client = len(splits[loaded.test]) - len(test)
+            return RawData(train, test, by_id, task, loaded.source, num_without_client=num_without_client)
+    if loaded.test is None:
+        return _hold_out(clients, recipe, task)
+    return RawData(limit_clients(clients, data), splits[loaded.test], None, task, loaded.source)
+
+
+def _hold_out(clients: FederatedDataset, recipe: Recipe, task: Task) -> RawData:
+    """Hold out test examples: whole clients, or a share of the examples of each client."""
+    data = recipe.data
+    if data.test_clients:
+        train, test = hold_out_clients(clients, data)
+        source = f" of {len(test)} held-out client{'' if len(test) == 1 else 's'}"
+    else:
+        share = DEFAULT_TEST_EXAMPLES if data.test_examples is None else data.test_examples
+        if share == 0:
+            raise RecipeError(
+                f"data.test_examples is 0, and {data.path} has no split test or validation with labels, so no examples"
+                " remain to test on. Set data.test_path, data.test_split or data.test_clients, or set"
+                " data.test_examples to a share such as 0.1."
+            )
+        column = label_column(recipe.task)
+        clients = limit_clients(clients, data)
+        with recipe_errors("data.test_examples"):
+            train, test = hold_out_examples(
+                clients, share, data.seed, column if column in clients.column_names else None
+            )
+        source = f", {100 * share:g} % of the examples of each client (data.test_examples)"
+        if len(test) < len(train):
+            source += f"; {len(train) - len(test)} clients with a single example keep it for training"
+    limited = limit_examples(test, data.max_test_rows, data.seed)
+    if limited is not test:
+        source += f", limited by data.max_test_rows={data.max_test_rows}"
+    return RawData(train, limited.to_dataset(), limited, task, source, holds_out_clients=bool(data.test_clients))
+
+
+def build_task(recipe: Recipe, splits: dict[str, Any]) -> tuple[Task, dict[str, Any]]:
+    """
+    Build the task of a recipe. Label names that the recipe does not set are read from the data.
+
+    Args:
+        recipe ([`Recipe`]): The recipe.
+        splits (`dict[str, Dataset or FederatedDataset]`): The raw examples, with the training split first.
+
+    Returns:
+        `tuple[Task, dict[str, Dataset or FederatedDataset]]`: The task and the examples. A label column without names
+        is converted to `ClassLabel`.
+
+    Raises:
+        RecipeError: If a column does not exist, or the label names cannot be determined.
+    """
+    cls = recipe.task.cls
+    fields = [item.name for item in dataclasses.fields(cls)]
+    arguments = {key: value for key, value in recipe.task.arguments.items() if value is not None}
+    unnamed = [name for name in ("label_names", "tag_names") if name in fields and name not in arguments]
+    if unnamed == ["label_names"]:
+        splits = encode_labels(splits, label_column(recipe.task) or "label")
+    for examples in splits.values():
+        _check_label_order(examples, cls, arguments)
+    first = next(iter(splits.values()))
+    with recipe_errors("task"):
+        task: Task = cls.from_dataset(_pooled(first), **arguments) if unnamed else cls(**arguments)
+    for split, examples in splits.items():
+        for column in task.columns:
+            if column not in examples.column_names:
+                of_split = "" if examples is first else f" in the split {split!r}"
+                raise RecipeError(
+                    f"task: the column {column!r} does not exist{of_split}. The columns are"
+                    f" {', '.join(examples.column_names)}."
+                )
+    return task, splits
+
+
+def _check_label_order(dataset: Dataset | FederatedDataset, cls: type, arguments: dict[str, Any]) -> None:
+    """Check that label names in the recipe and in the dataset refer to the same label ids."""
+    for given, column_name in (("label_names", "label_column"), ("tag_names", "tags_column")):
+        if given not in arguments or given not in [item.name for item in dataclasses.fields(cls)]:
+            continue
+        default = next(item.default for item in dataclasses.fields(cls) if item.name == column_name)
+        feature = (dataset.features or {}).get(arguments.get(column_name, default))
+        feature = getattr(feature, "feature", feature)
+        names = feature.names if isinstance(feature, ClassLabel) else []
+        for number, name in enumerate(arguments[given]):
+            if name in names and names.index(name) != number:
+                raise RecipeError(
+                    f"task.{given}: {name!r} is label {number} in the recipe and label {names.index(name)} in the"
+                    f" data. Remove the field, or use the order of the data: {', '.join(names)}."
+                )
+
+
+def _load_federated(recipe: Recipe, by_client: bool) -> RawData:
+    """Load a federated dataset from a folder or the Hub."""
+    data = recipe.data
+    for name in ("name", "drop_empty"):
+        if getattr(data, name) not in (None, False):
+            raise RecipeError(f"data.{name} is set without partition. Only recipes with a partition accept it.")
+    loaded = load_federated_splits(recipe)
+    task, splits = build_task(recipe, {**loaded.splits, **load_server(recipe)})
+    public, server = load_public(recipe), take_server(recipe, splits)
+    clients = limit_examples(splits[data.train_split], data.max_train_rows, data.seed, keep_clients=True)
+    if loaded.test is None:
+        raw = _hold_out(clients, recipe, task)
+    else:
+        test = splits[loaded.test]
+        if not isinstance(test, FederatedDataset) and by_client:
+            raise RecipeError(
+                f"federation.evaluate_clients is set, but data.test_path={data.test_path} does not assign its examples"
+                " to clients. Set data.test_path to a federated dataset, or remove evaluate_clients."
+            )
+        if isinstance(test, FederatedDataset):
+            test = limit_examples(test, data.max_test_rows, data.seed)
+        else:
+            test = sample_examples(test, data.max_test_rows, data.seed)
+        by_id = test if isinstance(test, FederatedDataset) else None
+        raw = RawData(limit_clients(clients, data), _pooled(test), by_id, task, loaded.source)
+    further_tests = {
+        split: sample_examples(_pooled(splits[split]), data.max_test_rows, data.seed)
+        for split in data.further_test_splits
+    }
+    return dataclasses.replace(raw, note=loaded.note, public=public, server=server, further_tests=further_tests)

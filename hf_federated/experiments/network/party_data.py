@@ -1,0 +1,181 @@
+"""The raw examples of one party of a recipe: the server, or a client on its own machine.
+
+The server has test examples, and the examples of the section `public`. It has no training examples. A client has its
+training examples, the public examples and, if clients are evaluated, its test examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset
+
+from hf_federated.config import FederatedConfig
+from hf_federated.data import FederatedDataset
+from hf_federated.data.client_ids import similar_ids_hint
+from hf_federated.data.partitioners import PARTITIONERS
+from hf_federated.experiments.data.held_out import limit_examples, sample_examples
+from hf_federated.experiments.data.raw import build_task, load_public, load_raw_data, load_server, take_server
+from hf_federated.experiments.data.splits import load_examples, load_splits, load_test_path
+from hf_federated.experiments.errors import CommandError
+from hf_federated.experiments.recipe.recipe import ClassSection, Recipe
+from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
+from hf_federated.tasks import Task
+
+
+TEST = "test"
+
+
+@dataclass(frozen=True)
+class PartyData:
+    """
+    The raw examples of a party.
+
+    Args:
+        task ([`Task`]): The task, with the names of its labels.
+        train (`datasets.Dataset`, *optional*): Training examples of a client.
+        test (`datasets.Dataset`, *optional*): Test examples.
+        test_source (`str`): Where the test examples are from, such as `" of the split 'test'"`.
+        public (`datasets.Dataset`, *optional*): Public examples, without labels.
+        server (`datasets.Dataset`, *optional*): Labeled examples of the server.
+        further_tests (`dict[str, datasets.Dataset]`): Additional test examples of the server by split.
+        client_ids (`tuple[str, ...]`): Ids of all clients in the order of the recipe, if they are known.
+    """
+
+    task: Task
+    train: Dataset | None = None
+    test: Dataset | None = None
+    test_source: str = ""
+    public: Dataset | None = None
+    server: Dataset | None = None
+    further_tests: dict[str, Dataset] = field(default_factory=dict)
+    client_ids: tuple[str, ...] = ()
+
+
+def load_server_data(recipe: Recipe, test_examples: str | None = None) -> PartyData:
+    """
+    Load the examples of the server: `data.test_path`, or the split `data.test_split` of `data.path`.
+
+    Args:
+        recipe ([`Recipe`]): The recipe.
+        test_examples (`str`, *optional*): Replaces `data.test_path`.
+
+    Raises:
+        RecipeError: If examples cannot be loaded, or the server needs the training examples of the clients.
+    """
+    _check_public(recipe)
+    data = recipe.data
+    if test_examples is not None:
+        data = dataclasses.replace(data, test_path=test_examples, test_examples=None, test_clients=None)
+    elif data.test_path is None and data.test_split is not None:
+        data = dataclasses.replace(data, test_path=data.path)
+    splits: dict[str, Any] = {}
+    source = ""
+    if data.test_path is not None:
+        examples, source = load_test_path(data)
+        splits[TEST] = examples
+    for split in data.further_test_splits:
+        splits[split] = load_examples(data.path, "data.further_test_splits", [split], is_given=True)[0]
+    splits |= load_server(recipe)
+    task, splits = _task(recipe, splits)
+    server = take_server(recipe, splits)
+    limited = {name: _pooled(examples, data.max_test_rows, data.seed) for name, examples in splits.items()}
+    return PartyData(
+        task,
+        test=limited.pop(TEST, None),
+        test_source=source,
+        public=load_public(recipe),
+        server=server,
+        further_tests=limited,
+        client_ids=tuple(recipe.network.clients),
+    )
+
+
+def load_client_data(recipe: Recipe, client_id: str, examples: str | None = None) -> PartyData:
+    """
+    Load the examples of a client.
+
+    Args:
+        recipe ([`Recipe`]): The recipe.
+        client_id (`str`): Id of the client.
+        examples (`str`, *optional*): File, folder or Hub id with the examples of the client. The split
+            `data.train_split` has its training examples. Defaults to the part of the client in the dataset of the
+            recipe, which is then loaded whole.
+
+    Raises:
+        RecipeError: If examples cannot be loaded, or a client cannot have the public examples.
+        CommandError: If the dataset of the recipe has no client with this id.
+    """
+    by_client = bool(recipe.federation.get("evaluate_clients", FederatedConfig.evaluate_clients))
+    if examples is None:
+        raw = load_raw_data(recipe, by_client)
+        if client_id not in raw.train:
+            raise CommandError(
+                f"--client {client_id!r} is not in the recipe. {similar_ids_hint(client_id, list(raw.train))}"
+            )
+        tests = raw.test_clients
+        test = None if tests is None or client_id not in tests else _dataset(tests[client_id])
+        train = _dataset(raw.train[client_id])
+        return PartyData(raw.task, train, test, public=raw.public, client_ids=tuple(raw.train))
+    _check_public(recipe)
+    data = dataclasses.replace(
+        recipe.data,
+        path=examples,
+        test_path=None,
+        test_split=recipe.data.test_split if by_client and recipe.data.test_path is None else None,
+        test_examples=None,
+        test_clients=None,
+        further_test_splits=[],
+    )
+    single_client = ClassSection("iid", PARTITIONERS["iid"], {"num_clients": 1})
+    loaded = load_splits(dataclasses.replace(recipe, data=data, partition=single_client, public=None))
+    splits = {name: rows for name, rows in loaded.splits.items() if by_client or name != loaded.test}
+    task, splits = build_task(recipe, splits)
+    test = None if loaded.test is None else splits.get(loaded.test)
+    return PartyData(
+        task,
+        splits[data.train_split],
+        test,
+        public=load_public(recipe),
+        client_ids=tuple(recipe.network.clients),
+    )
+
+
+def _check_public(recipe: Recipe) -> None:
+    if recipe.public is not None and recipe.public.share is not None:
+        raise RecipeError(
+            "public.share sets aside examples of data.path, which no party of a network has whole. Set public.path to"
+            " a file with the public examples, which all parties have."
+        )
+
+
+def _task(recipe: Recipe, splits: dict[str, Any]) -> tuple[Task, dict[str, Any]]:
+    """Build the task from the splits of the server. Without splits, the recipe must name the labels."""
+    if splits:
+        return build_task(recipe, splits)
+    arguments = {key: value for key, value in recipe.task.arguments.items() if value is not None}
+    required = [
+        item.name
+        for item in dataclasses.fields(recipe.task.cls)
+        if item.default is dataclasses.MISSING and item.name not in arguments
+    ]
+    if required:
+        raise RecipeError(
+            f"task.{required[0]} is not set, and the server has no test examples to read it from. Set the field, or"
+            " pass --test-examples."
+        )
+    with recipe_errors("task"):
+        return build("task", recipe.task.cls, arguments), {}
+
+
+def _pooled(examples: Any, maximum: int | None, seed: int) -> Dataset:
+    if isinstance(examples, FederatedDataset):
+        return limit_examples(examples, maximum, seed).to_dataset()
+    return sample_examples(examples, maximum, seed)
+
+
+def _dataset(examples: Any) -> Dataset:
+    assert isinstance(examples, Dataset), "recipes have no streams"
+    return examples

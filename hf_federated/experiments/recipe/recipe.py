@@ -1,0 +1,363 @@
+"""The class [`Recipe`], which defines what to train on which clients, and the validation of its sections.
+
+A recipe is a YAML file with these sections:
+
+- `model`: the initial model of every client;
+- `data`: the dataset;
+- `task`: a task of `hf_federated.tasks` and its arguments;
+- `partition`: a partitioner of `hf_federated.data` and its arguments;
+- `training`: any field of `transformers.TrainingArguments`;
+- `federation`: any field of [`FederatedConfig`], or in its place `split`: any field of [`SplitConfig`];
+- `public` and `client_models`: data and client models for distillation;
+- `network`: the clients of a federation on several machines, and how long its server waits for them;
+- `card`: any argument of `Trainer.create_model_card`;
+- `audit`: attacks on what a client sends;
+- the top-level fields `compare`, `local_clients`, `plots`, `scale` and `benchmark`.
+
+All sections are validated before any data or model is loaded. A [`RecipeError`] lists all mistakes, one line each.
+`yaml_file.py` reads the YAML file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transformers import Seq2SeqTrainer
+
+from hf_federated.aggregation import build_aggregation
+from hf_federated.config import FederatedConfig
+from hf_federated.data.partitioners import PARTITIONERS
+from hf_federated.distillation import build_distillation
+from hf_federated.experiments.recipe.fields import (
+    CheckedSections,
+    check_sections,
+    named_class,
+    named_section_fields,
+)
+from hf_federated.experiments.recipe.schema import (
+    Mistakes,
+    RecipeError,
+    build,
+    build_config,
+    check_at_least_one,
+    recipe_errors,
+)
+from hf_federated.experiments.recipe.sections import (
+    VARIANT_FIELDS,
+    AuditSection,
+    ClientModelSection,
+    DataSection,
+    ModelSection,
+    NetworkSection,
+    PublicSection,
+)
+from hf_federated.experiments.recipe.yaml_file import DEFAULT_TASK, apply_changes, read_values
+from hf_federated.split_training import SplitConfig
+from hf_federated.tasks import TASKS, Seq2Seq, SuperGlueSeq2Seq
+
+
+@dataclass(frozen=True)
+class ClassSection:
+    """
+    A section that names a class and its arguments: `task` or `partition`.
+
+    Args:
+        name (`str`): Name of the class in a recipe.
+        cls (`type`): The class.
+        arguments (`dict[str, Any]`): The arguments in the recipe. Arguments that depend on the data can be missing.
+    """
+
+    name: str
+    cls: Any
+    arguments: dict[str, Any]
+
+    @property
+    def generates_text(self) -> bool:
+        """Whether the class is a task that is evaluated on generated texts."""
+        return self.cls.trainer_class is Seq2SeqTrainer
+
+    @property
+    def supports_encoder_decoder(self) -> bool:
+        """Whether the class is a task whose model can be built from a pretrained encoder and a pretrained decoder."""
+        return issubclass(self.cls, (Seq2Seq, SuperGlueSeq2Seq))
+
+
+@dataclass(frozen=True)
+class AuditVariant:
+    """
+    A setting of the section `audit`.
+
+    Args:
+        recipe ([`Recipe`]): The recipe with the changes of the variant.
+        clip (`float`, *optional*): `max_norm` of [`ClipUpdate`].
+        noise (`float`, *optional*): `std` of [`GaussianNoise`].
+    """
+
+    recipe: Recipe
+    clip: float | None = None
+    noise: float | None = None
+
+
+@dataclass
+class Recipe:
+    """
+    The validated content of a recipe.
+
+    Args:
+        model ([`ModelSection`]): The initial model of every client.
+        data ([`DataSection`]): The dataset.
+        task ([`ClassSection`]): The task, which converts examples to model inputs and computes metrics.
+        partition ([`ClassSection`], *optional*): The partitioner that distributes the examples over clients. `None`
+            for a federated dataset, which is partitioned already.
+        training (`dict`, *optional*): Fields of `transformers.TrainingArguments`.
+        federation (`dict`, *optional*): Fields of [`FederatedConfig`].
+        card (`dict`, *optional*): Arguments of `Trainer.create_model_card`.
+        audit ([`AuditSection`], *optional*): Attacks on what a client sends, which run after training.
+        variants (`dict[str, AuditVariant]`, *optional*): The settings that `audit` compares, by name.
+        split (`dict`, *optional*): Fields of [`SplitConfig`]. If set, a split model is trained, without rounds.
+        public ([`PublicSection`], *optional*): The public examples and the server's examples for distillation.
+        network ([`NetworkSection`], *optional*): The clients on other machines, which `hf-federated serve` accepts.
+        client_models (`list[ClientModelSection]`, *optional*): Models that are assigned to the clients in turn.
+        compare (`list[str]`, *optional*): Baselines to train in the same run: `"centralized"`, `"local"`.
+        local_clients (`int`, *optional*): Number of clients, chosen at random, that train alone for the baseline
+            `"local"`. Defaults to all clients.
+        plots (`bool`, *optional*, defaults to `False`): Write PNG plots of the learning curve and the partition.
+        scale (`str`, *optional*, defaults to `"default"`): Name of the applied scale.
+        benchmark (`dict`, *optional*): The section `benchmark`, which `hf-federated benchmark` reads.
+    """
+
+    model: ModelSection
+    data: DataSection
+    task: ClassSection
+    partition: ClassSection | None = None
+    training: dict[str, Any] = field(default_factory=dict)
+    federation: dict[str, Any] = field(default_factory=dict)
+    card: dict[str, Any] = field(default_factory=dict)
+    audit: AuditSection | None = None
+    variants: dict[str, AuditVariant] = field(default_factory=dict)
+    split: dict[str, Any] | None = None
+    public: PublicSection | None = None
+    network: NetworkSection = field(default_factory=NetworkSection)
+    client_models: list[ClientModelSection] = field(
+        default_factory=list,
+        metadata={
+            "help": "Models that are assigned to the clients in turn, each {name_or_path, revision, kwargs, training}."
+        },
+    )
+    compare: list[Literal["centralized", "local"]] = field(
+        default_factory=list, metadata={"help": "Baselines to train in the same run."}
+    )
+    local_clients: int | None = field(
+        default=None,
+        metadata={"help": "Number of clients, chosen at random, that train alone for 'local'; default: all."},
+    )
+    plots: bool = field(default=False, metadata={"help": "Write plots as PNG files (requires the extra plots)."})
+    scale: str = field(
+        default="default", metadata={"help": "Name of the scale whose changes are merged into the recipe."}
+    )
+    benchmark: dict[str, Any] | None = field(
+        default=None, metadata={"help": "The runs that hf-federated benchmark executes."}
+    )
+
+    def __post_init__(self) -> None:
+        mistakes = Mistakes()
+        with mistakes.collect():
+            check_at_least_one("local_clients", self.local_clients)
+        if self.task.generates_text and self.training.get("predict_with_generate") is False:
+            mistakes.found.append(
+                f"training.predict_with_generate is false, but the task {self.task.name} is evaluated on generated"
+                " texts. Remove the field."
+            )
+        if self.model.decoder_name_or_path is not None and not self.task.supports_encoder_decoder:
+            mistakes.found.append(
+                f"model.decoder_name_or_path is set, but the task is {self.task.name}. Only sequence-to-sequence tasks"
+                " (seq2seq, superglue-seq2seq) accept it."
+            )
+        if self.split is not None:
+            mistakes.found += [
+                f"split and {name} are both set. A split model does not use {name}; remove the section."
+                for name in ("federation", "public", "client_models", "audit")
+                if getattr(self, name)
+            ]
+        if self.public is not None and self.public.share is not None and self.partition is None:
+            mistakes.found.append(
+                "public.share is set without partition. Public examples are set aside before partitioning; set"
+                " partition, or set public.path instead of share."
+            )
+        mistakes.raise_found()
+
+
+def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
+    """
+    Read a recipe and validate all names and types in it.
+
+    Args:
+        path (`str`): The YAML file.
+        overrides (`Sequence[str]`, *optional*): Changes of the form `section.field=value`, where the value is YAML.
+
+    Raises:
+        RecipeError: If the file is missing or not YAML, or a name, type or combination of values is invalid.
+
+    Example:
+
+    ```python
+    >>> import pathlib, tempfile
+    >>> from hf_federated.experiments.recipe.recipe import load_recipe
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder) / "recipe.yaml"
+    ...     _ = path.write_text("{model: {name_or_path: bert}, data: {path: you/clients}}")
+    ...     load_recipe(path, ["training.learning_rate=5e-4"]).training
+    {'learning_rate': 0.0005}
+
+    ```
+    """
+    return parse_recipe(read_values(path, overrides))
+
+
+def parse_recipe(values: Mapping[str, Any]) -> Recipe:
+    """
+    Validate names, types and combinations of values of a recipe, without loading data or models.
+
+    Args:
+        values (`Mapping[str, Any]`): The values returned by
+            [`~hf_federated.experiments.recipe.yaml_file.read_values`].
+
+    Raises:
+        RecipeError: If a field is unknown, missing or of the wrong type, or a value or combination of values is
+            invalid. The error lists all mistakes.
+    """
+    mistakes = Mistakes()
+    checked = check_sections(values, mistakes)
+    task = _class_section("task", values.get("task"), checked, TASKS, mistakes)
+    partition = None
+    if values.get("partition") is not None:
+        partition = _class_section("partition", values["partition"], checked, PARTITIONERS, mistakes)
+        # An invalid section has a placeholder, so that combinations with the other sections are validated.
+        partition = partition or ClassSection("iid", PARTITIONERS["iid"], {})
+    _check_methods(checked.sections, mistakes)
+    top_level = {
+        **checked.top_level,
+        "compare": checked.top_level.get("compare") or [],
+        "client_models": checked.client_models,
+    }
+    recipe = _combine(task, partition, checked.sections, top_level, mistakes)
+    mistakes.raise_found()
+    assert recipe is not None, "a recipe without mistakes is built"
+    if recipe.audit is not None:
+        recipe.variants = audit_variants(values, recipe.audit)
+    return recipe
+
+
+def audit_variants(values: Mapping[str, Any], section: AuditSection) -> dict[str, AuditVariant]:
+    """
+    Build the recipes of the settings that an audit compares.
+
+    Args:
+        values (`Mapping[str, Any]`): The values of the recipe.
+        section ([`AuditSection`]): The section `audit`.
+
+    Raises:
+        RecipeError: If the recipe of a variant is invalid. The error lists the mistakes of all variants.
+    """
+    base = {name: value for name, value in values.items() if name not in ("audit", "benchmark", "compare")}
+    mistakes, variants = Mistakes(), {}
+    for name, given in (section.variants or {"as configured": {}}).items():
+        changes = dict(given or {})
+        own = {key: changes.pop(key, None) for key in VARIANT_FIELDS}
+        try:
+            variants[name] = AuditVariant(parse_recipe(apply_changes(base, changes)), **own)
+        except RecipeError as error:
+            mistakes.found += [f"audit.variants.{name}: {mistake}" for mistake in error.mistakes]
+    mistakes.raise_found()
+    return variants
+
+
+def _combine(
+    task: ClassSection | None,
+    partition: ClassSection | None,
+    checked: Mapping[str, dict[str, Any]],
+    top_values: dict[str, Any],
+    mistakes: Mistakes,
+) -> Recipe | None:
+    """Build the sections and the recipe, which validates combinations. `None` if the task is invalid."""
+    # An invalid section has a placeholder, so that combinations of the other sections are validated.
+    sections: dict[str, Any] = {"model": ModelSection("invalid"), "data": DataSection("invalid")}
+    sections |= {name: checked.get(name, {}) for name in ("training", "federation", "card")}
+    for name, cls in (
+        ("model", ModelSection),
+        ("data", DataSection),
+        ("public", PublicSection),
+        ("network", NetworkSection),
+        ("audit", AuditSection),
+    ):
+        if name in checked:
+            with mistakes.collect():
+                sections[name] = cls(**checked[name])
+    if task is not None:
+        with mistakes.collect():
+            return Recipe(task=task, partition=partition, split=checked.get("split"), **sections, **top_values)
+    return None
+
+
+def _check_methods(checked: Mapping[str, dict[str, Any]], mistakes: Mistakes) -> None:
+    """Validate the values of `federation` and `split`, and the arguments of the algorithms that they name."""
+    if "split" in checked:
+        with mistakes.collect():
+            build_config("split", SplitConfig, checked["split"])
+    if "federation" not in checked:
+        return
+    federation = checked["federation"]
+    with mistakes.collect():
+        build_config("federation", FederatedConfig, federation)
+    with mistakes.collect(), recipe_errors("federation"):
+        build_aggregation(federation.get("aggregation", "fedavg"), federation.get("aggregation_kwargs"))
+    with mistakes.collect(), recipe_errors("federation"):
+        build_distillation(federation.get("distillation"), federation.get("distillation_kwargs"))
+
+
+def check_recipe(values: Mapping[str, Any]) -> None:
+    """
+    Validate a recipe as [`parse_recipe`] does, without returning it.
+
+    Args:
+        values (`Mapping[str, Any]`): The values returned by
+            [`~hf_federated.experiments.recipe.yaml_file.read_values`].
+
+    Raises:
+        RecipeError: If the recipe cannot be run.
+    """
+    parse_recipe(values)
+
+
+def partitioner_has_seed(partition: Mapping[str, Any]) -> bool:
+    """Whether the partitioner of the section `partition` takes a seed."""
+    return "seed" in named_section_fields()["partition"].get(str(partition.get("name")), {})
+
+
+def _class_section(
+    section: str, values: Any, checked: CheckedSections, classes: Mapping[str, Any], mistakes: Mistakes
+) -> ClassSection | None:
+    """
+    Validate the arguments of a section that names one of `classes`.
+
+    Returns:
+        [`ClassSection`], *optional*: The section, without arguments if they are invalid, so that combinations with
+            the other sections are validated. `None` if the name is invalid.
+    """
+    if section not in checked.classes:
+        name = named_class({"name": DEFAULT_TASK, **values} if isinstance(values, dict) else values, classes)
+        return None if name is None else ClassSection(name, classes[name], {})
+    arguments = dict(checked.classes[section])
+    name = arguments.pop("name")
+    # The constructor validates combinations of arguments. It is not called while required arguments are missing, which
+    # are read from the data later.
+    required = [item.name for item in dataclasses.fields(classes[name]) if item.default is dataclasses.MISSING]
+    if all(arguments.get(item) is not None for item in required):
+        with mistakes.collect():
+            build(section, classes[name], arguments)
+    return ClassSection(name, classes[name], arguments)
