@@ -85,7 +85,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
 
 def _benchmark(arguments: argparse.Namespace) -> int:
     from hf_federated.experiments.benchmark.benchmark import run_benchmark
-    from hf_federated.experiments.execution import measure_run
+    from hf_federated.experiments.benchmark.measured_run import measure_run
     from hf_federated.experiments.recipe.recipe import check_recipe, partitioner_has_seed
     from hf_federated.experiments.recipe.yaml_file import read_values
 

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import PrinterCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import logging as transformers_logging
+from transformers import TrainingArguments
 
 from hf_federated.config import FederatedConfig
-from hf_federated.data.source import content_hash
 from hf_federated.experiments.baselines import BaselineResult, Baselines
-from hf_federated.experiments.model_loading import (
-    TokenizedData,
-    load_model,
-    load_tokenized_data,
-    load_tokenizer,
-)
-from hf_federated.experiments.recipe.recipe import Recipe, parse_recipe
+from hf_federated.experiments.data.tokenized import TokenizedData, load_tokenized_data
+from hf_federated.experiments.model_loading import load_model, load_tokenizer
+from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.stopwatch import Stopwatch
 from hf_federated.experiments.trainer_arguments import dataset_arguments
 from hf_federated.reporting.run_plots import require_matplotlib
 from hf_federated.split_training import SplitConfig, split_federate
 from hf_federated.trainer import federate
-
-
-# Logged values of a method that are kept in the record of a run: the aggregation weight of each client, whether an LLM
-# failed to provide weights, the ratio of feedback to distillation, and the losses of distillation.
-WEIGHT_PREFIX = "federated/weight/"
-METHOD_LOGS = {
-    "federated/llm_fell_back",
-    "federated/feedback_ratio",
-    "federated/server_distillation_loss",
-    "federated/client_distillation_loss",
-}
 
 
 @dataclass(frozen=True)
@@ -52,7 +31,7 @@ class Run:
         recipe ([`Recipe`]): The recipe.
         federation ([`FederatedConfig`]): The configuration of the federation, with the number of rounds resolved. For
             a split model, the rounds are the epochs, and the configuration only determines how long baselines train.
-        data ([`~hf_federated.experiments.model_loading.TokenizedData`]): The training clients and test examples.
+        data ([`~hf_federated.experiments.data.tokenized.TokenizedData`]): The training clients and test examples.
         trainer ([`FederatedTrainer`] or [`SplitFederatedTrainer`]): The trainer.
         baselines ([`~hf_federated.experiments.baselines.Baselines`]): The baselines.
     """
@@ -207,10 +186,6 @@ def run_federated(run: Run) -> dict[str, Any]:
     }
 
 
-# Fields of a federation that baselines do not use.
-EXCHANGE_FIELDS = ("aggregation", "aggregation_kwargs", "distillation", "distillation_kwargs")
-
-
 def evaluate_further_splits(trainer: Any, further_tests: Mapping[str, Dataset]) -> dict[str, dict[str, float]]:
     """
     Evaluate a trained model on the splits `data.further_test_splits`.
@@ -228,85 +203,6 @@ def evaluate_further_splits(trainer: Any, further_tests: Mapping[str, Dataset]) 
         evaluated = trainer.evaluate(dataset, metric_key_prefix=prefix)
         results[split] = metrics_of({f"eval{key.removeprefix(prefix)}": value for key, value in evaluated.items()})
     return results
-
-
-def measure_run(values: dict[str, Any], method: str, folder: Path) -> dict[str, Any]:
-    """
-    Execute one run of a benchmark without progress bars, and return its results. The model is not saved.
-
-    If the recipe saves checkpoints and an interrupted run left a checkpoint in `folder`, a federated run resumes from
-    the last checkpoint. A run that finishes removes its checkpoints.
-
-    Args:
-        values (`dict[str, Any]`): The recipe of the run, as returned by
-            [`~hf_federated.experiments.recipe.yaml_file.read_values`].
-        method (`str`): `"federated"`, `"centralized"` or `"local"`.
-        folder (`Path`): Output folder, which only this run uses.
-
-    Returns:
-        `dict[str, Any]`: The results that [`~hf_federated.experiments.benchmark.benchmark.run_benchmark`] expects of a
-            run.
-
-    Raises:
-        RecipeError: If the recipe cannot be run, or a run that resumed from a checkpoint fails.
-    """
-    recipe = parse_recipe(values)
-    if method != "federated":  # baselines train the server's model without communication
-        settings = {name: value for name, value in recipe.federation.items() if name not in EXCHANGE_FIELDS}
-        recipe = dataclasses.replace(recipe, client_models=[], federation=settings)
-    training = {"disable_tqdm": True, "report_to": "none", **recipe.training}
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # hides the warnings about new heads in every run
-    try:
-        run = build_run(dataclasses.replace(recipe, training=training, plots=False), str(folder))
-        run.trainer.remove_callback(PrinterCallback)
-        if method == "federated":
-            has_checkpoint = folder.is_dir() and get_last_checkpoint(str(folder)) is not None
-            run.trainer.args.resume_from_checkpoint = True if has_checkpoint else None
-            try:
-                result = run_federated(run)
-            except Exception as error:
-                if not has_checkpoint:
-                    raise
-                raise RecipeError(
-                    f"{error} (The run resumed from a checkpoint in {folder}. Delete the checkpoint to start anew.)"
-                ) from error
-            num_rounds = run.trainer.state.max_steps
-            result |= {"num_rounds": num_rounds, "step_name": run.step_name}
-            result |= _read_logs(run.trainer.state.log_history, num_rounds)
-            for checkpoint in folder.glob("checkpoint-*"):
-                shutil.rmtree(checkpoint)
-        else:
-            result = vars(run_baseline(run, method))
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    num_clients = result.get("num_clients", len(run.data.train))
-    return {
-        **result,
-        "metric": run.metric,
-        "lower_is_better": run.data.task.lower_is_better,
-        "scale": recipe.scale,
-        "num_clients": num_clients,
-        "test_source": f"{len(run.data.raw.test)} examples{run.data.raw.test_source}",
-        "train_rows": content_hash(run.data.raw.train.to_dataset()),
-        "test_rows": content_hash(run.data.raw.test),
-        "further_rows": {split: content_hash(rows) for split, rows in run.data.raw.further_tests.items()},
-    }
-
-
-def _read_logs(logs: list[dict[str, Any]], num_rounds: int | None) -> dict[str, Any]:
-    """Read metrics and logged values of each round, and the number of failed updates, from the log history."""
-    rounds: dict[int, dict[str, float]] = {}
-    for entry in logs:
-        values = {name.removeprefix("eval_"): value for name, value in entry.items() if _is_metric(name)}
-        method_names = (name for name in entry if name.startswith(WEIGHT_PREFIX) or name in METHOD_LOGS)
-        values |= {name.removeprefix("federated/"): entry[name] for name in method_names}
-        if values:
-            rounds.setdefault(entry["step"], {}).update(values)
-    history = [{"round": number, **values} for number, values in sorted(rounds.items())]
-    failed = [entry["federated/num_failed"] for entry in logs if "federated/num_failed" in entry]
-    # The number is unknown if some rounds were not logged.
-    return {"history": history, "num_failed": sum(failed) if len(failed) == num_rounds else None}
 
 
 def metrics_of(evaluated: dict[str, float]) -> dict[str, float]:

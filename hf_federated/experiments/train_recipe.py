@@ -15,10 +15,10 @@ from hf_federated.cards.tables import plural
 from hf_federated.data import label_counts, plot_sizes
 from hf_federated.experiments.audit.recipe_audit import audit_recipe, check_packages
 from hf_federated.experiments.baselines import BaselineResult
-from hf_federated.experiments.benchmark.run_log import to_strict_json
 from hf_federated.experiments.execution import Run, build_run, run_baseline, run_federated
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.run_folder import RESULTS_NAME, RunFolder
+from hf_federated.experiments.strict_json import to_strict_json
 from hf_federated.reporting.anomaly_plots import plot_anomalies
 from hf_federated.reporting.run_plots import plot_learning_curve, plot_partition
 from hf_federated.server import load_anomalies

@@ -12,7 +12,8 @@ from transformers import TrainingArguments
 
 from hf_federated.aggregation import build_aggregation
 from hf_federated.distillation import build_distillation
-from hf_federated.experiments.model_loading import TokenizedData, load_client_specs
+from hf_federated.experiments.data.tokenized import TokenizedData
+from hf_federated.experiments.model_loading import load_client_specs
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import recipe_errors
 from hf_federated.tasks import Task
@@ -44,7 +45,7 @@ def dataset_arguments(
 
     Args:
         recipe ([`Recipe`]): The recipe.
-        data ([`~hf_federated.experiments.model_loading.TokenizedData`]): The data of the recipe.
+        data ([`~hf_federated.experiments.data.tokenized.TokenizedData`]): The data of the recipe.
         tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the server's model.
         args (`TrainingArguments`): The training arguments.
         shared (`Mapping[str, Any]`): Arguments of a trainer on encoded examples.

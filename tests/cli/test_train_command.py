@@ -17,7 +17,8 @@ from hf_federated.cli.main import main
 from hf_federated.clients import ClientSampler
 from hf_federated.experiments.baselines import Baselines, expected_client_epochs, fraction_of_examples_drawn
 from hf_federated.experiments.data.raw import load_raw_data
-from hf_federated.experiments.model_loading import load_model, load_tokenized_data, load_tokenizer
+from hf_federated.experiments.data.tokenized import load_tokenized_data
+from hf_federated.experiments.model_loading import load_model, load_tokenizer
 from hf_federated.experiments.recipe.recipe import load_recipe
 from hf_federated.experiments.train_recipe import closing_table, train_recipe
 

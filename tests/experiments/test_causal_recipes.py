@@ -12,7 +12,7 @@ from superglue_raw import files
 from transformers import AutoTokenizer, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_federated.cards import render_saved
-from hf_federated.experiments.execution import measure_run
+from hf_federated.experiments.benchmark.measured_run import measure_run
 from hf_federated.experiments.recipe.recipe import check_recipe, load_recipe
 from hf_federated.experiments.recipe.schema import RecipeError
 from hf_federated.experiments.recipe.yaml_file import read_values

@@ -14,7 +14,7 @@ from superglue_raw import files
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_federated.experiments.benchmark.grid import plan_runs, read_section
-from hf_federated.experiments.execution import measure_run
+from hf_federated.experiments.benchmark.measured_run import measure_run
 from hf_federated.experiments.recipe.recipe import check_recipe, parse_recipe, partitioner_has_seed
 from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.tasks import superglue_cloze_rows

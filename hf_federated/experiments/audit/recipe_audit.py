@@ -10,10 +10,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib.metadata
-import logging
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,14 +22,14 @@ import torch
 from datasets import Dataset, concatenate_datasets
 from torch import nn
 from transformers import PrinterCallback, TrainingArguments
-from transformers.utils import logging as transformers_logging
 
 from hf_federated.adapters import copy_model
 from hf_federated.audits import PAYLOAD_ATTACKS, AttackResult, Evidence, Payload, PayloadAudit, PayloadRecorder
 from hf_federated.audits.payloads.evidence import ShadowLosses
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
-from hf_federated.experiments.model_loading import load_model, load_tokenized_data, load_tokenizer
+from hf_federated.experiments.data.tokenized import load_tokenized_data
+from hf_federated.experiments.model_loading import load_model, load_tokenizer, without_head_warnings
 from hf_federated.experiments.recipe.recipe import AuditVariant, Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe.sections import AuditSection
@@ -96,7 +94,7 @@ def audit_recipe(recipe: Recipe, echo: Callable[[str], None] = print) -> Payload
     check_packages()
     results = {}
     for name, variant in recipe.variants.items():
-        with _quiet():
+        with without_head_warnings():
             audited = _Variant(variant, section, name)
             results[name] = audited.attack()
         echo(f"Audited {name}: {', '.join(_summary(result) for result in results[name])}.")
@@ -283,17 +281,6 @@ def _random_texts(rows: Dataset, task: Any, num_texts: int, generator: np.random
     drawn = {name: first[name] for name in task.columns if name != task.text_column}
     columns = {name: feature for name, feature in rows.features.items() if name in task.columns}
     return Dataset.from_dict({task.text_column: texts, **drawn}).cast(rows.select_columns(list(columns)).features)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide the warnings about new heads, which every simulated client would repeat."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
 
 
 def _summary(result: AttackResult) -> str:

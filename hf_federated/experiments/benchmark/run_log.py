@@ -12,7 +12,6 @@ in one folder on Windows may execute the same runs twice, but they do not damage
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from hf_federated.experiments.benchmark.grid import PlannedRun
 from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.experiments.strict_json import to_strict_json
 from hf_federated.utils.file_lock import FileLock, FileLockedError
 
 
@@ -217,19 +215,6 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
                 " execute its run again."
             )
     return record
-
-
-def to_strict_json(value: Any) -> Any:
-    """Convert a value to types of strict JSON. NaN and infinity become `None`."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): to_strict_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_strict_json(item) for item in value]
-    return value
 
 
 def _sync_folder(folder: Path) -> None:

@@ -29,7 +29,7 @@ from datasets import disable_progress_bars as disable_dataset_bars
 from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils.logging import disable_progress_bar as disable_model_bars
 
-from hf_federated.experiments.benchmark.run_log import to_strict_json
+from hf_federated.experiments.strict_json import to_strict_json
 from hf_federated.server import FederatedCallback
 
 

@@ -18,15 +18,16 @@ from hf_federated.cards import RunRecord
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
 from hf_federated.engines import NetworkEngine
-from hf_federated.experiments.benchmark.run_log import to_strict_json
+from hf_federated.experiments.data.tokenized import tokenize_test
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.execution import evaluate_further_splits, metrics_of
-from hf_federated.experiments.model_loading import load_model, load_tokenizer, tokenize_test
+from hf_federated.experiments.model_loading import load_model, load_tokenizer
 from hf_federated.experiments.network.party_data import PartyData, load_client_data, load_server_data
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import build, recipe_errors
 from hf_federated.experiments.run_folder import DEFAULT_OUTPUT_DIR, RESULTS_NAME, RunFolder
 from hf_federated.experiments.stopwatch import Stopwatch
+from hf_federated.experiments.strict_json import to_strict_json
 from hf_federated.experiments.train_recipe import RECORD_NAME
 from hf_federated.experiments.trainer_arguments import PartyDatasets, trainer_arguments
 from hf_federated.trainer import federate

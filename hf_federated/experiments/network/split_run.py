@@ -18,9 +18,10 @@ from transformers import PretrainedConfig, TrainingArguments
 from hf_federated.data.client_ids import similar_ids_hint
 from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.experiments.data.files import check_local_path, hub_errors
+from hf_federated.experiments.data.tokenized import load_tokenized_data
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.execution import evaluate_further_splits
-from hf_federated.experiments.model_loading import load_tokenized_data, load_tokenizer
+from hf_federated.experiments.model_loading import load_tokenizer
 from hf_federated.experiments.recipe.recipe import ClassSection, Recipe, load_recipe
 from hf_federated.experiments.recipe.schema import build
 from hf_federated.experiments.recipe.sections import ModelSection

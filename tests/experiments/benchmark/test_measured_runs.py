@@ -10,7 +10,8 @@ import yaml
 from transformers import TrainerCallback
 
 from hf_federated.cli.main import main
-from hf_federated.experiments.execution import build_run, measure_run, run_federated
+from hf_federated.experiments.benchmark.measured_run import measure_run
+from hf_federated.experiments.execution import build_run, run_federated
 from hf_federated.experiments.recipe.recipe import parse_recipe
 from hf_federated.experiments.recipe.yaml_file import read_values
 

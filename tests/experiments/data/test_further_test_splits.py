@@ -11,9 +11,11 @@ import yaml
 from datasets import load_dataset
 
 from hf_federated.cli.main import main
+from hf_federated.experiments.benchmark.measured_run import measure_run
 from hf_federated.experiments.data.raw import load_raw_data
-from hf_federated.experiments.execution import build_run, measure_run, run_federated
-from hf_federated.experiments.model_loading import load_tokenized_data, load_tokenizer
+from hf_federated.experiments.data.tokenized import load_tokenized_data
+from hf_federated.experiments.execution import build_run, run_federated
+from hf_federated.experiments.model_loading import load_tokenizer
 from hf_federated.experiments.recipe.recipe import load_recipe
 from hf_federated.experiments.recipe.schema import RecipeError
 from hf_federated.experiments.recipe.yaml_file import read_values

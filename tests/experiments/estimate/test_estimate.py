@@ -16,12 +16,13 @@ from threaded_clients import ANNOUNCED, honest, run_with_threads
 
 from hf_federated import AGGREGATIONS, DISTILLATIONS, SplitConfig, SplitModel
 from hf_federated.cli.main import main
+from hf_federated.experiments.data.tokenized import load_tokenized_data
 from hf_federated.experiments.estimate.recipe_estimate import estimate_recipe
 from hf_federated.experiments.estimate.results import Estimate
 from hf_federated.experiments.estimate.sizes import EstimateOptions
 from hf_federated.experiments.estimate.split_messages import SplitMessages
 from hf_federated.experiments.execution import build_run
-from hf_federated.experiments.model_loading import load_tokenized_data, load_tokenizer
+from hf_federated.experiments.model_loading import load_tokenizer
 from hf_federated.experiments.recipe.recipe import load_recipe
 from hf_federated.split_training.micro_batches import exchanges_per_step
 

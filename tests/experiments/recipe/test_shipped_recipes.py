@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hf_federated.experiments.benchmark.grid import plan_runs, read_section
-from hf_federated.experiments.execution import measure_run
+from hf_federated.experiments.benchmark.measured_run import measure_run
 from hf_federated.experiments.recipe.recipe import check_recipe, load_recipe, partitioner_has_seed
 from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.experiments.train_recipe import train_recipe

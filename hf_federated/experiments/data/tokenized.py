@@ -1,0 +1,118 @@
+"""The tokenized data of a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from hf_federated.data import FederatedDataset
+from hf_federated.experiments.data.raw import RawData, load_raw_data
+from hf_federated.experiments.recipe.recipe import Recipe
+from hf_federated.experiments.recipe.schema import RecipeError, recipe_errors
+from hf_federated.tasks import Seq2Seq, Task
+
+
+@dataclass(frozen=True)
+class TokenizedData:
+    """
+    The tokenized data of a recipe.
+
+    Args:
+        raw ([`RawData`]): The raw examples.
+        train ([`FederatedDataset`]): The tokenized training clients.
+        test (`datasets.Dataset`): The tokenized test examples, sorted by length to minimize padding.
+        test_clients ([`FederatedDataset`], *optional*): The tokenized test examples by client, if requested.
+        metric_arguments (`dict`): The arguments of a `Trainer` that compute metrics from predictions.
+        further_tests (`dict[str, datasets.Dataset]`): Additional tokenized test examples by split.
+    """
+
+    raw: RawData
+    train: FederatedDataset
+    test: Dataset
+    test_clients: FederatedDataset | None
+    metric_arguments: dict[str, Any]
+    further_tests: dict[str, Dataset] = field(default_factory=dict)
+
+    @property
+    def task(self) -> Task:
+        """The task, with the names of its labels."""
+        return self.raw.task
+
+
+def load_tokenized_data(recipe: Recipe, tokenizer: Any, by_client: bool = False) -> TokenizedData:
+    """
+    Load the data of a recipe and tokenize it, separately for each client.
+
+    Args:
+        recipe ([`Recipe`]): The recipe.
+        tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
+        by_client (`bool`, *optional*, defaults to `False`): Whether to also return the test examples by client.
+
+    Raises:
+        RecipeError: If the data cannot be loaded, or the task cannot process an example.
+    """
+    needs_rows = recipe.task.cls.needs_rows
+    # The metrics of sequence-to-sequence tasks use the raw targets, if these are available.
+    uses_rows = needs_rows or issubclass(recipe.task.cls, Seq2Seq)
+    unsupported = {
+        "federation.evaluate_clients": by_client and needs_rows,
+        "data.further_test_splits": bool(recipe.data.further_test_splits) and uses_rows,
+    }
+    for name, is_set in unsupported.items():
+        if is_set:
+            raise RecipeError(
+                f"{name} is not supported for {recipe.task.name}, whose metrics need the raw examples. Remove the"
+                " field."
+            )
+    raw = load_raw_data(recipe, by_client)
+    task = raw.task
+    with recipe_errors("data"):
+        train = task.prepare(raw.train, tokenizer)
+        test_clients = None
+        if by_client and raw.test_clients is not None:
+            clients = task.prepare(raw.test_clients, tokenizer)
+            evaluated = {client_id: task.for_evaluation(client, tokenizer) for client_id, client in clients.items()}
+            test_clients = FederatedDataset.from_dict(evaluated)
+        further_tests = {
+            split: task.for_evaluation(task.prepare(dataset, tokenizer), tokenizer)
+            for split, dataset in raw.further_tests.items()
+        }
+    # Metrics by client use only the labels, and no raw examples.
+    test, metric_arguments = tokenize_test(task, tokenizer, raw.test, uses_rows=test_clients is None)
+    return TokenizedData(raw, train, test, test_clients, metric_arguments, further_tests)
+
+
+def tokenize_test(
+    task: Task, tokenizer: Any, examples: Dataset, uses_rows: bool = True
+) -> tuple[Dataset, dict[str, Any]]:
+    """
+    Tokenize test examples, and sort them by length to minimize padding.
+
+    Args:
+        task ([`Task`]): The task, with the names of its labels.
+        tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
+        examples (`datasets.Dataset`): The raw examples.
+        uses_rows (`bool`, *optional*, defaults to `True`): Whether metrics may use the raw examples.
+
+    Returns:
+        `tuple[datasets.Dataset, dict[str, Any]]`: The tokenized examples, and the arguments of a `Trainer` that
+        compute metrics from predictions.
+
+    Raises:
+        RecipeError: If the task cannot process an example.
+    """
+    with recipe_errors("data"):
+        test = task.for_evaluation(task.prepare(examples, tokenizer), tokenizer)
+        order = np.argsort([len(ids) for ids in test["input_ids"]], kind="stable")
+        one_to_one = len(test) == len(examples)
+        test = test.select(order)
+        # Metrics that use raw examples need them in the order of the features.
+        rows = examples.select(order) if uses_rows and one_to_one else examples if uses_rows else None
+        compute_metrics = task.build_compute_metrics(tokenizer, features=test, rows=rows)
+    return test, {
+        "compute_metrics": compute_metrics,
+        "preprocess_logits_for_metrics": task.preprocess_logits_for_metrics,
+    }
