@@ -1,7 +1,7 @@
 """
 The sections and fields of a recipe, and the check of their names and types.
 
-The fields of `TrainingArguments`, tasks and partitioners are read from source code, so that the check and
+The classes `TrainingArguments`, tasks and partitioners are read from source code, so that the check and
 `hf-federated train --help` import neither torch nor transformers.
 """
 
@@ -31,7 +31,7 @@ from hf_federated.experiments.recipe.sections import (
     NetworkSection,
     PublicSection,
 )
-from hf_federated.experiments.recipe.source_fields import source_classes, source_fields, source_parameters
+from hf_federated.experiments.recipe.source_fields import source_parameters, source_value
 from hf_federated.experiments.recipe.yaml_file import DEFAULT_TASK
 
 
@@ -40,10 +40,6 @@ TOP_LEVEL_FIELDS = ("client_models", "compare", "local_clients", "plots", "scale
 CLASS_TABLES = {
     "task": ("hf_federated.tasks", "TASKS"),
     "partition": ("hf_federated.data.partitioners", "PARTITIONERS"),
-}
-ARGUMENT_MODULES = {
-    "TrainingArguments": "transformers.training_args",
-    "Seq2SeqTrainingArguments": "transformers.training_args_seq2seq",
 }
 
 
@@ -73,7 +69,7 @@ def named_section_fields() -> dict[str, dict[str, dict[str, RecipeField]]]:
         `dict`: Maps the name of a section to the names of its classes, and each class to its fields without `name`.
     """
     fields = {
-        section: {name: source_fields(cls.module, cls.node.name) for name, cls in source_classes(*table).items()}
+        section: {name: dataclass_fields(cls) for name, cls in source_value(*table).items()}
         for section, table in CLASS_TABLES.items()
     }
     # The data can provide the required arguments of a task, which are the label names.
@@ -95,18 +91,17 @@ def section_fields(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]
     Returns:
         `dict[str, dict[str, RecipeField]]`: Maps a section to its fields by name, in the order of `--help`.
     """
-    top = source_fields("hf_federated.experiments.recipe.recipe", "Recipe")
+    top = dataclass_fields(source_value("hf_federated.experiments.recipe.recipe", "Recipe"))
     # In YAML, client_models is a list of mappings. Each mapping is validated separately.
     top["client_models"] = dataclasses.replace(top["client_models"], annotation=list[dict])
-    arguments_class = str(source_classes(*CLASS_TABLES["task"])[task].attribute("arguments_class"))
     return {
         "model": dataclass_fields(ModelSection),
         "data": dataclass_fields(DataSection),
-        "training": source_fields(ARGUMENT_MODULES[arguments_class], arguments_class),
+        "training": dataclass_fields(source_value(*CLASS_TABLES["task"])[task].arguments_class),
         "federation": _federation_fields(),
         "card": source_parameters("transformers.trainer", "Trainer", "create_model_card"),
         "public": dataclass_fields(PublicSection),
-        "split": source_fields("hf_federated.split_training.config", "SplitConfig"),
+        "split": dataclass_fields(source_value("hf_federated.split_training.config", "SplitConfig")),
         "network": dataclass_fields(NetworkSection),
         "audit": dataclass_fields(AuditSection),
         "": {name: top[name] for name in TOP_LEVEL_FIELDS},
@@ -210,6 +205,6 @@ def _client_model(index: int, values: Any) -> ClientModelSection:
     """Check one entry of `client_models`."""
     section = f"client_models[{index}]"
     checked = check_section(section, values, dataclass_fields(ClientModelSection))
-    training = source_fields(ARGUMENT_MODULES["TrainingArguments"], "TrainingArguments")
-    check_section(f"{section}.training", checked.get("training"), training)
+    training = source_value("transformers.training_args", "TrainingArguments")
+    check_section(f"{section}.training", checked.get("training"), dataclass_fields(training))
     return ClientModelSection(**{**checked, "training": checked.get("training") or {}})
