@@ -1,8 +1,7 @@
 """Federated datasets, the partitioners that create them, and the statistics and plots that describe them."""
 
 from .distillation_split import DistillationSplit, split_for_distillation
-from .federated_dataset import FederatedDataset
-from .federated_dataset_dict import FederatedDatasetDict
+from .federated_dataset import FederatedDataset, FederatedDatasetDict
 from .hub import ConcurrentPushError
 from .partitioners import (
     FeatureClusterPartitioner,

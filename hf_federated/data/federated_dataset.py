@@ -8,29 +8,27 @@ format on disk and on the Hub. A `FederatedDatasetDict` holds several splits.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
-import numpy as np
-from datasets import Dataset, Features, IterableDataset
+from datasets import Dataset, IterableDataset
 
-from .client_datasets import ClientData, ClientDatasets, PartitionedDataset, SeparateDatasets
-from .client_ids import check_client_ids, check_id_list, id_from_key, unknown_client
+from .client_datasets import ClientData, PartitionedDataset, SeparateDatasets
+from .client_ids import check_client_ids, id_from_key
 from .federated_dataset_storage import FederatedDatasetStorageMixin
 from .federated_dataset_transforms import FederatedDatasetTransformsMixin
+from .federated_splits import FederatedSplits
 from .fednlp import read_fednlp
 from .partitioners.base import Partition, Partitioner
 from .partitioners.flower import as_partitioner
 from .partitioners.natural import NaturalPartitioner
-from .remote_datasets import RemoteDatasets
 from .source import DatasetSource, load_source
 from .split_stream import split_stream
-from .storage.folder import SplitToStore
-from .storage.partition_file import PartitionFile
-from .torch_datasets import concatenate, is_map_style, is_torch_dataset, kind_of
+from .torch_datasets import is_map_style, is_torch_dataset, kind_of
+from .train_test_split import check_sizes, split_clients
 
 
-class FederatedDataset(FederatedDatasetTransformsMixin, FederatedDatasetStorageMixin, Mapping[str, ClientData]):
+class FederatedDataset(FederatedDatasetTransformsMixin, FederatedDatasetStorageMixin):
     """
     A lazy mapping from client id to the `datasets.Dataset` of this client.
 
@@ -71,16 +69,6 @@ class FederatedDataset(FederatedDatasetTransformsMixin, FederatedDatasetStorageM
 
     ```
     """
-
-    def __init__(
-        self,
-        rows: ClientDatasets,
-        partitioning: dict[str, Any] | None = None,
-        origin: DatasetSource | None = None,
-    ) -> None:
-        self._rows = rows
-        self.partitioning = partitioning
-        self.origin = origin
 
     @classmethod
     def from_dataset(
@@ -262,135 +250,95 @@ class FederatedDataset(FederatedDatasetTransformsMixin, FederatedDatasetStorageM
             raise ValueError(f"{partition_file}: {method!r} has no split {split!r}. It has: {', '.join(splits)}.")
         return cls(splits[split], {"partitioner": "fednlp", "method": method})
 
-    @classmethod
-    def from_stored(cls, partition_file: PartitionFile, split: str, rows: ClientDatasets) -> FederatedDataset:
-        """Create a federated dataset from one stored split and the metadata in `partition.json`."""
-        return cls(rows, partition_file.partitioning.get(split), partition_file.sources.get(split))
-
-    def split_to_store(self) -> SplitToStore:
-        """Return the content that `storage` writes for this federated dataset."""
-        return SplitToStore(self._rows, self.partitioning, self.origin)
-
-    def __getitem__(self, client_id: str) -> Any:
-        if client_id not in self._rows.positions:
-            raise unknown_client(client_id, self._rows.client_ids)
-        return self._rows.open(client_id)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows.client_ids)
-
-    def __len__(self) -> int:
-        return len(self._rows.client_ids)
-
-    def __contains__(self, client_id: object) -> bool:
-        return client_id in self._rows.positions
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __repr__(self) -> str:
-        lines = [f"num_clients: {len(self)}", f"num_rows: {self._describe_sizes()}", f"columns: {self.column_names}"]
-        if self.partitioning is not None:
-            lines.append(f"partitioning: {self.partitioning}")
-        return "FederatedDataset({\n    " + ",\n    ".join(lines) + "\n})"
-
-    @property
-    def client_ids(self) -> list[str]:
-        """The ids of the clients, in order."""
-        return list(self._rows.client_ids)
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether the clients are on other machines, so that their examples cannot be read."""
-        return isinstance(self._rows, RemoteDatasets)
-
-    @property
-    def num_rows(self) -> dict[str, Any]:
-        """`dict[str, int]`: Number of rows of each client. No client is opened. `None` for an `IterableDataset`."""
-        return dict(zip(self._rows.client_ids, self._rows.num_rows(), strict=True))
-
-    @property
-    def column_names(self) -> list[str]:
-        """The columns that all clients have. Empty if the columns are unknown before rows are read."""
-        return self._rows.column_names
-
-    @property
-    def features(self) -> Features | None:
-        """The types of the columns, including label names. `None` if they are unknown before rows are read."""
-        return self._rows.features
-
-    @property
-    def naming_columns(self) -> list[str]:
-        """The columns that name the client of a row, whether they were kept or dropped when it was partitioned."""
-        return _naming_columns(self.partitioning or {})
-
-    @property
-    def source(self) -> Dataset | None:
-        """The dataset that was partitioned, with the columns of the clients; `None` for separate datasets."""
-        return self._rows.source if isinstance(self._rows, PartitionedDataset) else None
-
-    @property
-    def partition(self) -> Partition | None:
-        """The rows of `source` that each client has; `None` if each client has a separate dataset."""
-        return self._rows.partition if isinstance(self._rows, PartitionedDataset) else None
-
-    def select_clients(self, client_ids: Sequence[str]) -> FederatedDataset:
+    def train_test_split(
+        self,
+        test_size: float | int | None = None,
+        train_size: float | int | None = None,
+        shuffle: bool = True,
+        stratify_by_column: str | None = None,
+        seed: int = 0,
+    ) -> FederatedDatasetDict:
         """
-        Return a federated dataset with some of the clients, in the given order.
+        Split the rows of each client into training rows and test rows, as [`datasets.Dataset.train_test_split`].
 
-        Raises:
-            `KeyError`: If a client does not exist. The message lists similar ids.
-            `ValueError`: If `client_ids` is empty or contains an id twice.
-            `TypeError`: If `client_ids` is a string.
-        """
-        client_ids = client_ids if isinstance(client_ids, str) else list(client_ids)
-        check_id_list(client_ids)
-        for client_id in client_ids:
-            if client_id not in self:
-                raise unknown_client(client_id, self._rows.client_ids)
-        check_client_ids(client_ids)
-        return FederatedDataset(self._rows.select(client_ids), self.partitioning, self.origin)
+        A client keeps at least one training row: a client with one row has no test row and is missing in the split
+        `test`. Both splits keep the order of the rows. The draw depends on the seed and the id of the client only, so
+        a client has the same test rows whichever other clients exist. Rows are not copied.
 
-    def to_dataset(self) -> Dataset:
-        """
-        Return the rows of all clients in one `datasets.Dataset`, in the order of the clients.
-
-        The client ids are lost, unless they are in a column.
-
-        Raises:
-            `TypeError`: If a client has an `IterableDataset` or a dataset of torch.
-        """
-        return self._rows.pooled()
-
-    def pooled_examples(self) -> Any:
-        """
-        Return the examples of all clients for an evaluation.
+        Args:
+            test_size (`float` or `int`, *optional*):
+                Share of the rows of each client (rounded up), or number of rows of each client. Defaults to the rows
+                that `train_size` leaves, or to 0.25 without `train_size`.
+            train_size (`float` or `int`, *optional*):
+                Share of the rows of each client (rounded down), or number of rows of each client. Defaults to the rows
+                that `test_size` leaves.
+            shuffle (`bool`, *optional*, defaults to `True`):
+                Whether to draw the test rows. Otherwise, they follow the training rows.
+            stratify_by_column (`str`, *optional*):
+                A column of class labels, strings, integers, booleans or dates. Training rows and test rows of a client
+                get the same share of each value, up to rounding. Rows without a value form one more stratum.
+            seed (`int`, *optional*, defaults to `0`):
+                Random seed of the draw.
 
         Returns:
-            `datasets.Dataset` or `torch.utils.data.ConcatDataset`: [`~FederatedDataset.to_dataset`]. If a client has a
-            map-style `torch.utils.data.Dataset`, a `ConcatDataset` of the same examples in the same order.
+            [`FederatedDatasetDict`]: The splits `train` and `test`.
+
+        Raises:
+            `ValueError`: If a size is invalid, if a client has too few rows for a number of rows, if no client has a
+                test row, or if the column does not exist or `shuffle=False` with it.
+            `TypeError`: If a client is a stream, or if the column type cannot define strata.
+
+        Example:
+
+        ```python
+        >>> from datasets import Dataset
+        >>> from hf_federated import FederatedDataset
+        >>> rows = Dataset.from_dict({"site": ["a"] * 10 + ["b"] * 4, "text": [f"text {i}" for i in range(14)]})
+        >>> splits = FederatedDataset.from_column(rows, "site").train_test_split(test_size=0.2)
+        >>> splits.num_rows
+        {'train': {'a': 8, 'b': 3}, 'test': {'a': 2, 'b': 1}}
+
+        ```
         """
-        datasets = [self[client_id] for client_id in self] if isinstance(self._rows, SeparateDatasets) else []
-        return concatenate(datasets) if any(map(is_map_style, datasets)) else self.to_dataset()
+        if test_size is None and train_size is None:
+            test_size = 0.25
+        check_sizes(test_size, train_size)
+        if stratify_by_column is not None and not shuffle:
+            raise ValueError(
+                f"train_test_split: stratify_by_column={stratify_by_column!r} draws rows, but shuffle=False. Remove"
+                " one of the two arguments."
+            )
+        self._check_not_streams("train_test_split")
+        strata = None if stratify_by_column is None else self._ranked(stratify_by_column, "train_test_split")[0]
+        parts = split_clients(self.num_rows, test_size, train_size, strata, seed if shuffle else None)
+        return FederatedDatasetDict({split: self._with_rows(self._rows.take(rows)) for split, rows in parts.items()})
 
-    def _with_rows(self, rows: ClientDatasets) -> FederatedDataset:
-        return FederatedDataset(rows, self.partitioning, self.origin)
 
-    def _describe_sizes(self) -> str:
-        sizes = [size for size in self.num_rows.values() if size is not None]
-        if len(sizes) < len(self):
-            return f"unknown for {len(self) - len(sizes)} iterable clients, {sum(sizes)} for the remaining clients"
-        return f"{sum(sizes)} ({min(sizes)} to {max(sizes)} per client, median {float(np.median(sizes)):g})"
+class FederatedDatasetDict(FederatedSplits[FederatedDataset]):
+    """
+    The splits of a federated dataset: a dictionary from split name to [`FederatedDataset`].
 
+    A client may lack a split, for example a small client without test rows. The client is then missing in the dataset
+    of this split. The class has the methods of `datasets.DatasetDict`, such as `map` and `remove_columns`, and applies
+    them to all splits.
 
-def _naming_columns(partitioning: Mapping[str, Any]) -> list[Any]:
-    """Read the columns that name the client of a row from the settings of a partitioner."""
-    names_clients = partitioning.get("partitioner") in ("from_column", NaturalPartitioner.__name__)
-    nested = [_naming_columns(value) for value in partitioning.values() if isinstance(value, Mapping)]
-    return [*([partitioning.get("column")] if names_clients else []), *(column for part in nested for column in part)]
+    Example:
+
+    ```python
+    >>> from datasets import Dataset, DatasetDict
+    >>> from hf_federated import FederatedDatasetDict, IidPartitioner
+    >>> train = Dataset.from_dict({"text": [f"text {i}" for i in range(8)]})
+    >>> test = Dataset.from_dict({"text": ["one", "two"]})
+    >>> clients = FederatedDatasetDict.from_dataset(DatasetDict(train=train, test=test), IidPartitioner(2))
+    >>> clients.num_rows
+    {'train': {'0': 4, '1': 4}, 'test': {'0': 1, '1': 1}}
+    >>> clients.client("1")["test"]["text"][:]
+    ['two']
+
+    ```
+    """
+
+    dataset_class = FederatedDataset
 
 
 def _without_naming_columns(dataset: Dataset, partitioner: Partitioner) -> Dataset:

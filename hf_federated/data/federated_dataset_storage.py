@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from datasets import Dataset
 from huggingface_hub import CommitInfo
 
 from .client_datasets import ClientDatasets
+from .client_mapping import ClientMapping
 from .hub import fetch_split, read_hub_partition
-from .storage.folder import SplitToStore, open_folder, open_split
+from .storage.folder import open_folder, open_split
 from .storage.partition_file import PartitionFile
 from .storage.publishing import StorageOptions, push_splits, save_splits
 
 
 if TYPE_CHECKING:
-    from .federated_dataset import FederatedDataset
+    from typing_extensions import Self
 
 
-class FederatedDatasetStorageMixin(ABC):
+class FederatedDatasetStorageMixin(ClientMapping):
     """The methods of [`FederatedDataset`] that read and write folders and Hub repositories."""
 
     @classmethod
-    @abstractmethod
-    def from_stored(cls, partition_file: PartitionFile, split: str, rows: ClientDatasets) -> FederatedDataset:
+    def from_stored(cls, partition_file: PartitionFile, split: str, rows: ClientDatasets) -> Self:
         """Create a federated dataset from one stored split and the metadata in `partition.json`."""
-
-    @abstractmethod
-    def split_to_store(self) -> SplitToStore:
-        """Return the content that `storage` writes for this federated dataset."""
+        return cls(rows, partition_file.partitioning.get(split), partition_file.sources.get(split))
 
     @classmethod
     def load_from_disk(
@@ -41,7 +37,7 @@ class FederatedDatasetStorageMixin(ABC):
         clients: Sequence[str] | None = None,
         split: str = "train",
         source: Dataset | None = None,
-    ) -> FederatedDataset:
+    ) -> Self:
         """
         Load a folder that was written by [`~FederatedDataset.save_to_disk`].
 
@@ -77,7 +73,7 @@ class FederatedDatasetStorageMixin(ABC):
         token: bool | str | None = None,
         cache_dir: str | None = None,
         source: Dataset | None = None,
-    ) -> FederatedDataset:
+    ) -> Self:
         """
         Download some or all clients of a federated dataset from the Hub.
 
@@ -143,7 +139,7 @@ class FederatedDatasetStorageMixin(ABC):
             `TypeError`: If a client is an `IterableDataset`.
         """
         options = StorageOptions(label_column, index_only, max_shard_size)
-        save_splits({split: cast("FederatedDataset", self)}, path, options)
+        save_splits({split: self}, path, options)
 
     def push_to_hub(
         self,
@@ -194,5 +190,4 @@ class FederatedDatasetStorageMixin(ABC):
             `ConcurrentPushError`: If the repository received another commit during the push. Nothing is published.
         """
         options = StorageOptions(label_column, index_only, max_shard_size)
-        splits = {split: cast("FederatedDataset", self)}
-        return push_splits(splits, repo_id, options, private, revision, token, commit_message)
+        return push_splits({split: self}, repo_id, options, private, revision, token, commit_message)

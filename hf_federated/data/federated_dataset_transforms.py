@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,43 +9,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from datasets import ClassLabel, Dataset, Features, IterableDataset, Value
 
-from .client_datasets import ClientDatasets, SeparateDatasets
+from .client_datasets import SeparateDatasets
+from .client_mapping import ClientMapping
 from .column_values import check_columns, is_categorical, rank_values, read_column
 from .row_selection import client_generator
-from .train_test_split import check_sizes, split_rows, split_sizes
 
 
 if TYPE_CHECKING:
-    from .federated_dataset import FederatedDataset
-    from .federated_dataset_dict import FederatedDatasetDict
+    from typing_extensions import Self
 
 
-class FederatedDatasetTransformsMixin(ABC):
+class FederatedDatasetTransformsMixin(ClientMapping):
     """
     The methods of [`FederatedDataset`] that change rows and columns.
 
     Each method returns a new federated dataset. A method that only selects or renames does not read rows.
     """
 
-    _rows: ClientDatasets
-
-    @property
-    @abstractmethod
-    def column_names(self) -> list[str]:
-        """The columns that all clients have. Empty if the columns are unknown before rows are read."""
-
-    @abstractmethod
-    def _with_rows(self, rows: ClientDatasets) -> FederatedDataset:
-        """Return a federated dataset with other rows and the same metadata."""
-
-    @property
-    @abstractmethod
-    def naming_columns(self) -> list[str]:
-        """The columns that name the client of a row, whether they were kept or dropped."""
-
-    def map(
-        self, function: Callable[..., Any] | None = None, *, by_client: bool = False, **kwargs: Any
-    ) -> FederatedDataset:
+    def map(self, function: Callable[..., Any] | None = None, *, by_client: bool = False, **kwargs: Any) -> Self:
         """
         Apply [`datasets.Dataset.map`] to all rows and keep the assignment of rows to clients.
 
@@ -98,7 +78,7 @@ class FederatedDatasetTransformsMixin(ABC):
 
     def filter(
         self, function: Callable[..., Any] | None = None, drop_empty_clients: bool = False, **kwargs: Any
-    ) -> FederatedDataset:
+    ) -> Self:
         """
         Keep the rows for which a function is true, as [`datasets.Dataset.filter`].
 
@@ -142,7 +122,7 @@ class FederatedDatasetTransformsMixin(ABC):
             )
         return self._with_rows(rows)
 
-    def shuffle(self, seed: int = 0, buffer_size: int = 1000) -> FederatedDataset:
+    def shuffle(self, seed: int = 0, buffer_size: int = 1000) -> Self:
         """
         Shuffle the rows within each client. The order of the clients does not change.
 
@@ -173,90 +153,9 @@ class FederatedDatasetTransformsMixin(ABC):
                 shuffled[client_id] = self._rows.select([client_id]).take({client_id: order}).open(client_id)
         return self._with_rows(SeparateDatasets(shuffled))
 
-    def train_test_split(
-        self,
-        test_size: float | int | None = None,
-        train_size: float | int | None = None,
-        shuffle: bool = True,
-        stratify_by_column: str | None = None,
-        seed: int = 0,
-    ) -> FederatedDatasetDict:
-        """
-        Split the rows of each client into training rows and test rows, as [`datasets.Dataset.train_test_split`].
-
-        A client keeps at least one training row: a client with one row has no test row and is missing in the split
-        `test`. Both splits keep the order of the rows. The draw depends on the seed and the id of the client only, so
-        a client has the same test rows whichever other clients exist. Rows are not copied.
-
-        Args:
-            test_size (`float` or `int`, *optional*):
-                Share of the rows of each client (rounded up), or number of rows of each client. Defaults to the rows
-                that `train_size` leaves, or to 0.25 without `train_size`.
-            train_size (`float` or `int`, *optional*):
-                Share of the rows of each client (rounded down), or number of rows of each client. Defaults to the rows
-                that `test_size` leaves.
-            shuffle (`bool`, *optional*, defaults to `True`):
-                Whether to draw the test rows. Otherwise, they follow the training rows.
-            stratify_by_column (`str`, *optional*):
-                A column of class labels, strings, integers, booleans or dates. Training rows and test rows of a client
-                get the same share of each value, up to rounding. Rows without a value form one more stratum.
-            seed (`int`, *optional*, defaults to `0`):
-                Random seed of the draw.
-
-        Returns:
-            [`FederatedDatasetDict`]: The splits `train` and `test`.
-
-        Raises:
-            `ValueError`: If a size is invalid, if a client has too few rows for a number of rows, if no client has a
-                test row, or if the column does not exist or `shuffle=False` with it.
-            `TypeError`: If a client is a stream, or if the column type cannot define strata.
-
-        Example:
-
-        ```python
-        >>> from datasets import Dataset
-        >>> from hf_federated import FederatedDataset
-        >>> rows = Dataset.from_dict({"site": ["a"] * 10 + ["b"] * 4, "text": [f"text {i}" for i in range(14)]})
-        >>> splits = FederatedDataset.from_column(rows, "site").train_test_split(test_size=0.2)
-        >>> splits.num_rows
-        {'train': {'a': 8, 'b': 3}, 'test': {'a': 2, 'b': 1}}
-
-        ```
-        """
-        from .federated_dataset_dict import FederatedDatasetDict
-
-        if test_size is None and train_size is None:
-            test_size = 0.25
-        check_sizes(test_size, train_size)
-        if stratify_by_column is not None and not shuffle:
-            raise ValueError(
-                f"train_test_split: stratify_by_column={stratify_by_column!r} draws rows, but shuffle=False. Remove"
-                " one of the two arguments."
-            )
-        self._check_not_streams("train_test_split")
-        strata = None if stratify_by_column is None else self._strata(stratify_by_column)
-        parts: dict[str, dict[str, np.ndarray]] = {"train": {}, "test": {}}
-        start = 0
-        for client_id, num_rows in zip(self._rows.client_ids, self._rows.num_rows(), strict=True):
-            stop = start + (num_rows or 0)
-            num_train, num_test = split_sizes(client_id, stop - start, test_size, train_size)
-            generator = client_generator(seed, client_id) if shuffle else None
-            of_client = np.zeros(stop - start, dtype=np.int64) if strata is None else strata[start:stop]
-            train, test = split_rows(num_train, num_test, of_client, generator)
-            parts["train"][client_id] = train
-            if len(test):
-                parts["test"][client_id] = test
-            start = stop
-        if not parts["test"]:
-            raise ValueError(
-                f"train_test_split: test_size={test_size} and train_size={train_size} give no client a test row. Set"
-                " a larger test_size, or pass clients with at least two rows."
-            )
-        return FederatedDatasetDict({split: self._with_rows(self._rows.take(rows)) for split, rows in parts.items()})
-
     def with_transform(
         self, transform: Callable[..., Any], columns: list[str] | None = None, output_all_columns: bool = False
-    ) -> FederatedDataset:
+    ) -> Self:
         """
         Apply a function to rows when they are read, as [`datasets.Dataset.with_transform`].
 
@@ -282,7 +181,7 @@ class FederatedDatasetTransformsMixin(ABC):
         columns: list[str] | None = None,
         output_all_columns: bool = False,
         **kwargs: Any,
-    ) -> FederatedDataset:
+    ) -> Self:
         """
         Set the type in which rows are read, such as `"numpy"` or `"torch"`, as [`datasets.Dataset.with_format`].
 
@@ -292,7 +191,7 @@ class FederatedDatasetTransformsMixin(ABC):
         self._check_not_streams("with_format")
         return self._transform(lambda dataset: dataset.with_format(type, columns, output_all_columns, **kwargs))
 
-    def class_encode_column(self, column: str, include_nulls: bool = False) -> FederatedDataset:
+    def class_encode_column(self, column: str, include_nulls: bool = False) -> Self:
         """
         Convert a column to `ClassLabel`, as [`datasets.Dataset.class_encode_column`].
 
@@ -336,7 +235,7 @@ class FederatedDatasetTransformsMixin(ABC):
         codes, values = self._ranked(column, "class_encode_column")
         return {str(value) for value in values} | ({"None"} if include_nulls and (codes < 0).any() else set())
 
-    def encode_classes(self, column: str, names: Sequence[str], include_nulls: bool = False) -> FederatedDataset:
+    def encode_classes(self, column: str, names: Sequence[str], include_nulls: bool = False) -> Self:
         """Convert a column to `ClassLabel` with the given names. Every value must be one of the names."""
         encode = partial(_encode_classes, column=column, codes={name: i for i, name in enumerate(names)})
         if include_nulls:
@@ -353,32 +252,32 @@ class FederatedDatasetTransformsMixin(ABC):
 
         return self._transform(convert, "Encoding classes")
 
-    def remove_columns(self, column_names: str | list[str]) -> FederatedDataset:
+    def remove_columns(self, column_names: str | list[str]) -> Self:
         """Remove columns. Raises `ValueError` with the existing columns if a column does not exist."""
         self._check_columns(column_names)
         return self._transform(lambda dataset: dataset.remove_columns(column_names))
 
-    def select_columns(self, column_names: str | list[str]) -> FederatedDataset:
+    def select_columns(self, column_names: str | list[str]) -> Self:
         """Keep only these columns. Raises `ValueError` with the existing columns if a column does not exist."""
         self._check_columns(column_names)
         return self._transform(lambda dataset: dataset.select_columns(column_names))
 
-    def rename_column(self, original_column_name: str, new_column_name: str) -> FederatedDataset:
+    def rename_column(self, original_column_name: str, new_column_name: str) -> Self:
         """Rename a column. Raises `ValueError` if the column does not exist, or if the new name already exists."""
         self._check_columns(original_column_name)
         return self._transform(lambda dataset: dataset.rename_column(original_column_name, new_column_name))
 
-    def rename_columns(self, column_mapping: dict[str, str]) -> FederatedDataset:
+    def rename_columns(self, column_mapping: dict[str, str]) -> Self:
         """Rename several columns. Raises `ValueError` as [`~FederatedDataset.rename_column`]."""
         self._check_columns(list(column_mapping))
         return self._transform(lambda dataset: dataset.rename_columns(column_mapping))
 
-    def cast_column(self, column: str, feature: Any) -> FederatedDataset:
+    def cast_column(self, column: str, feature: Any) -> Self:
         """Cast a column to another feature, for example `ClassLabel(names=["bad", "good"])`."""
         self._check_columns(column)
         return self._transform(lambda dataset: dataset.cast_column(column, feature))
 
-    def _transform(self, function: Callable[[Any], Any], label: str | None = None) -> FederatedDataset:
+    def _transform(self, function: Callable[[Any], Any], label: str | None = None) -> Self:
         return self._with_rows(self._rows.transform(function, label))
 
     def _check_cache_arguments(self, method: str, kwargs: Mapping[str, Any], by_client: bool = False) -> None:
@@ -425,10 +324,6 @@ class FederatedDatasetTransformsMixin(ABC):
                 f' booleans or dates, or cast the column: clients.cast_column({column!r}, Value("string")).'
             )
         return rank_values(values, rows)
-
-    def _strata(self, column: str) -> np.ndarray:
-        """Return the stratum of each row, in the order of the clients."""
-        return self._ranked(column, "train_test_split")[0]
 
 
 def _encode_classes(

@@ -1,10 +1,13 @@
-"""Split the rows of a client into training rows and test rows."""
+"""Split the rows of each client into training rows and test rows."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
+
+from .row_selection import client_generator
 
 
 def check_sizes(test_size: float | int | None, train_size: float | int | None) -> None:
@@ -22,6 +25,49 @@ def check_sizes(test_size: float | int | None, train_size: float | int | None) -
             f"train_test_split: test_size={test_size} and train_size={train_size} add up to more than 1. Lower one of"
             " them, or set only one of them."
         )
+
+
+def split_clients(
+    num_rows: Mapping[str, int],
+    test_size: float | int | None,
+    train_size: float | int | None,
+    strata: np.ndarray | None,
+    seed: int | None,
+) -> dict[str, dict[str, np.ndarray]]:
+    """
+    Draw the training rows and the test rows of all clients.
+
+    Args:
+        num_rows (`Mapping[str, int]`): Number of rows of each client.
+        test_size, train_size (`float` or `int`, *optional*): Share or number of rows of each client.
+        strata (`np.ndarray` of shape `(num_rows,)`, integer, *optional*): The stratum of each row, in the order of the
+            clients.
+        seed (`int`, *optional*): Random seed. Without a seed, the test rows follow the training rows.
+
+    Returns:
+        `dict[str, dict[str, np.ndarray]]`: The row numbers of each client in the splits `train` and `test`. A client
+        without test rows is missing in the split `test`.
+
+    Raises:
+        `ValueError`: If a client has too few rows for a number of rows, or no client has a test row.
+    """
+    parts: dict[str, dict[str, np.ndarray]] = {"train": {}, "test": {}}
+    start = 0
+    for client_id, size in num_rows.items():
+        num_train, num_test = split_sizes(client_id, size, test_size, train_size)
+        of_client = np.zeros(size, dtype=np.int64) if strata is None else strata[start : start + size]
+        generator = None if seed is None else client_generator(seed, client_id)
+        train, test = split_rows(num_train, num_test, of_client, generator)
+        parts["train"][client_id] = train
+        if len(test):
+            parts["test"][client_id] = test
+        start += size
+    if not parts["test"]:
+        raise ValueError(
+            f"train_test_split: test_size={test_size} and train_size={train_size} give no client a test row. Set"
+            " a larger test_size, or pass clients with at least two rows."
+        )
+    return parts
 
 
 def split_sizes(

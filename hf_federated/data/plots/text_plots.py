@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ..federated_dataset import FederatedDataset
+from ..client_mapping import ClientMapping
 from ..statistics.text_statistics import text_map
 from .matplotlib_helpers import COLORS, display_name, new_figure, require_matplotlib
 
@@ -16,7 +16,7 @@ MARKERS = "osD^vPX"
 
 
 def plot_text_map(
-    clients: FederatedDataset,
+    clients: ClientMapping,
     path: str | os.PathLike[str],
     text_column: str = "text",
     groups: Mapping[str, str] | None = None,

@@ -22,7 +22,7 @@ from ..labels import read_labels
 if TYPE_CHECKING:
     import torch
 
-    from ..federated_dataset import FederatedDataset
+    from ..client_mapping import ClientMapping
 
 
 # Number of values in one block of mixtures: 1 MB of float64, which fits into the cache of a CPU core.
@@ -84,7 +84,7 @@ class LabelCounts:
         return self.counts / np.maximum(self.sizes, 1)[:, None]
 
 
-def label_counts(clients: FederatedDataset, label_column: str = "label") -> LabelCounts:
+def label_counts(clients: ClientMapping, label_column: str = "label") -> LabelCounts:
     """
     Count the labels of each client.
 
@@ -122,18 +122,18 @@ def label_counts(clients: FederatedDataset, label_column: str = "label") -> Labe
     return LabelCounts(clients.client_ids, list(names), cells.reshape(len(clients), len(names)).astype(np.int64))
 
 
-def _labels_by_client(clients: FederatedDataset, label_column: str) -> tuple[np.ndarray, list[str]]:
+def _labels_by_client(clients: ClientMapping, label_column: str) -> tuple[np.ndarray, list[str]]:
     """Return the label of every row, with all rows of the first client first, and the label names."""
     source, partition = clients.source, clients.partition
     if source is None or partition is None:
         return read_labels(_concatenated_column(clients, label_column), label_column)
     if len(partition.indices) < len(source):  # do not read the labels of rows that belong to no client
-        return read_labels(clients.select_columns(label_column).to_dataset(), label_column)
+        return read_labels(clients.to_dataset().select_columns(label_column), label_column)
     codes, names = read_labels(source, label_column)
     return codes[partition.indices], names
 
 
-def _concatenated_column(clients: FederatedDataset, column: str) -> Dataset:
+def _concatenated_column(clients: ClientMapping, column: str) -> Dataset:
     """
     Concatenate one column of all clients.
 
@@ -150,7 +150,7 @@ def _concatenated_column(clients: FederatedDataset, column: str) -> Dataset:
     )
 
 
-def check_has_columns(clients: FederatedDataset, columns: list[str]) -> None:
+def check_has_columns(clients: ClientMapping, columns: list[str]) -> None:
     """
     Check that no client is an `IterableDataset` or a dataset of torch, and that all columns exist.
 

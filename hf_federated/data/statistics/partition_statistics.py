@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..federated_dataset import FederatedDataset
+from ..client_mapping import ClientMapping
 from ..markdown_table import markdown_table
 from .label_statistics import (
     LabelCounts,
@@ -204,7 +204,7 @@ class PartitionStatistics:
 
 
 def describe_partition(
-    clients: FederatedDataset,
+    clients: ClientMapping,
     label_column: str | None = None,
     text_column: str | None = None,
     max_clients: int = 1000,

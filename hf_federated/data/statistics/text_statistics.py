@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
-from ..federated_dataset import FederatedDataset
+from ..client_mapping import ClientMapping
 from .label_statistics import check_has_columns
 
 
 def vocabulary_overlap(
-    clients: FederatedDataset, text_column: str = "text", rows_per_client: int | None = 100, seed: int = 0
+    clients: ClientMapping, text_column: str = "text", rows_per_client: int | None = 100, seed: int = 0
 ) -> np.ndarray:
     """
     Compute the Jaccard index of the vocabularies of each pair of clients, the share of words that both clients use.
@@ -81,7 +81,7 @@ def vocabulary_overlap(
 
 
 def text_map(
-    clients: FederatedDataset,
+    clients: ClientMapping,
     text_column: str = "text",
     rows_per_client: int | None = 100,
     max_features: int = 5000,
@@ -156,7 +156,7 @@ def text_map(
 
 
 def sampled_texts(
-    clients: FederatedDataset, text_column: str, rows_per_client: int | None, seed: int
+    clients: ClientMapping, text_column: str, rows_per_client: int | None, seed: int
 ) -> Iterator[list[str]]:
     """
     Yield a sample of the texts of each client, in the order of its rows. See [`vocabulary_overlap`] for the arguments

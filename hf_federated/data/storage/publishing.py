@@ -23,7 +23,7 @@ from .partition_file import PartitionFile
 
 
 if TYPE_CHECKING:
-    from ..federated_dataset import FederatedDataset
+    from ..client_mapping import ClientMapping
 
 logger = logging.get_logger(__name__)
 
@@ -47,13 +47,13 @@ class StorageOptions:
     max_shard_size: int | str
 
 
-def save_splits(splits: Mapping[str, FederatedDataset], path: str | os.PathLike[str], options: StorageOptions) -> None:
+def save_splits(splits: Mapping[str, ClientMapping], path: str | os.PathLike[str], options: StorageOptions) -> None:
     """Write splits to a folder. Errors as in [`FederatedDataset.save_to_disk`]."""
     save_folder(path, lambda folder: _write(folder, splits, options, None, RepositoryState(), None))
 
 
 def push_splits(
-    splits: Mapping[str, FederatedDataset],
+    splits: Mapping[str, ClientMapping],
     repo_id: str,
     options: StorageOptions,
     private: bool | None,
@@ -71,7 +71,7 @@ def push_splits(
 
 def _write(
     folder: Path,
-    splits: Mapping[str, FederatedDataset],
+    splits: Mapping[str, ClientMapping],
     options: StorageOptions,
     repo_id: str | None,
     state: RepositoryState,
@@ -88,7 +88,7 @@ def _write(
     return partition_file
 
 
-def count_splits(splits: Mapping[str, FederatedDataset], label_column: str) -> PublishedCounts:
+def count_splits(splits: Mapping[str, ClientMapping], label_column: str) -> PublishedCounts:
     """
     Count the labels of all splits, with the same label order in each split.
 
@@ -111,7 +111,7 @@ def count_splits(splits: Mapping[str, FederatedDataset], label_column: str) -> P
 
 
 def draw_pictures(
-    folder: Path, clients: FederatedDataset, counts: LabelCounts | None, split: str
+    folder: Path, clients: ClientMapping, counts: LabelCounts | None, split: str
 ) -> list[tuple[str, str]]:
     """
     Draw the pictures of the card: rows per client and, if counts are published, label shares and client divergence.

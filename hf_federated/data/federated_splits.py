@@ -1,17 +1,17 @@
-"""`FederatedDatasetDict`: the splits of a federated dataset, analogous to `datasets.DatasetDict`."""
+"""`FederatedSplits`: the methods of `FederatedDatasetDict`, for any class of splits."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from datasets import Dataset, DatasetDict
 from huggingface_hub import CommitInfo
 
 from .client_ids import unknown_client
-from .federated_dataset import FederatedDataset
+from .federated_dataset_transforms import FederatedDatasetTransformsMixin
 from .fednlp import read_fednlp, write_fednlp
 from .hub import fetch_split, read_hub_partition
 from .partitioners.base import Partitioner
@@ -22,35 +22,28 @@ from .storage.partition_file import PartitionFile, check_split_name
 from .storage.publishing import StorageOptions, push_splits, save_splits
 
 
-class FederatedDatasetDict(dict[str, FederatedDataset]):
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+# The class of the splits.
+Clients = TypeVar("Clients", bound=FederatedDatasetTransformsMixin)
+
+
+class FederatedSplits(dict[str, Clients]):
     """
-    The splits of a federated dataset: a dictionary from split name to [`FederatedDataset`].
+    A dictionary from split name to the clients of the split, whose class is the attribute `dataset_class`.
 
-    A client may lack a split, for example a small client without test rows. The client is then missing in the dataset
-    of this split. The class has the methods of `datasets.DatasetDict`, such as `map` and `remove_columns`, and applies
-    them to all splits.
-
-    Example:
-
-    ```python
-    >>> from datasets import Dataset, DatasetDict
-    >>> from hf_federated import FederatedDatasetDict, IidPartitioner
-    >>> train = Dataset.from_dict({"text": [f"text {i}" for i in range(8)]})
-    >>> test = Dataset.from_dict({"text": ["one", "two"]})
-    >>> clients = FederatedDatasetDict.from_dataset(DatasetDict(train=train, test=test), IidPartitioner(2))
-    >>> clients.num_rows
-    {'train': {'0': 4, '1': 4}, 'test': {'0': 1, '1': 1}}
-    >>> clients.client("1")["test"]["text"][:]
-    ['two']
-
-    ```
+    [`FederatedDatasetDict`] has an example.
     """
 
-    def __init__(self, *args: Any, **kwargs: FederatedDataset) -> None:
+    dataset_class: ClassVar[Any]
+
+    def __init__(self, *args: Any, **kwargs: Clients) -> None:
         super().__init__(*args, **kwargs)
         for split, clients in self.items():
             check_split_name(split)
-            if not isinstance(clients, FederatedDataset):
+            if not isinstance(clients, self.dataset_class):
                 raise TypeError(
                     f"FederatedDatasetDict: the split {split!r} is a {type(clients).__name__}, expected a"
                     " FederatedDataset."
@@ -59,7 +52,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
     @classmethod
     def from_dataset(
         cls, dataset: Mapping[str, Any], partitioner: Partitioner, token: bool | str | None = None
-    ) -> FederatedDatasetDict:
+    ) -> Self:
         """
         Partition all splits of a dataset, so that a client has the same proportions in each split.
 
@@ -85,13 +78,13 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         partitions = partitioner.partition_splits({split: rows for split, (rows, _) in loaded.items()})
         return cls(
             {
-                split: FederatedDataset.from_partition(rows, partitions[split], partitioner, origin)
+                split: cls.dataset_class.from_partition(rows, partitions[split], partitioner, origin)
                 for split, (rows, origin) in loaded.items()
             }
         )
 
     @classmethod
-    def from_dict(cls, clients: Mapping[Any, Mapping[str, Dataset]]) -> FederatedDatasetDict:
+    def from_dict(cls, clients: Mapping[Any, Mapping[str, Dataset]]) -> Self:
         """
         Create a federated dataset from the splits of each client.
 
@@ -105,7 +98,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         splits = list(dict.fromkeys(split for client_splits in clients.values() for split in client_splits))
         return cls(
             {
-                split: FederatedDataset.from_dict(
+                split: cls.dataset_class.from_dict(
                     {
                         client_id: client_splits[split]
                         for client_id, client_splits in clients.items()
@@ -122,7 +115,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         path: str | os.PathLike[str],
         clients: Sequence[str] | None = None,
         sources: Mapping[str, Dataset] | None = None,
-    ) -> FederatedDatasetDict:
+    ) -> Self:
         """
         Load all splits of a folder. See [`FederatedDataset.load_from_disk`].
 
@@ -147,7 +140,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         token: bool | str | None = None,
         cache_dir: str | None = None,
         sources: Mapping[str, Dataset] | None = None,
-    ) -> FederatedDatasetDict:
+    ) -> Self:
         """
         Download all splits of some or all clients. The other arguments are those of [`FederatedDataset.from_hub`].
 
@@ -165,11 +158,11 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
     @classmethod
     def from_fednlp_h5(
         cls, data_file: str | os.PathLike[str], partition_file: str | os.PathLike[str], method: str
-    ) -> FederatedDatasetDict:
+    ) -> Self:
         """Read all splits of FedNLP files. Arguments and errors as in [`FederatedDataset.from_fednlp_h5`]."""
         splits = read_fednlp(data_file, partition_file, method)
         partitioning = {"partitioner": "fednlp", "method": method}
-        return cls({split: FederatedDataset(rows, partitioning) for split, rows in splits.items()})
+        return cls({split: cls.dataset_class(rows, partitioning) for split, rows in splits.items()})
 
     def to_fednlp_h5(
         self,
@@ -200,7 +193,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
     @classmethod
     def _from_stored(
         cls, partition_file: PartitionFile, clients: Sequence[str] | None, read: Callable[..., Any]
-    ) -> FederatedDatasetDict:
+    ) -> Self:
         if clients is not None:
             check_requested_clients(clients)
         known = dict.fromkeys(client.client_id for client in partition_file.clients)
@@ -212,7 +205,7 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
             available = {client.client_id for client in partition_file.clients_of(split)}
             chosen = None if clients is None else [client_id for client_id in clients if client_id in available]
             if chosen is None or chosen:
-                splits[split] = FederatedDataset.from_stored(partition_file, split, read(split, chosen))
+                splits[split] = cls.dataset_class.from_stored(partition_file, split, read(split, chosen))
         return cls(splits)
 
     @property
@@ -240,33 +233,33 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         self._check_clients([client_id])
         return DatasetDict({split: clients[client_id] for split, clients in self.items() if client_id in clients})
 
-    def select_clients(self, client_ids: Sequence[str]) -> FederatedDatasetDict:
+    def select_clients(self, client_ids: Sequence[str]) -> Self:
         """Return some of the clients, in the given order. Raises `KeyError` if no split contains a client."""
         self._check_clients(client_ids)
         chosen = {
             split: [client_id for client_id in client_ids if client_id in clients] for split, clients in self.items()
         }
-        return FederatedDatasetDict(
+        return type(self)(
             {split: clients.select_clients(chosen[split]) for split, clients in self.items() if chosen[split]}
         )
 
-    def map(self, function: Callable[..., Any] | None = None, **kwargs: Any) -> FederatedDatasetDict:
+    def map(self, function: Callable[..., Any] | None = None, **kwargs: Any) -> Self:
         """Apply [`FederatedDataset.map`] to all splits."""
         return self._each(lambda clients: clients.map(function, **kwargs))
 
     def filter(
         self, function: Callable[..., Any] | None = None, drop_empty_clients: bool = False, **kwargs: Any
-    ) -> FederatedDatasetDict:
+    ) -> Self:
         """Apply [`FederatedDataset.filter`] to all splits."""
         return self._each(lambda clients: clients.filter(function, drop_empty_clients, **kwargs))
 
-    def shuffle(self, seed: int = 0, buffer_size: int = 1000) -> FederatedDatasetDict:
+    def shuffle(self, seed: int = 0, buffer_size: int = 1000) -> Self:
         """Apply [`FederatedDataset.shuffle`] to all splits."""
         return self._each(lambda clients: clients.shuffle(seed, buffer_size))
 
     def with_transform(
         self, transform: Callable[..., Any], columns: list[str] | None = None, output_all_columns: bool = False
-    ) -> FederatedDatasetDict:
+    ) -> Self:
         """Apply [`FederatedDataset.with_transform`] to all splits."""
         return self._each(lambda clients: clients.with_transform(transform, columns, output_all_columns))
 
@@ -276,11 +269,11 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         columns: list[str] | None = None,
         output_all_columns: bool = False,
         **kwargs: Any,
-    ) -> FederatedDatasetDict:
+    ) -> Self:
         """Apply [`FederatedDataset.with_format`] to all splits."""
         return self._each(lambda clients: clients.with_format(type, columns, output_all_columns, **kwargs))
 
-    def class_encode_column(self, column: str, include_nulls: bool = False) -> FederatedDatasetDict:
+    def class_encode_column(self, column: str, include_nulls: bool = False) -> Self:
         """
         Convert a column to `ClassLabel` in all splits, with the same class names in all splits and for all clients.
 
@@ -290,23 +283,23 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
         names: set[str] = set().union(*(clients.class_names(column, include_nulls) for clients in self.values()))
         return self._each(lambda clients: clients.encode_classes(column, sorted(names), include_nulls))
 
-    def remove_columns(self, column_names: str | list[str]) -> FederatedDatasetDict:
+    def remove_columns(self, column_names: str | list[str]) -> Self:
         """Remove columns from all splits."""
         return self._each(lambda clients: clients.remove_columns(column_names))
 
-    def select_columns(self, column_names: str | list[str]) -> FederatedDatasetDict:
+    def select_columns(self, column_names: str | list[str]) -> Self:
         """Keep only these columns in all splits."""
         return self._each(lambda clients: clients.select_columns(column_names))
 
-    def rename_column(self, original_column_name: str, new_column_name: str) -> FederatedDatasetDict:
+    def rename_column(self, original_column_name: str, new_column_name: str) -> Self:
         """Rename a column in all splits."""
         return self._each(lambda clients: clients.rename_column(original_column_name, new_column_name))
 
-    def rename_columns(self, column_mapping: dict[str, str]) -> FederatedDatasetDict:
+    def rename_columns(self, column_mapping: dict[str, str]) -> Self:
         """Rename several columns in all splits."""
         return self._each(lambda clients: clients.rename_columns(column_mapping))
 
-    def cast_column(self, column: str, feature: Any) -> FederatedDatasetDict:
+    def cast_column(self, column: str, feature: Any) -> Self:
         """Cast a column to another feature in all splits."""
         return self._each(lambda clients: clients.cast_column(column, feature))
 
@@ -341,5 +334,5 @@ class FederatedDatasetDict(dict[str, FederatedDataset]):
                 known = list(dict.fromkeys(known_id for clients in self.values() for known_id in clients))
                 raise unknown_client(client_id, known, f" in any of the splits {list(self)}")
 
-    def _each(self, function: Callable[[FederatedDataset], FederatedDataset]) -> FederatedDatasetDict:
-        return FederatedDatasetDict({split: function(clients) for split, clients in self.items()})
+    def _each(self, function: Callable[[Clients], Clients]) -> Self:
+        return type(self)({split: function(clients) for split, clients in self.items()})
