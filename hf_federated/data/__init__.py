@@ -15,12 +15,13 @@ from .partitioners import (
     PerClassDirichletPartitioner,
     QuantityDirichletPartitioner,
 )
-from .plots.partition_plots import plot_divergence, plot_label_shares, plot_partition, plot_sizes
+from .plots.partition_plots import plot_divergence, plot_label_shares, plot_partition
+from .plots.size_plots import plot_sizes
 from .plots.text_plots import plot_text_map
 from .source import DatasetSource
+from .statistics.dirichlet_concentration import estimate_alpha
 from .statistics.label_statistics import (
     LabelCounts,
-    estimate_alpha,
     jensen_shannon_divergence,
     label_counts,
     mean_divergence,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 # Paul Tol's "bright" color scheme. Its colors are distinct for color-blind readers and in print.
 COLORS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB")
 MAX_NAME_LENGTH = 24
+# With more clients, their names do not fit below the axis.
+MAX_NAMED_CLIENTS = 30
+# What a plot shows for one setting.
+Setting = TypeVar("Setting")
 
 
 def require_matplotlib() -> None:
@@ -64,3 +69,12 @@ def display_name(name: str, max_length: int = MAX_NAME_LENGTH) -> str:
     name = name if len(name) <= max_length else f"{name[: max_length - 1]}…"
     # matplotlib omits names that start with an underscore from the legend.
     return (f" {name}" if name.startswith("_") else name).replace("$", r"\$")
+
+
+def to_settings(one_or_several: Setting | Mapping[str, Setting], function: str) -> dict[str, Setting]:
+    """Return a dictionary from panel title to partition. A single partition has an empty title."""
+    if not isinstance(one_or_several, Mapping):
+        return {"": one_or_several}
+    if not one_or_several:
+        raise ValueError(f"{function}: the mapping of settings is empty. Pass at least one setting.")
+    return {str(name): value for name, value in one_or_several.items()}

@@ -1,20 +1,21 @@
-"""PNG plots of a partition: labels, divergence and sizes. They need matplotlib (extra `plots`).
+"""PNG plots of a partition: labels and divergence. They need matplotlib (extra `plots`).
 
 The functions draw one partition, or a mapping from setting name to partition. Several partitions are drawn side by
 side on the same scale. Up to 30 clients are labeled with their names and keep their order. More clients are sorted and
-not labeled, and the axis label states their number. `text_plots.py` plots the words of clients.
+not labeled, and the axis label states their number. `size_plots.py` plots the sizes of clients, and `text_plots.py`
+their words.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from ..statistics.label_statistics import LabelCounts
-from .matplotlib_helpers import COLORS, display_name, new_figure, use_integer_ticks
+from .matplotlib_helpers import COLORS, MAX_NAMED_CLIENTS, display_name, new_figure, to_settings
 
 
 if TYPE_CHECKING:
@@ -25,15 +26,11 @@ if TYPE_CHECKING:
 
 # With more labels, bars would have too many colors to distinguish. A heat map is drawn instead.
 MAX_BAR_LABELS = len(COLORS)
-# With more clients, their names do not fit below the axis.
-MAX_NAMED_CLIENTS = 30
 # With more labels, their names do not fit next to the axis.
 MAX_NAMED_LABELS = 60
 # With more clients, the values do not fit into the cells of a matrix.
 MAX_CLIENTS_WITH_VALUES = 10
 MAX_COLUMNS = 4
-# If the largest client has more than this many times the rows of the smallest client, the size axis is logarithmic.
-LOG_RATIO = 20
 
 
 def plot_partition(
@@ -152,7 +149,7 @@ def plot_label_shares(counts: LabelCounts | Mapping[str, LabelCounts], path: str
 
     ```
     """
-    settings = _to_settings(counts, "plot_label_shares")
+    settings = to_settings(counts, "plot_label_shares")
     label_names = next(iter(settings.values())).label_names
     for setting, labels in settings.items():
         if labels.label_names != label_names:
@@ -233,7 +230,7 @@ def plot_divergence(
 
     ```
     """
-    settings = _to_settings(divergence, "plot_divergence")
+    settings = to_settings(divergence, "plot_divergence")
     for setting, matrix in settings.items():
         _check_matrix(matrix, setting, client_ids)
     named = max(len(matrix) for matrix in settings.values()) <= MAX_NAMED_CLIENTS
@@ -259,105 +256,6 @@ def plot_divergence(
                 axis.text(column, row, f"{value:.2f}", ha="center", va="center", color=color, fontsize=8)
     figure.colorbar(image, ax=axes, label=quantity)
     figure.savefig(path, dpi=130, bbox_inches="tight")  # square axes leave empty margins
-
-
-def plot_sizes(
-    sizes: Sequence[int] | np.ndarray | Mapping[str, Sequence[int] | np.ndarray], path: str | os.PathLike[str]
-) -> None:
-    """
-    Plot the distribution of client sizes: the share of clients with at most a given number of examples.
-
-    Up to 30 clients are drawn as points. With more clients, a histogram is drawn above the distribution (figure 8 of
-    FedNLP has one line per β). The axis is logarithmic if the largest client has more than 20 times the examples of
-    the smallest client.
-
-    Args:
-        sizes (`Sequence[int]` or `Mapping[str, Sequence[int]]`):
-            Number of examples of each client, such as `list(clients.num_rows.values())`, or a mapping from setting
-            name to sizes with up to seven settings.
-        path (`str`):
-            Path of the PNG file to write.
-
-    Raises:
-        ValueError: If the mapping is empty, a client has no examples, or there are more settings than colors.
-        ImportError: If matplotlib is not installed.
-
-    Example:
-
-    ```python
-    >>> import os, tempfile
-    >>> from hf_federated.data import plot_sizes
-
-    >>> path = os.path.join(tempfile.mkdtemp(), "sizes.png")
-    >>> plot_sizes({"β = 1": [3, 20, 60], "β = 5": [20, 25, 38]}, path)
-    >>> os.path.exists(path)
-    True
-
-    ```
-    """
-    settings = {name: _sorted_sizes(values, name) for name, values in _to_settings(sizes, "plot_sizes").items()}
-    if len(settings) > len(COLORS):
-        raise ValueError(f"plot_sizes: {len(settings)} settings, but at most {len(COLORS)} can be drawn. Draw fewer.")
-    smallest, largest = (int(bound([bound(values) for values in settings.values()])) for bound in (min, max))
-    logarithmic = largest > LOG_RATIO * smallest
-    many_clients = max(map(len, settings.values())) > MAX_NAMED_CLIENTS
-    if many_clients:
-        figure, (histogram, axis) = new_figure(7, 5, nrows=2, sharex=True, height_ratios=(2, 3))
-        bounds = (np.geomspace if logarithmic else np.linspace)(smallest, largest + 1, 31)
-        edges = np.unique(np.round(bounds)) - 0.5  # every bin contains at least one integer
-        _draw_histogram(histogram, settings, edges.tolist())
-    else:
-        figure, axis = new_figure(7, 3.6)
-    for color, (setting, values) in zip(COLORS, settings.items(), strict=False):
-        label = f"{display_name(setting) or 'clients'}: {values[0]} to {values[-1]}, median {np.median(values):g}"
-        share = np.arange(1, len(values) + 1) / len(values)
-        axis.step([values[0], *values], [0, *share], where="post", color=color, linewidth=1.5, label=label)
-        if len(values) <= MAX_NAMED_CLIENTS:
-            axis.plot(values, share, "o", color=color, markersize=5, clip_on=False)
-    if logarithmic:
-        axis.set_xscale("log")
-        axis.xaxis.set_major_formatter("{x:g}")
-    else:
-        use_integer_ticks(axis.xaxis)
-        if smallest == largest:
-            axis.set_xlim(smallest - 2, largest + 2)
-    axis.set_ylim(0, 1.02)
-    axis.set_xlabel("number of examples")
-    axis.set_ylabel("share of clients with at most this number")
-    axis.grid(color="#dddddd", linewidth=0.8)
-    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=130)
-
-
-def _sorted_sizes(sizes: Iterable[int], setting: str) -> np.ndarray:
-    values = np.asarray(sizes)
-    if values.ndim != 1 or len(values) == 0 or values.dtype.kind not in "iu" or values.min() < 1:
-        of_setting = f" of {setting!r}" if setting else ""
-        raise ValueError(
-            f"plot_sizes: the sizes{of_setting} must be one-dimensional integers of at least 1. For a"
-            " FederatedDataset, pass list(clients.num_rows.values())."
-        )
-    return np.sort(values)
-
-
-def _draw_histogram(axis: Axes, settings: Mapping[str, np.ndarray], edges: list[float]) -> None:
-    for color, values in zip(COLORS, settings.values(), strict=False):
-        weights = np.full(len(values), 1 / len(values))
-        axis.hist(values, edges, weights=weights, histtype="stepfilled", color=color, alpha=0.25)
-        axis.hist(values, edges, weights=weights, histtype="step", color=color, linewidth=1.5)
-    axis.set_ylabel("share of clients")
-
-
-Setting = TypeVar("Setting")
-
-
-def _to_settings(one_or_several: Setting | Mapping[str, Setting], function: str) -> dict[str, Setting]:
-    """Return a dictionary from panel title to partition. A single partition has an empty title."""
-    if not isinstance(one_or_several, Mapping):
-        return {"": one_or_several}
-    if not one_or_several:
-        raise ValueError(f"{function}: the mapping of settings is empty. Pass at least one setting.")
-    return {str(name): value for name, value in one_or_several.items()}
 
 
 def _check_matrix(matrix: np.ndarray, setting: str, client_ids: Sequence[str] | None) -> None:

@@ -13,10 +13,10 @@ import numpy as np
 
 from ..client_mapping import ClientMapping
 from ..markdown_table import markdown_table
+from .dirichlet_concentration import estimate_alpha
 from .label_statistics import (
     LabelCounts,
     check_has_columns,
-    estimate_alpha,
     jensen_shannon_divergence,
     label_counts,
     mean_divergence,

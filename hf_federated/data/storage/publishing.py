@@ -15,7 +15,8 @@ from huggingface_hub import CommitInfo
 from transformers.utils import logging
 
 from ..hub import RepositoryState, push_folder
-from ..plots.partition_plots import plot_divergence, plot_label_shares, plot_sizes
+from ..plots.partition_plots import plot_divergence, plot_label_shares
+from ..plots.size_plots import plot_sizes
 from ..statistics.label_statistics import LabelCounts, jensen_shannon_divergence, label_counts
 from .card import render_dataset_card
 from .folder import PICTURES, README, PublishedCounts, save_folder, write_files
