@@ -2,8 +2,9 @@
 
 from typing import Protocol
 
+from .attention_probe import NoSpanError
 from .canary import CanaryExposure
-from .dager import Dager, NoSpanError, score_sequences
+from .dager import Dager, score_sequences
 from .evidence import AttackResult, Evidence, Payload, PayloadRecorder, ShadowLosses
 from .membership import LiRA, LossThreshold
 from .results import PayloadAudit

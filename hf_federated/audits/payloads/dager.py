@@ -29,22 +29,14 @@ import itertools
 import math
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
-from ...adapters import copy_model
-from ...adapters.freezing import model_layers
+from .attention_probe import BATCH_SIZE, AttentionProbe, NoSpanError
 from .evidence import AttackResult, Evidence, Payload
 
 
-# Number of sequences that are run through the model at a time.
-_BATCH_SIZE = 256
-# Two inputs are equal if their relative difference is smaller.
-_SAME_INPUT = 1e-4
 # Number of passes over all positions when tokens of a sequence are exchanged.
 _MAX_SWEEPS = 4
 # Number of starts of this search for each example.
@@ -145,7 +137,7 @@ class Dager:
             NoSpanError: If the payload does not contain the change of an attention layer, or if the change is zero.
         """
         num_examples = len(payload.token_ids)
-        probe = _Probe(model, payload)
+        probe = AttentionProbe(model, payload)
         candidates = self._candidates(probe, num_examples, max_length)
         if not candidates or not candidates[0]:
             return []
@@ -156,13 +148,13 @@ class Dager:
         return found[:num_examples]
 
     @torch.no_grad()
-    def _candidates(self, probe: _Probe, num_examples: int, max_length: int) -> list[list[int]]:
+    def _candidates(self, probe: AttentionProbe, num_examples: int, max_length: int) -> list[list[int]]:
         """Return the tokens of each position whose inputs of the first layer are in the span, the nearest first."""
         length = min(max_length, probe.max_positions)
         distances = torch.cat(
             [
                 probe.distance(0, tokens[:, None].expand(-1, length))
-                for tokens in torch.arange(probe.vocabulary_size).split(_BATCH_SIZE)
+                for tokens in torch.arange(probe.vocabulary_size).split(BATCH_SIZE)
             ]
         )
         limit = num_examples * self.max_candidates
@@ -174,7 +166,9 @@ class Dager:
             for i in range(length)
         ]
 
-    def _search_decoder(self, probe: _Probe, candidates: list[list[int]], end_token: int | None) -> list[list[int]]:
+    def _search_decoder(
+        self, probe: AttentionProbe, candidates: list[list[int]], end_token: int | None
+    ) -> list[list[int]]:
         """Extend sequences by the candidates whose inputs of the second layer are in the span. Best sequence first."""
         prefixes: list[tuple[list[int], float]] = [([], 0.0)]
         finished: list[tuple[list[int], float]] = []
@@ -197,7 +191,7 @@ class Dager:
         return [sequence for sequence, _ in found]
 
     def _search_encoder(
-        self, probe: _Probe, candidates: list[list[int]], num_examples: int, end_token: int | None
+        self, probe: AttentionProbe, candidates: list[list[int]], num_examples: int, end_token: int | None
     ) -> list[list[int]]:
         """Test whole sequences of each possible length, a position with the end token. Best sequence first."""
         found: dict[tuple[int, ...], float] = {}
@@ -225,7 +219,7 @@ class Dager:
         return _distinct([list(sequence) for sequence in sorted(accepted, key=found.__getitem__)])
 
     def _exchange_tokens(
-        self, probe: _Probe, options: list[list[int]], num_examples: int
+        self, probe: AttentionProbe, options: list[list[int]], num_examples: int
     ) -> Iterable[tuple[list[int], float]]:
         """Exchange neighbouring tokens as long as the distance decreases, from random starts for each example."""
         draw = random.Random(0)
@@ -248,10 +242,6 @@ class Dager:
                 if best >= before:
                     break
             yield sequence, best
-
-
-class NoSpanError(ValueError):
-    """The payload has no change of the first two attention layers."""
 
 
 def _distinct(found: list[list[int]], share: float = 0.7) -> list[list[int]]:
@@ -292,145 +282,3 @@ def score_sequences(found: Sequence[Sequence[int]], true: Sequence[Sequence[int]
             num_tokens += hits[number][target]
             num_examples += list(found[number]) == list(true[target])
     return {"tokens": num_tokens / sum(map(len, true)), "examples": num_examples / len(true)}
-
-
-class _Stop(Exception):
-    """Ends a forward pass after the input of a layer is known."""
-
-
-class _Probe:
-    """
-    The inputs of the first two attention layers under the sent state, and the spans of their changes.
-
-    Args:
-        model (`torch.nn.Module`): The model. It is copied.
-        payload ([`Payload`]): The payload.
-    """
-
-    def __init__(self, model: nn.Module, payload: Payload) -> None:
-        self._model: Any = copy_model(model).cpu().eval()
-        parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
-        for name, value in payload.before.items():
-            if name in parameters:
-                parameters[name].data.copy_(value)
-        base: Any = self._model.get_base_model() if isinstance(self._model, PeftModel) else self._model
-        layers = model_layers(base)[:2]
-        if len(layers) < 2:
-            raise NoSpanError(f"{type(base).__name__} has fewer than two attention layers.")
-        self.vocabulary_size = len(base.get_input_embeddings().weight)
-        self.max_positions = int(getattr(base.config, "max_position_embeddings", 0) or 2**30)
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        self._readers, self._spans = [], []
-        for layer in layers:
-            readers = self._find_readers(layer)
-            matrices = []
-            for module in readers:
-                weight = module.weight
-                name = names[id(weight)]
-                if name in payload.after:
-                    change = payload.change(name)
-                    matrices.append(change.T if isinstance(module, Conv1D) else change)
-            self._readers.append(readers[0])
-            self._spans.append(_span(matrices).to(weight.dtype))
-
-    def _find_readers(self, layer: nn.Module) -> list[Any]:
-        """Return the linear layers of a block that read the same tensor as its first linear layer."""
-        seen: list[tuple[nn.Module, torch.Tensor]] = []
-        handles = [
-            module.register_forward_pre_hook(lambda module, inputs: seen.append((module, inputs[0])))
-            for module in layer.modules()
-            if isinstance(module, (nn.Linear, Conv1D))
-        ]
-        try:
-            with torch.no_grad():
-                self._model(input_ids=torch.tensor([[1, 2]]))
-        finally:
-            for handle in handles:
-                handle.remove()
-        first = seen[0][1]
-        return [module for module, given in seen if given.shape == first.shape and torch.equal(given, first)]
-
-    def _inputs(self, layer: int, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of an attention layer, of shape `(num_sequences, length, hidden)`."""
-        captured: list[torch.Tensor] = []
-
-        def stop(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            captured.append(inputs[0])
-            raise _Stop
-
-        handle = self._readers[layer].register_forward_pre_hook(stop)
-        try:
-            self._model(input_ids=token_ids, attention_mask=torch.ones_like(token_ids))
-        except _Stop:
-            pass
-        finally:
-            handle.remove()
-        return captured[0]
-
-    @torch.no_grad()
-    def distance(self, layer: int, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the relative distance of each input to the span, of shape `(num_sequences, length)`."""
-        return self._relative_distance(layer, self._inputs(layer, token_ids))
-
-    def _relative_distance(self, layer: int, inputs: torch.Tensor) -> torch.Tensor:
-        span = self._spans[layer]
-        outside = inputs - inputs @ span.T @ span
-        lengths = inputs.norm(dim=-1)
-        # The embedding of a padding token is zero, which is in every span.
-        return (outside.norm(dim=-1) / lengths).masked_fill(lengths == 0, math.inf)
-
-    def sequence_distances(self, sequences: list[list[int]]) -> list[float]:
-        """Return the mean distance of the positions of each sequence at the second layer."""
-        parts = [
-            torch.tensor(sequences[start : start + _BATCH_SIZE]) for start in range(0, len(sequences), _BATCH_SIZE)
-        ]
-        return [distance for part in parts for distance in self.distance(1, part).mean(1).tolist()]
-
-    @torch.no_grad()
-    def last_distances(self, sequences: list[list[int]]) -> list[float]:
-        """
-        Return the distance of the last position of each sequence at the second layer.
-
-        The distance is infinite if the input equals the input of the previous position. With rotary positions, this is
-        the case for a first token that is repeated. Such an input is in the span for any number of repetitions.
-        """
-        distances: list[float] = []
-        for start in range(0, len(sequences), _BATCH_SIZE):
-            inputs = self._inputs(1, torch.tensor(sequences[start : start + _BATCH_SIZE]))
-            values = self._relative_distance(1, inputs[:, -1])
-            if inputs.shape[1] > 1:
-                last, previous = inputs[:, -1], inputs[:, -2]
-                is_repeated = (last - previous).norm(dim=-1) < _SAME_INPUT * last.norm(dim=-1)
-                values = values.masked_fill(is_repeated, math.inf)
-            distances += values.tolist()
-        return distances
-
-    def is_causal(self) -> bool:
-        """Return whether the input of the second layer at a position ignores later tokens."""
-        pair = torch.tensor([[1, 2, 3], [1, 2, 4]])
-        with torch.no_grad():
-            first, second = self._inputs(1, pair)[:, 0]
-        return torch.equal(first, second)
-
-
-def _span(matrices: list[torch.Tensor]) -> torch.Tensor:
-    """
-    Return an orthonormal basis of the common row space of matrices, of shape `(rank, hidden)`.
-
-    Raises:
-        NoSpanError: If there is no matrix, or if all are zero.
-    """
-    if not matrices:
-        raise NoSpanError("The payload does not contain the first two attention layers or an adapter of them.")
-    stacked = torch.cat(matrices)
-    size = stacked.shape[1]
-    _, values, directions = torch.linalg.svd(stacked, full_matrices=False)
-    if not values[0] > 0:
-        raise NoSpanError("The change of the attention layer is zero.")
-    floor = torch.finfo(torch.float64).eps * max(stacked.shape) * values[0]
-    if len(values) == size and values[-1] > floor:
-        # Singular values of noise stay below this multiple of their median (Gavish and Donoho 2014, equation 5).
-        ratio = size / len(stacked)
-        factor = 0.56 * ratio**3 - 0.95 * ratio**2 + 1.82 * ratio + 1.43
-        floor = torch.maximum(floor, factor * values.median())
-    return directions[: int((values > floor).sum())]

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import hf_federated
+from hf_federated.experiments.benchmark.comparison import main_metric
 from hf_federated.experiments.benchmark.grid import BenchmarkSection, PlannedRun, plan_runs, read_section
-from hf_federated.experiments.benchmark.report import benchmark_report, curve_panel, main_metric
+from hf_federated.experiments.benchmark.report import benchmark_report, curve_panel
 from hf_federated.experiments.benchmark.run_log import LOG_NAME, FinishedRuns, RunLog, find_finished, read_records
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_curves

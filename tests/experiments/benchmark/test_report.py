@@ -7,14 +7,9 @@ import re
 
 import pytest
 
+from hf_federated.experiments.benchmark.comparison import compare, main_metric
 from hf_federated.experiments.benchmark.grid import BenchmarkSection
-from hf_federated.experiments.benchmark.report import (
-    benchmark_report,
-    comparability_note,
-    compare,
-    curve_panel,
-    main_metric,
-)
+from hf_federated.experiments.benchmark.report import benchmark_report, comparability_note, curve_panel
 from hf_federated.experiments.errors import CommandError
 
 
