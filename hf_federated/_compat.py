@@ -15,6 +15,7 @@ checkpointing to activation checkpointing.
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -476,6 +477,18 @@ GPT_NEOX_OUTPUT = (
 
 # transformers 5.23 renamed gradient checkpointing to activation checkpointing.
 HAS_ACTIVATION_CHECKPOINTING = Version(importlib.metadata.version("transformers")) >= Version("5.23.dev0")
+
+# The name of the cache as an argument of models and of `generate`, and in outputs. transformers 5.24 renamed it
+# (https://github.com/huggingface/transformers/releases/tag/v5.24.0) and accepts the old name until 5.40. Remove this
+# constant and `cache_argument` when the lower bound is 5.24.
+CACHE_NAME = (
+    "cache" if Version(importlib.metadata.version("transformers")) >= Version("5.24.dev0") else "past_key_values"
+)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The argument with which a model takes its cache. Code of a model repository can keep the old name."""
+    return "past_key_values" if "past_key_values" in inspect.signature(model.forward).parameters else CACHE_NAME
 
 
 def checkpointing_settings(args: TrainingArguments) -> dict[str, Any] | None:

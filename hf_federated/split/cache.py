@@ -109,6 +109,16 @@ class SplitCache(DynamicCache):
             self.tokens = self.tokens[beam_idx]
         self._reorder = beam_idx if self._reorder is None else self._reorder[beam_idx]
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether the layers have linear attention. Without layers, `generate` would run cached tokens again."""
+        return [False]
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the cache can be cut. If so, `generate` runs a step that it removes from the cache."""
+        return False
+
     def take_reorder(self) -> torch.Tensor | None:
         """Return the order that the server has not received yet, and forget it."""
         reorder, self._reorder = self._reorder, None

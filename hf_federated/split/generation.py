@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from .._compat import prepare_generation_config
+from .._compat import CACHE_NAME, prepare_generation_config
 from .boundary import Boundary
 from .cache import SplitCache
 from .parts import Part
@@ -58,10 +58,13 @@ class SplitGenerationMixin(GenerationMixin):
                 f"cache_implementation={settings.cache_implementation!r}, but a split model supports only a dynamic "
                 "cache. Remove it."
             )
-        if settings.use_cache and kwargs.get("past_key_values") is None:
-            kwargs["past_key_values"] = self.new_cache()
+        for name in ("past_key_values", "cache"):
+            if name in kwargs:
+                kwargs[CACHE_NAME] = kwargs.pop(name)
+        if settings.use_cache and kwargs.get(CACHE_NAME) is None:
+            kwargs[CACHE_NAME] = self.new_cache()
         output = super().generate(inputs, generation_config, **kwargs)
         # Without this reference the cache is deleted, and the server drops its part, unless the output has the cache.
-        kwargs.pop("past_key_values", None)
+        kwargs.pop(CACHE_NAME, None)
         self.boundary.flush()
         return output

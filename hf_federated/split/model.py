@@ -24,6 +24,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .._compat import (
+    CACHE_NAME,
     ActivationCheckpointing,
     disable_activation_checkpointing,
     register_load_state_dict_pre_hook,
@@ -365,6 +366,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        cache: SplitCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | PerTokenOutput:
         """
@@ -385,6 +387,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
                 enables caches, because the server would have to keep the cache.
             logits_to_keep (`int` or `torch.Tensor`, *optional*, defaults to `0`):
                 Number or indices of the positions for which to compute logits, as in the full model.
+            cache ([`SplitCache`], *optional*): The name of `past_key_values` in `transformers` 5.24 and later.
             kwargs:
                 `num_items_in_batch` and `shift_labels`, which are arguments of the loss, and `fused_lm_head`, with
                 which TRL's `SFTTrainer` requests [`~split.per_token.PerTokenOutput`] in place of logits.
@@ -397,6 +400,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
                 supported.
             TypeError: If a split model does not support an argument.
         """
+        past_key_values = past_key_values if cache is None else cache
         returns_target_scores = kwargs.pop("fused_lm_head", False)
         # Some tokenizers return token type ids for every model. Drop the ids for models without this argument. GPT-2,
         # for example, has the argument.
@@ -471,7 +475,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
             return score_targets(output.logits, labels, **loss_arguments)
         if past_key_values is not None:
             past_key_values.end_call(len(states), seen + states.shape[1], tokens)
-        return CausalLMOutputWithPast(loss=output.loss, logits=output.logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss=output.loss, logits=output.logits, **{CACHE_NAME: past_key_values})
 
     def _count_targets(self, labels: torch.Tensor | None, shifted: torch.Tensor | None) -> int | None:
         """Count the target tokens of a batch, if the server needs the number."""

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, P
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .._compat import enable_activation_checkpointing, has_module
+from .._compat import cache_argument, enable_activation_checkpointing, has_module
 from .block_cache import BlockCache
 from .cut import Cut, Role
 from .families import layout_of
@@ -250,9 +250,9 @@ class Part(nn.Module):
             attention_mask, position_ids = self.prefix.shift(attention_mask, position_ids)
         # What the class computes after the last block, such as a scale of the logits, is only for the tail.
         model = self.model if self.role == "tail" else self.model.base_model
-        output = model(
-            attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values, **kwargs
-        )
+        if past_key_values is not None:
+            kwargs[cache_argument(model)] = past_key_values
+        output = model(attention_mask=attention_mask, position_ids=position_ids, **kwargs)
         if isinstance(past_key_values, BlockCache) and not self.blocks:
             past_key_values.count_tokens(states.shape[1])
         return output if self.role == "tail" else CausalLMOutputWithPast(logits=output.last_hidden_state)

@@ -24,6 +24,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from .._compat import CACHE_NAME, cache_argument
 from ..utils.random import preserved_generators
 from .cut import ROLES, Role
 from .parts import Part
@@ -97,8 +98,8 @@ def _compare(parts: Mapping[Role, Part], model: PreTrainedModel) -> None:
     start = 0
     for stop in range(ids.shape[1] - _STEPS, ids.shape[1] + 1):
         seen, new_ids = mask[:, :stop], ids[:, start:stop]
-        output = model(input_ids=new_ids, attention_mask=seen, past_key_values=past, use_cache=True)
-        past = output.past_key_values
+        output = model(input_ids=new_ids, attention_mask=seen, use_cache=True, **{cache_argument(model): past})
+        past = output.get(CACHE_NAME)
         if past is None:  # the class has no cache
             return
         _check("with a cache", parts, _logits(output), _run(parts, new_ids, seen, caches), mask[:, start:stop])

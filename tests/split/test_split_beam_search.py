@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import GenerationMixin, PreTrainedModel, TrainerCallback
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_federated import SplitConfig, SplitModel
+from hf_federated._compat import CACHE_NAME
 from hf_federated.split import LocalLink
 from hf_federated.split.messages import Forget, Forward, read_request
 
@@ -88,6 +90,16 @@ def test_beam_search_of_other_families_matches_the_full_model(name):
         assert torch.equal(split.generate(**prompts(padding), use_cache=False, **BEAMS), expected)
 
 
+def with_old_name(prepare_inputs: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """PEFT 0.21 reads the cache under this name. With transformers 5.24 it would generate without the prefix."""
+
+    def prepare(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = prepare_inputs(*args, **kwargs)
+        return {"past_key_values" if name == CACHE_NAME else name: value for name, value in inputs.items()}
+
+    return prepare
+
+
 @pytest.mark.parametrize("kind", ["prefix", "lora"])
 @pytest.mark.parametrize("name", ["llama", *slow(MORE_DECODERS)])
 def test_beam_search_with_adapters_matches_peft_on_the_full_model(name, kind):
@@ -96,6 +108,9 @@ def test_beam_search_with_adapters_matches_peft_on_the_full_model(name, kind):
     split, full_model = create_adapted(name, ADAPTERS[kind](name))
     requests = record(split)
     inputs = prompts(None if kind == "prefix" else "left")
+    full_model.base_model_prepare_inputs_for_generation = with_old_name(
+        full_model.base_model_prepare_inputs_for_generation
+    )
     expected = full_model.generate(**inputs, **BEAMS)
     assert torch.equal(split.generate(**inputs, **BEAMS), expected)
     assert_caches_were_reordered(requests, 3 * 4)

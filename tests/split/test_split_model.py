@@ -6,6 +6,7 @@ import copy
 import gc
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from datasets import Dataset
 from decoders import DECODERS, MORE_DECODERS, NUM_BLOCKS, VOCABULARY, batch, decoder, slow
 from tiny import checkpoints_activations
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_federated import SplitModel
+from hf_federated._compat import CACHE_NAME
 from hf_federated.split import Cut, Forget, Layout, LocalLink
 from hf_federated.split.messages import Forward, read_request
 
@@ -175,6 +177,65 @@ def test_server_drops_the_cache_after_generate_unless_the_output_contains_it():
     assert not server._caches
     output = split.generate(batch(None)["input_ids"], return_dict_in_generate=True, **settings)
     assert list(server._caches) == [("client", output.past_key_values.cache_id)]
+
+
+@pytest.mark.parametrize("argument", ["past_key_values", "cache"])
+def test_generation_that_continues_with_a_returned_cache_matches_one_generation(argument):
+    """`transformers` 5.24 renamed the argument `past_key_values` to `cache`. A split model accepts both names."""
+    split = SplitModel.from_model(decoder("llama"))
+    lengths = []
+    split.client_head.register_forward_pre_hook(lambda head, inputs: lengths.append(inputs[0].shape[1]))
+    ids = batch(None)["input_ids"]
+    settings = {"do_sample": False, "eos_token_id": None}
+    expected = split.generate(ids, max_new_tokens=6, **settings)
+    lengths.clear()
+    start = split.generate(ids, max_new_tokens=3, return_dict_in_generate=True, **settings)
+    cache = {argument: start[CACHE_NAME]}
+    assert torch.equal(split.generate(start.sequences, max_new_tokens=3, **cache, **settings), expected)
+    assert lengths == [ids.shape[1], 1, 1, 1, 1, 1]
+    assert not start[CACHE_NAME].is_croppable
+    with torch.no_grad():
+        whole = split(torch.cat((expected, ids[:, :1]), dim=1)).logits[:, -1:]
+        # The cache has all tokens except the last token.
+        actual = split(torch.cat((expected[:, -1:], ids[:, :1]), dim=1), **cache).logits[:, -1:]
+    assert (actual - whole).abs().max() <= 1e-6
+
+
+class OldCacheName(LlamaForCausalLM):
+    """A class of a model repository whose `forward` has the name of the cache before `transformers` 5.24."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        past_key_values: Any = None,
+        inputs_embeds: Any = None,
+        use_cache: Any = None,
+        labels: Any = None,
+        logits_to_keep: int = 0,
+    ) -> Any:
+        return super().forward(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            labels,
+            use_cache,
+            logits_to_keep=logits_to_keep,
+        )
+
+
+def test_generation_with_a_class_of_a_repository_that_keeps_the_old_name_of_the_cache():
+    full_model = decoder("llama")
+    model = OldCacheName(full_model.config).eval()
+    model.load_state_dict(full_model.state_dict())
+    split = SplitModel.from_model(model)
+    assert type(split.client_tail.model) is OldCacheName
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    ids = batch(None)["input_ids"]
+    assert torch.equal(split.generate(ids, **settings), full_model.generate(ids, **settings))
 
 
 def test_failure_to_drop_a_cache_does_not_discard_the_generated_text():

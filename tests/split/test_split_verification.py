@@ -15,6 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from hf_federated import SplitModel
+from hf_federated._compat import CACHE_NAME
 from hf_federated.split import LAYOUTS, verification
 
 
@@ -30,7 +31,7 @@ class ScaledStatesModel(LlamaModel):
     """Scales the hidden states before the first block. The config decides in which calls."""
 
     def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
-        past = kwargs.get("past_key_values")
+        past = kwargs.get(CACHE_NAME)
         calls = {
             "without padding": True,
             "with left padding": kwargs.get("attention_mask") is not None,
