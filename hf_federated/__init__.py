@@ -215,19 +215,19 @@ _MODULES = {
     "split_federate": ".split_training",
     "split_for_distillation": ".data",
     "text_generation": ".distillation",
-    # Names of version 0.1, which will be removed in 1.0.
-    "LocalHook": ".methods.previous_release",
-    "ServerState": ".server.previous_release",
 }
+# Names of version 0.1, which will be removed in 1.0.
+_PREVIOUS_MODULES = {"LocalHook": ".methods.previous_release", "ServerState": ".server.previous_release"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name or a submodule on first use ([PEP 562](https://peps.python.org/pep-0562/))."""
-    if name not in _MODULES:
+    module = _MODULES.get(name) or _PREVIOUS_MODULES.get(name)
+    if module is None:
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES[name], __name__), name)
+    value = getattr(importlib.import_module(module, __name__), name)
     globals()[name] = value
     return value
 

@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .utils.algorithm_names import AGGREGATION_NAMES, DISTILLATION_NAMES
+from .utils.algorithm_names import AGGREGATION_NAMES, COLLECTOR_NAMES, DISTILLATION_NAMES
 from .utils.arguments import require, require_one_of
 from .utils.fields import ShareOrCount, checks_of
 
@@ -182,6 +182,12 @@ class FederatedConfig(SavedConfig):
             a reference to a class, or an instance. The trainer then needs `public_dataset`.
         distillation_kwargs (`dict`, *optional*):
             Arguments of the distillation algorithm if `distillation` is a name. On a command line, a JSON text.
+        collector (`str` or `UpdateCollector`, *optional*, defaults to `"synchronous"`):
+            How the server obtains the updates of a round: `"synchronous"` waits for the clients of the cohort,
+            `"fedbuff"` ([`~hf_federated.server.collectors.BufferedCollector`]) for any `buffer_size` of them. Also a
+            reference to a class, or an instance of [`~hf_federated.server.collectors.UpdateCollector`].
+        collector_kwargs (`dict`, *optional*):
+            Arguments of the collector if `collector` is a name. On a command line, a JSON text.
         exchange (`str`, *optional*, defaults to `"auto"`):
             Tensors that the server and the clients exchange. `"auto"`: the adapter of a PEFT model, otherwise the
             trainable parameters. `"trainable"`: the trainable parameters. `"adapter"`: the adapter of a PEFT model.
@@ -283,6 +289,13 @@ class FederatedConfig(SavedConfig):
     distillation_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Arguments of the algorithm, as JSON on a command line."}
     )
+    collector: str = field(
+        default="synchronous",
+        metadata={"help": "How the server obtains the updates of a round: 'synchronous' or 'fedbuff'."},
+    )
+    collector_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Arguments of the collector, as JSON on a command line."}
+    )
     exchange: str = field(
         default="auto",
         metadata={"help": "Tensors that the server and the clients exchange.", "choices": list(EXCHANGES)},
@@ -352,6 +365,8 @@ class FederatedConfig(SavedConfig):
         # The field types include text for the command line. After initialization, the values are dictionaries.
         self.aggregation_kwargs = _parse_dict(self.aggregation_kwargs, "aggregation_kwargs")
         self.distillation_kwargs = _parse_dict(self.distillation_kwargs, "distillation_kwargs")
+        self.collector_kwargs = _parse_dict(self.collector_kwargs, "collector_kwargs")
+        COLLECTOR_NAMES.check(self.collector)
         AGGREGATION_NAMES.check(self.aggregation)
         DISTILLATION_NAMES.check(self.distillation)
         if self.num_rounds is not None:
@@ -407,11 +422,10 @@ class FederatedConfig(SavedConfig):
         Functions in the settings are replaced by their names.
         """
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        if not isinstance(self.aggregation, str):
-            values["aggregation"] = AGGREGATION_NAMES.name_of(self.aggregation)
-            values["aggregation_kwargs"] = self.aggregation.non_default_settings()
-        if self.distillation is not None and not isinstance(self.distillation, str):
-            values["distillation"] = DISTILLATION_NAMES.name_of(self.distillation)
-            values["distillation_kwargs"] = self.distillation.non_default_settings()
+        for names in (AGGREGATION_NAMES, DISTILLATION_NAMES, COLLECTOR_NAMES):
+            algorithm: Any = values[names.field]
+            if algorithm is not None and not isinstance(algorithm, str):
+                values[names.field] = names.name_of(algorithm)
+                values[f"{names.field}_kwargs"] = algorithm.non_default_settings()
         values["distillation_kwargs"] = name_functions(values["distillation_kwargs"])
         return values

@@ -3,7 +3,6 @@
 To add an algorithm, add its module, import its class here and add its name to `utils/algorithm_names.py`.
 """
 
-import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -52,22 +51,7 @@ def build_aggregation(aggregation: str | Aggregation, kwargs: Any = None) -> Agg
         ValueError: If the name is unknown, if it does not name a subclass of [`Aggregation`], if the constructor does
             not accept an argument, or if `kwargs` are passed together with an instance.
     """
-    kwargs = kwargs or {}
-    if isinstance(aggregation, Aggregation):
-        if kwargs:
-            raise ValueError(
-                "`aggregation_kwargs` is set, but `aggregation` is an instance. Set `aggregation` to a name, or pass "
-                "the arguments to the constructor of the instance."
-            )
-        return aggregation
-    cls = AGGREGATION_NAMES.load(aggregation, Aggregation)
-    try:
-        return cls(**kwargs)
-    except TypeError as error:
-        allowed = sorted(inspect.signature(cls).parameters)
-        raise ValueError(
-            f"Invalid `aggregation_kwargs` of {aggregation!r}: {error}. Allowed arguments are {allowed}."
-        ) from error
+    return AGGREGATION_NAMES.build(aggregation, kwargs, Aggregation)
 
 
 __all__ = [

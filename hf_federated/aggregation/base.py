@@ -68,6 +68,7 @@ class Aggregation(Method):
     ```
     """
 
+    supports_late_updates: ClassVar[bool] = True
     # Whether server and clients exchange parameters. If not, each client keeps its own model.
     exchanges_parameters: ClassVar[bool] = True
     # Content of an update: the trained parameters (`"parameters"`), or their changes by the training (`"changes"`).

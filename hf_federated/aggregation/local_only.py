@@ -33,6 +33,7 @@ class LocalOnly(Aggregation):
     """
 
     name: ClassVar[str] = "local_only"
+    supports_late_updates: ClassVar[bool] = False
     exchanges_parameters: ClassVar[bool] = False
 
     def __init__(self) -> None:

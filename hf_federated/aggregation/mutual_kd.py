@@ -236,6 +236,7 @@ class MutualKD(Aggregation):
     """
 
     name: ClassVar[str] = "mutual_kd"
+    supports_late_updates: ClassVar[bool] = False
     needs_gradients: ClassVar[bool] = True
     trains_private_models: ClassVar[bool] = True
     client_part: ClassVar[type[ClientPart]] = Mentor

@@ -3,7 +3,6 @@
 To add an algorithm, add its file, import its class here and add its name to `utils/algorithm_names.py`.
 """
 
-import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -84,22 +83,14 @@ def build_distillation(distillation: str | Distillation | None, kwargs: Any = No
         ValueError: If the name or a setting is unknown, the name does not name a subclass of [`Distillation`], a
             setting is out of range, or settings are given together with an instance or without a name.
     """
-    kwargs = kwargs or {}
-    if distillation is None or isinstance(distillation, Distillation):
+    if distillation is None:
         if kwargs:
             raise ValueError(
                 "`distillation_kwargs` is set, but `distillation` is not a name. Set `distillation` to the name of an "
-                "algorithm, or pass the settings to the instance."
+                "algorithm."
             )
-        return distillation
-    cls = DISTILLATION_NAMES.load(distillation, Distillation)
-    try:
-        return cls(**kwargs)
-    except TypeError as error:
-        allowed = sorted(inspect.signature(cls).parameters.keys() - set(cls.ignores))
-        raise ValueError(
-            f"Invalid `distillation_kwargs` of {distillation!r}: {error}. Allowed settings are {allowed}."
-        ) from error
+        return None
+    return DISTILLATION_NAMES.build(distillation, kwargs, Distillation)
 
 
 __all__ = [

@@ -16,13 +16,13 @@ The two halves share only messages. [`ClientPart`] is the client half.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from ..messages import ClientUpdate, Disclosure, Message
+from ..utils.constructor_settings import ConstructorSettings
 from ..utils.weighted_mean import State
 from .accumulator import Accumulator
 from .client_part import ClientContext, ClientPart
@@ -30,7 +30,7 @@ from .previous_release import adapt_method
 from .round import Round
 
 
-class Method:
+class Method(ConstructorSettings):
     """
     Base class of federated methods. [`Aggregation`] and [`Distillation`] are the two families.
 
@@ -49,14 +49,14 @@ class Method:
 
     # Name in recipes and messages. Defaults to the name of the class.
     name: ClassVar[str] = ""
-    # Constructor arguments that are another name of an argument, by alias. `settings` does not contain them.
-    aliases: ClassVar[Mapping[str, str]] = {}
     # Classes of the messages that only this method exchanges: requests, which a client half answers, and replies.
     messages: ClassVar[tuple[type[Message], ...]] = ()
     # Class of the client half.
     client_part: ClassVar[type[ClientPart]] = ClientPart
     # Whether the client half needs the gradients of a step, which some optimizers do not keep.
     needs_gradients: ClassVar[bool] = False
+    # Whether the method can use the change of a client that started from an earlier global state.
+    supports_late_updates: ClassVar[bool] = False
     # Whether the server also trains in each round, on `server_dataset` of the trainer.
     trains_on_server: ClassVar[bool] = False
 
@@ -65,22 +65,6 @@ class Method:
         if "name" not in vars(cls):
             cls.name = cls.__name__
         adapt_method(cls)
-
-    # ---- Settings
-
-    def settings(self) -> dict[str, Any]:
-        """Return all constructor arguments with their values, without aliases."""
-        names = inspect.signature(type(self)).parameters
-        return {name: getattr(self, name) for name in names if name not in self.aliases}
-
-    def non_default_settings(self) -> dict[str, Any]:
-        """Return the constructor arguments whose values differ from the defaults."""
-        parameters = inspect.signature(type(self)).parameters
-        return {name: value for name, value in self.settings().items() if value != parameters[name].default}
-
-    def __repr__(self) -> str:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self.non_default_settings().items())
-        return f"{type(self).__name__}({arguments})"
 
     @property
     def disclosures(self) -> tuple[Disclosure, ...]:

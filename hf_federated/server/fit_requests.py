@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -73,6 +74,20 @@ class FitRequests:
         self._settings = {name: value for method in settings.methods for name, value in method.fit_settings().items()}
         self._max_rows = settings.row_limit(self.round.cohort)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs to send the requests again, as scalars and tensors."""
+        round = self.round
+        saved = {"number": round.number, "cohort": list(round.cohort), "state": round.state, "extra": self._extra}
+        return {**saved, "settings": self._settings, "max_rows": self._max_rows}
+
+    @classmethod
+    def load(cls, settings: FitSettings, saved: dict[str, Any]) -> FitRequests:
+        """Restore the requests that `state_dict` returned."""
+        requests = cls(settings, Round(saved["number"], tuple(saved["cohort"]), saved["state"]))
+        requests._extra, requests._settings = saved["extra"], saved["settings"]
+        requests._max_rows = saved["max_rows"]
+        return requests
+
     def message_for(self, client_id: str) -> Fit:
         """Return the message of a client."""
         message = Fit(
@@ -122,6 +137,29 @@ class FitRequests:
             except ValueError as error:
                 raise InvalidUpdateError(f"{where}: {error}") from error
         return update
+
+    def receive_in(self, round: Round, scale: float, reply: Message) -> ClientUpdate:
+        """
+        Check a reply that arrives in a later round.
+
+        Args:
+            round ([`Round`]): The round in which the reply arrives.
+            scale (`float`): Factor of the change.
+            reply ([`Message`]): Reply of a client to its message.
+
+        Returns:
+            [`ClientUpdate`]: The update `x + scale · (y − x^v)` with the state `x` of the later round, in which `x^v`
+            is the state that the client received and `y` the state that it trained.
+        """
+        update = self.receive(reply)
+        if round.number == self.round.number:
+            return update
+        state = dict(update.state)
+        for name, value in round.state.items():
+            if value.is_floating_point():
+                change = update.state[name].double() - self.round.state[name].double()
+                state[name] = (value.double() + scale * change).to(value.dtype)
+        return replace(update, state=state)
 
 
 def _merged(states: Sequence[State]) -> State:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..clients import ClientStore, MemoryStore
@@ -61,10 +61,10 @@ class StepMemories:
             self.store.set(update.client_id, entry)
         return received
 
-    def accept(self, client_ids: Sequence[str], round: Round) -> None:
-        """Note which clients' updates of a round are used."""
-        for client_id in client_ids if self._changes_requests else ():
-            self.store.set(client_id, {**self.store.get(client_id), "accepted_round": round.number})
+    def accept(self, numbers: Mapping[str, int]) -> None:
+        """Note for each client whose update is used the round of its request."""
+        for client_id, number in numbers.items() if self._changes_requests else ():
+            self.store.set(client_id, {**self.store.get(client_id), "accepted_round": number})
 
     def on_sums(self, sums: Accumulator, round: Round, seed: int) -> Accumulator:
         """Change the sums of the accepted updates."""

@@ -18,6 +18,7 @@ from ..distillation import Distillation
 from ..engines import Engine
 from ..messages.ledger import Ledger
 from ..postprocessing import Postprocessor
+from ..server import UpdateCollector
 from .federation import Federation
 from .join import JoinedClient
 from .optimizer_factories import OptimizerFactories
@@ -116,6 +117,11 @@ class RoleMixin(LoopArgumentsMixin):
     def distillation(self) -> Distillation | None:
         """The distillation algorithm, if there is one."""
         return self._federation_setup.distillation
+
+    @property
+    def collector(self) -> UpdateCollector:
+        """How the server obtains the updates of a round."""
+        return self._federation_setup.collector
 
     @property
     def public_dataset(self) -> Dataset | None:

@@ -32,7 +32,7 @@ from ..clients.model_factory import ClientModelBuilder
 from ..clients.store import client_file_name
 from ..distillation import DistillationServer, Teachers
 from ..engines import EngineContext, WatchPeers
-from ..messages import ClientUpdate, Fit
+from ..messages import ClientUpdate, Fit, kinds_of
 from ..messages.ledger import Ledger
 from ..postprocessing import exchange_dtype
 from ..server import (
@@ -43,7 +43,6 @@ from ..server import (
     RoundSummary,
     ServerState,
     StepMemories,
-    SynchronousCollector,
     call_event,
     spread_over_clients,
 )
@@ -112,7 +111,7 @@ class Federation:
             amount_of_training=setup.aggregation.amount_of_training,
             relative_learning_rate=relative_learning_rate(args, setup.num_rounds, setup.config.lr_schedule),
         )
-        self._collector = SynchronousCollector()
+        self._collector = setup.collector
         uses_disk = setup.config.client_store == "disk"
         self._steps = StepMemories(setup.postprocessors, self._disk_store(STEPS_DIR) if uses_disk else None)
         self._steps.store.clear()
@@ -128,7 +127,8 @@ class Federation:
         if checkpoint is not None:
             self._load(clients_directory(checkpoint), saved)
         self.loop = self._build_loop()
-        self._collector.load_state_dict(saved.get("collector", {}))
+        if saved.get("collector"):
+            self._collector.load_state_dict(saved["collector"])
 
     # ---- Construction
 
@@ -155,7 +155,8 @@ class Federation:
         def saved_clients() -> list[Path]:
             return [clients_directory(path) for path in sorted(Path(self._args.output_dir).glob("checkpoint-*"))]
 
-        return EngineContext(self._build_worker, costs, config.parallelism, setup.processes, saved_clients)
+        kinds = kinds_of(*(kind for method in setup.methods for kind in method.messages))
+        return EngineContext(self._build_worker, costs, config.parallelism, setup.processes, saved_clients, kinds)
 
     def _build_worker(self) -> ClientWorker:
         setup = self._setup

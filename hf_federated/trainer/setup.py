@@ -24,7 +24,8 @@ from ..distributed.process_group import ProcessGroup, process_group
 from ..engines import Engine, LocalEngine, RankEngine
 from ..methods import Method
 from ..postprocessing import Postprocessor, SendChanges, exchange_dtype
-from ..server import AggregationCallback, AnomalyReport, DistillationCallback
+from ..server import AggregationCallback, AnomalyReport, DistillationCallback, UpdateCollector
+from ..utils.algorithm_names import COLLECTOR_NAMES
 from .checks import (
     check_arguments,
     check_clients,
@@ -62,6 +63,7 @@ class FederationSetup:
             tokenizers or training arguments.
         aggregation ([`Aggregation`]): The averaging algorithm.
         distillation ([`Distillation`], *optional*): The distillation algorithm.
+        collector ([`~hf_federated.server.collectors.UpdateCollector`]): Obtains the updates of a round.
         postprocessors (`list[Postprocessor]`): Steps between a client's training and the aggregate.
         client_callbacks (`list[TrainerCallback]`): Callbacks that run inside clients.
         sampler ([`ClientSampler`]): Draws the cohort of a round.
@@ -83,6 +85,7 @@ class FederationSetup:
     participants: Participants
     aggregation: Aggregation
     distillation: Distillation | None
+    collector: UpdateCollector
     postprocessors: list[Postprocessor]
     client_callbacks: list[TrainerCallback]
     sampler: ClientSampler
@@ -170,6 +173,7 @@ class FederationSetup:
             participants=participants,
             aggregation=aggregation,
             distillation=distillation,
+            collector=COLLECTOR_NAMES.build(resolved.collector, resolved.collector_kwargs, UpdateCollector),
             postprocessors=steps,
             sampler=sampler,
             processes=launched,
@@ -179,6 +183,7 @@ class FederationSetup:
             **fields,
         )
         check_server(lambda: aggregation.check_exchange(setup.exchange.tensors, sampler.num_sampled), None)
+        setup.collector.check(engine, setup.methods)
         # Processes with different `parallelism` would block at different collective operations.
         setup.check_consistency("construction of the trainer", args, None)
         return setup

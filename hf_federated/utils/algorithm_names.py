@@ -1,10 +1,10 @@
-"""Names of aggregation and distillation algorithms, and the classes that they name.
+"""Names of aggregation algorithms, distillation algorithms and collectors, and the classes that they name.
 
 An algorithm has a name in one of three forms:
 
 - a built-in name, such as `fedavg`;
-- the name of an entry point of an installed package, in the group `hf_federated.aggregations` or
-  `hf_federated.distillations`;
+- the name of an entry point of an installed package, in the group `hf_federated.aggregations`,
+  `hf_federated.distillations` or `hf_federated.collectors`;
 - a reference to a class, `my_package.module:MyClass`.
 
 This module imports no torch, so that a configuration can check names quickly. [`AlgorithmNames.load`] imports a class.
@@ -16,6 +16,7 @@ import difflib
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -113,6 +114,35 @@ an instance of an `Aggregation` subclass.
                 f"`{self.field}` is {name!r}, which is {kind}. It must be a subclass of `hf_federated.{self.base}`."
             )
         return found
+
+    def build(self, algorithm: Any, kwargs: Any, base: Any) -> Any:
+        """
+        Build the object that a configuration names.
+
+        Args:
+            algorithm (`Any`): A name, or an instance of `base`, which is returned unchanged.
+            kwargs (`dict`, *optional*): Constructor arguments. Only allowed with a name.
+            base (`type`): The base class.
+
+        Raises:
+            ValueError: As `load`, if the constructor does not accept an argument, or if `kwargs` are passed together
+                with an instance.
+        """
+        if isinstance(algorithm, base):
+            if kwargs:
+                raise ValueError(
+                    f"`{self.field}_kwargs` is set, but `{self.field}` is an instance. Set `{self.field}` to a name, "
+                    "or pass the arguments to the constructor of the instance."
+                )
+            return algorithm
+        cls = self.load(algorithm, base)
+        try:
+            return cls(**(kwargs or {}))
+        except TypeError as error:
+            allowed = sorted(inspect.signature(cls).parameters.keys() - set(getattr(cls, "ignores", ())))
+            raise ValueError(
+                f"Invalid `{self.field}_kwargs` of {algorithm!r}: {error}. Allowed arguments are {allowed}."
+            ) from error
 
     def name_of(self, algorithm: Any) -> str:
         """Return the built-in name of an instance's class, or a reference to the class."""
@@ -220,5 +250,15 @@ DISTILLATION_NAMES = AlgorithmNames(
         "fedkd": "hf_federated.distillation.fedkd:FedKD",
         "fedmd": "hf_federated.distillation.fedmd:FedMD",
         "mhat": "hf_federated.distillation.mhat:MHAT",
+    },
+)
+
+COLLECTOR_NAMES = AlgorithmNames(
+    "collector",
+    "UpdateCollector",
+    "hf_federated.collectors",
+    {
+        "synchronous": "hf_federated.server.collectors.synchronous:SynchronousCollector",
+        "fedbuff": "hf_federated.server.collectors.fedbuff:BufferedCollector",
     },
 )

@@ -20,8 +20,14 @@ from transformers import RobertaConfig, RobertaForSequenceClassification, T5Conf
 from hf_federated import FedAUX, FederatedCallback, Postprocessor, RoundFailedError
 from hf_federated.clients.features import base_model_of, pooled_features
 from hf_federated.distillation.certainty import certainty, fit_certainty, noise_std, scale_into_unit_ball, sensitivity
-from hf_federated.distillation.fedaux import FedAUXClient
+from hf_federated.distillation.fedaux import FedAUXPart
 from hf_federated.messages import ClientUpdate
+from hf_federated.methods import ClientContext
+
+
+def client_of(algorithm):
+    """The client half of the algorithm."""
+    return algorithm.client(ClientContext("a", None))
 
 
 def normal(*shape, seed=0):
@@ -92,7 +98,7 @@ def test_noise_has_the_standard_deviation_of_the_formula():
     # Seeds other than the seeds of the features.
     for seed in range(100, 140):
         logits = [
-            (algorithm.client().scores(own, public, seed).double() - 1e-8).logit() for algorithm in (plain, noisy)
+            (client_of(algorithm).scores(own, public, seed).double() - 1e-8).logit() for algorithm in (plain, noisy)
         ]
         differences.append(logits[1] - logits[0])
     # ⟨noise, h⟩ has the standard deviation σ ‖h‖. The values of 70 rows in 2000 dimensions are nearly independent.
@@ -105,7 +111,7 @@ def test_noise_depends_on_the_client_seed_and_not_on_the_global_generator():
     own, public = normal(6, 4), normal(9, 4, seed=1)
     algorithm = FedAUX(dp_epsilon=0.9, dp_delta=1e-3)
     before = torch.random.get_rng_state()
-    a, again, b = (algorithm.client().scores(own, public, seed) for seed in (1, 1, 2))
+    a, again, b = (client_of(algorithm).scores(own, public, seed) for seed in (1, 1, 2))
     assert torch.equal(a, again) and not torch.equal(a, b)
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -204,12 +210,12 @@ def test_equal_scores_give_the_result_of_feddf(tmp_path, monkeypatch):
     federation = {"num_rounds": 1, "local_epochs": 1}
     feddf = distillation_trainer(tmp_path / "a", "feddf", federation=federation)
     feddf.train()
-    compute_scores = FedAUXClient.scores
+    compute_scores = FedAUXPart.scores
 
     def equal(self, own, public, seed):
         return torch.full_like(compute_scores(self, own, public, seed), 0.25)
 
-    monkeypatch.setattr(FedAUXClient, "scores", equal)
+    monkeypatch.setattr(FedAUXPart, "scores", equal)
     fedaux = distillation_trainer(tmp_path / "b", "fedaux", federation=federation)
     fedaux.train()
     # A product with 0.25 is exact, so the mean is exact too.
@@ -261,13 +267,13 @@ def test_scores_use_the_initial_model_also_for_clients_that_join_later(tmp_path)
 
 def test_clients_compute_their_scores_once(tmp_path, monkeypatch):
     seen = []
-    compute_scores = FedAUXClient.scores
+    compute_scores = FedAUXPart.scores
 
     def recorded(self, own, public, seed):
         seen.append((len(own), len(public)))
         return compute_scores(self, own, public, seed)
 
-    monkeypatch.setattr(FedAUXClient, "scores", recorded)
+    monkeypatch.setattr(FedAUXPart, "scores", recorded)
     distillation_trainer(tmp_path, "fedaux", {"max_score_rows": 6}, federation={"local_epochs": 1}).train()
     assert seen == [(min(size, 6), 10) for size in SIZES.values()]
 

@@ -111,7 +111,7 @@ def section_fields(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]
 def _federation_fields() -> dict[str, RecipeField]:
     """The fields of `FederatedConfig`, with types for YAML in place of the types for a command line."""
     fields = dataclass_fields(FederatedConfig)
-    yaml_types = {"aggregation_kwargs": dict[str, Any] | None, "distillation_kwargs": dict[str, Any] | None}
+    yaml_types = {f"{kind}_kwargs": dict[str, Any] | None for kind in ("aggregation", "distillation", "collector")}
     for name, item in fields.items():
         fields[name] = dataclasses.replace(item, annotation=yaml_types.get(name, item.annotation))
     return fields

@@ -3,17 +3,22 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from ...utils.algorithm_names import COLLECTOR_NAMES, import_reference
 from .base import Collected, CollectorContext, UpdateCollector
+from .fedbuff import BufferedCollector
 from .received import ReceivedUpdates
 from .synchronous import SynchronousCollector
 
 
-COLLECTORS: Mapping[str, type[UpdateCollector]] = MappingProxyType({cls.name: cls for cls in (SynchronousCollector,)})
+COLLECTORS: Mapping[str, type[UpdateCollector]] = MappingProxyType(
+    {name: import_reference(reference) for name, reference in COLLECTOR_NAMES.built_in.items()}
+)
 """The collectors, by the name that `collector` of [`FederatedConfig`] accepts."""
 
 
 __all__ = [
     "COLLECTORS",
+    "BufferedCollector",
     "Collected",
     "CollectorContext",
     "ReceivedUpdates",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ...engines import Engine
-from ...methods import Accumulator, Round
+from ...methods import Accumulator, Method, Round
+from ...utils.constructor_settings import ConstructorSettings
 from ..bound_update import BoundUpdate
 from ..client_metrics import RoundSummary
 from ..fit_requests import FitSettings
@@ -52,8 +53,12 @@ class CollectorContext:
     deadline: float | None = None
     fire: Callable[..., Any] = field(default=lambda event, **kwargs: None)
 
+    def on_dispatch(self, client_id: str) -> None:
+        """Call the event of a client whose message is sent."""
+        self.fire("on_client_begin", client_id=client_id)
 
-class UpdateCollector(ABC):
+
+class UpdateCollector(ConstructorSettings, ABC):
     """
     Obtains the updates of a round: sends the requests of local training, checks the replies and sums the updates.
 
@@ -65,15 +70,32 @@ class UpdateCollector(ABC):
     # Whether requests stay open after a round, which some engines do not support.
     holds_requests: ClassVar[bool] = False
 
+    def check(self, engine: Engine, methods: Sequence[Method]) -> None:
+        """
+        Check that the collector works with an engine and with the methods. It is called when the trainer is built.
+
+        Args:
+            engine ([`Engine`]): The engine that runs the clients.
+            methods (`Sequence[Method]`): The methods of the federation.
+
+        Raises:
+            ValueError: If the engine or a method is not supported. The message names an alternative.
+        """
+        for method in methods if self.holds_requests else ():
+            if not method.supports_late_updates:
+                raise ValueError(f"{method!r} needs all updates in their round. Set collector='synchronous'.")
+        if self.holds_requests and not engine.holds_requests:
+            raise ValueError(
+                f"collector={self.name!r} leaves requests open after a round, which {type(engine).__name__} does not "
+                "support. Use one process, or clients on other machines."
+            )
+
     def start(self, context: CollectorContext) -> None:
         """
         Start a run, before the state of a checkpoint is loaded.
 
         Args:
             context ([`CollectorContext`]): What the collector works with.
-
-        Raises:
-            ValueError: If the engine does not support the collector. The message names an alternative.
         """
         self.context = context
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from ...engines import Plan
-from ...messages import ClientUpdate, Message
+from ...messages import Message
 from ...methods import Round
 from ...utils.arguments import require
 from ...utils.random import derived_seed
@@ -22,34 +22,23 @@ class BufferedCollector(UpdateCollector):
     FedBuff: a round ends when any `buffer_size` updates have arrived. The other clients continue to train.
 
     [Federated Learning with Buffered Asynchronous Aggregation](https://arxiv.org/abs/2106.06639) (Nguyen et al.,
-    AISTATS 2022), algorithm 1. An update `y_i − x^v` of a client that started from the state `x^v` of round `v`
-    arrives in round `t`. The method aggregates it as the state `x^t + s(t − v) (y_i − x^v)` with
-    `s(τ) = 1 / √(1 + τ)`, so that each averaging algorithm works unchanged. Each round starts new clients of its
-    cohort until `clients_per_round` clients train; the paper starts a client as soon as another one has finished.
+    AISTATS 2022), algorithm 1. A client that started from the state `x^v` of round `v` sends `y`, which arrives in
+    round `t`. The algorithm averages it as `x^t + s(t − v) (y − x^v)` with `s(τ) = 1 / √(1 + τ)`. Each round starts
+    new clients of its cohort until `clients_per_round` clients train; the paper starts one as soon as one finishes.
 
-    | paper | here |
-    |---|---|
-    | `K` | `buffer_size` |
-    | `η_g` | `server_lr` of [`FedOpt`] |
-    | clients that train concurrently | `clients_per_round` of [`FederatedConfig`] |
-
+    `K` of the paper is `buffer_size`, `η_g` is `server_lr` of [`FedOpt`], the concurrency is `clients_per_round`.
     Args:
         buffer_size (`int`, *optional*, defaults to `10`): Number of accepted updates of a round.
-        max_staleness (`int`, *optional*): Largest `t − v`. An older request is withdrawn. Defaults to no
-            limit.
-        order (`Sequence[str]`, *optional*): Client ids in the order in which to use their updates, such as
-            `recorded_order` of another run. By default, clients on other machines have the order of their replies, and
-            simulated clients that of a seeded model of their speeds (exponentially distributed durations).
-
-    Attributes:
-        recorded_order (`list[str]`): The clients in the order in which their updates were used.
+        max_staleness (`int`, *optional*): Largest `τ`. An older request is withdrawn. Defaults to no limit.
+        order (`Sequence[str]`, *optional*): Clients in the order in which to use their replies, such as
+            `recorded_order` of another run. Defaults to the order of arrival. For simulated clients, that is the order
+            of exponentially distributed durations, drawn from the seed of the run.
 
     Requirements:
-        An averaging algorithm without additional tensors. Clients in one process or on other machines.
+        An averaging algorithm whose updates are parameters. Clients in one process or on other machines.
 
     Relations:
-        - [`SynchronousCollector`] waits for the slowest client. With `buffer_size` equal to `clients_per_round`, the
-          result is the same.
+        - [`SynchronousCollector`] waits for the cohort, as does `buffer_size` equal to `clients_per_round`.
 
     Example:
 
@@ -74,67 +63,58 @@ class BufferedCollector(UpdateCollector):
     def start(self, context: CollectorContext) -> None:
         super().start(context)
         self.recorded_order: list[str] = []
-        # The open request of each client, and the simulated time at which the client replies.
+        # The open request of each client, the simulated time at which the client replies, and the present time.
         self._requests: dict[str, FitRequests] = {}
         self._finish: dict[str, float] = {}
         self._time = 0.0
 
     def collect(self, round: Round) -> Collected:
         engine, requests = self.context.engine, FitRequests(self.context.fit, round)
-        for client_id, older in list(self._requests.items()):
-            if self.max_staleness is not None and round.number - older.round.number > self.max_staleness:
-                engine.withdraw(client_id)
-                del self._requests[client_id]
+        oldest = -math.inf if self.max_staleness is None else round.number - self.max_staleness
+        for client_id in [name for name, older in self._requests.items() if older.round.number < oldest]:
+            engine.withdraw(client_id)
+            del self._requests[client_id]
         idle = [client_id for client_id in round.clients if client_id not in self._requests]
         for client_id in idle[: len(round.cohort) - len(self._requests)]:
             uniform = derived_seed(self.context.fit.seed, "duration", client_id, round.number) / 2**32
             self._finish[client_id] = self._time - math.log1p(-uniform)
             self._send(client_id, requests)
-        received, replied = ReceivedUpdates(self.context, round, requests), []
+        received = ReceivedUpdates(self.context, round, requests)
+        replied: list[str] = []
         while self._requests and len(replied) - received.num_failed < self.buffer_size:
-            reply = next(engine.replies(clients=self._next_clients()))
-            answered = self._requests.pop(reply.client_id)
+            reply = self._next_reply(len(self.recorded_order) + len(replied))
             self._time = max(self._time, self._finish.pop(reply.client_id))
-            self.recorded_order.append(reply.client_id)
+            answered = self._requests.pop(reply.client_id)
+            scale = 1 / math.sqrt(1 + round.number - answered.round.number)
             replied.append(reply.client_id)
-            received.add(reply, lambda message, answered=answered: self._move(answered, message, round))
+            received.add(reply, functools.partial(answered.receive_in, round, scale))
+        self.recorded_order += replied
         return received.settle(Plan(round.number, tuple(replied), requests.message_for))
 
     def _send(self, client_id: str, requests: FitRequests) -> None:
         self._requests[client_id] = requests
-        fire = self.context.fire
-        self.context.engine.send(
-            client_id, requests.message_for, lambda client_id: fire("on_client_begin", client_id=client_id)
-        )
+        on_dispatch = self.context.on_dispatch
+        self.context.engine.send(client_id, requests.message_for, on_dispatch, round=requests.round.number)
 
-    def _next_clients(self) -> Sequence[str] | None:
-        """Return the client whose update is next, or `None` for the first one that replies."""
-        if self.order is not None and len(self.recorded_order) < len(self.order):
-            return [self.order[len(self.recorded_order)]]
-        return [min(self._requests, key=lambda name: self._finish[name])] if self.context.engine.trains_here else None
-
-    def _move(self, requests: FitRequests, reply: Message, round: Round) -> ClientUpdate:
-        """Return an update with its change of an older state as a change of the current state."""
-        update, staleness = requests.receive(reply), round.number - requests.round.number
-        if staleness == 0:
-            return update
-        moved = dict(update.state)
-        for name, value in round.state.items():
-            if value.is_floating_point():
-                change = update.state[name].double() - requests.round.state[name].double()
-                moved[name] = (value.double() + change / math.sqrt(1 + staleness)).to(value.dtype)
-        return replace(update, state=moved)
+    def _next_reply(self, num_used: int) -> Message:
+        """Wait for the reply of the next client in the order, or for any reply without an order."""
+        clients: list[str] | None = None
+        if self.order is not None and num_used < len(self.order):
+            clients = [self.order[num_used]]
+        elif self.context.engine.trains_here:
+            clients = [min(self._requests, key=lambda client_id: self._finish[client_id])]
+        for reply in self.context.engine.replies(clients=clients):
+            return reply
+        raise ValueError(f"`order` names client {clients}, which has no open request. Use the settings of its run.")
 
     def state_dict(self) -> dict[str, Any]:
         rounds = {requests.round.number: requests.state_dict() for requests in self._requests.values()}
-        versions = {client_id: requests.round.number for client_id, requests in self._requests.items()}
-        times = {"time": self._time, "finish": dict(self._finish)}
-        return {"rounds": rounds, "versions": versions, "order": list(self.recorded_order), **times}
+        numbers = {client_id: requests.round.number for client_id, requests in self._requests.items()}
+        clock = {"time": self._time, "finish": dict(self._finish)}
+        return {"rounds": rounds, "numbers": numbers, "order": list(self.recorded_order), **clock}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not state:
-            return
         rounds = {number: FitRequests.load(self.context.fit, saved) for number, saved in state["rounds"].items()}
         self._time, self._finish, self.recorded_order = state["time"], dict(state["finish"]), list(state["order"])
-        for client_id, number in state["versions"].items():
+        for client_id, number in state["numbers"].items():
             self._send(client_id, rounds[number])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers.utils import logging
 
@@ -49,30 +49,29 @@ class ReceivedUpdates:
         )
         self._groups = ClientGroups([self._sums], context.bound.max_ratio)
         self._measured: dict[str, tuple[dict[str, float], Magnitude]] = {}
+        # The round whose request each update answers.
+        self._numbers: dict[str, int] = {}
         self._first_error: Exception | None = None
         self.outcomes: dict[str, Outcome] = {}
         self.num_failed = 0
 
-    def add(self, requests: FitRequests, reply: Message) -> ClientUpdate | None:
+    def add(self, reply: Message, receive: Callable[[Message], ClientUpdate]) -> None:
         """
         Check a reply and add its update to the sums.
 
         Args:
-            requests ([`FitRequests`]): The requests to which the client replied.
             reply ([`Message`]): The reply.
-
-        Returns:
-            [`ClientUpdate`], *optional*: The update, or `None` if it was rejected.
+            receive (`Callable`): Returns the checked update of a reply, as [`FitRequests.receive`].
         """
         context, round = self._context, self._round
         try:
-            update = requests.receive(reply)
+            update = receive(reply)
             magnitude = context.bound.measure(update)
         except InvalidUpdateError as error:
             self._first_error = self._first_error or context.engine.last_error or error
             self._reject(reply.client_id, str(error))
             self.num_failed += 1
-            return None
+            return
         group = self._groups.add(update.client_id, context.bound.group_of(magnitude))
         context.fire("on_client_end", update=update)
         round.sums = self._sums.open(group)
@@ -80,13 +79,13 @@ class ReceivedUpdates:
             method.accept(round, update)
         round.sums = None
         self._measured[update.client_id] = (update.reported_metrics, magnitude)
+        self._numbers[update.client_id] = update.round
         for client_id in self._groups.limit():
             where = f"Client {client_id!r}, round {round.number + 1}"
             self._reject(
                 client_id,
                 f"{where}: its change is far above the median of the other clients, whose sizes are far apart.",
             )
-        return update
 
     def _reject(self, client_id: str, reason: str) -> None:
         self.outcomes[client_id] = reason
@@ -124,8 +123,8 @@ class ReceivedUpdates:
             client_id: metrics for client_id, (metrics, _, _) in measured.items() if client_id not in out_of_bounds
         }
         self._check_enough(plan.cohort, rejected, len(accepted))
-        own = engine.own_clients(plan.cohort)
-        self._context.fit.steps.accept([client_id for client_id in own if client_id in accepted], round)
+        used = {client_id: number for client_id, number in self._numbers.items() if client_id in accepted}
+        self._context.fit.steps.accept(used)
         sums = self._sums.settle(bound.is_accepted)
         engine.reduce(plan, sums)
         return Collected(sums, RoundSummary.from_clients(accepted, len(rejected), round.number), rejected)

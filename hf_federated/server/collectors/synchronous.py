@@ -42,12 +42,9 @@ class SynchronousCollector(UpdateCollector):
         )
         received = ReceivedUpdates(context, round, requests)
         num_spare = len(plan.cohort) - round.min_clients
-        replies = context.progress.run(
-            context.engine, plan, lambda client_id: context.fire("on_client_begin", client_id=client_id)
-        )
-        with closing(replies):
+        with closing(context.progress.run(context.engine, plan, context.on_dispatch)) as replies:
             for reply in replies:
-                received.add(requests, reply)
+                received.add(reply, requests.receive)
                 del reply  # Free the memory before the next client trains.
                 if received.num_failed > num_spare:
                     # Too few clients remain.

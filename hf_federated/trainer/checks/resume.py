@@ -70,6 +70,8 @@ def check_resumed(
     Raises:
         CheckpointError: If the two differ. The message names the settings that differ and both values.
     """
+    # A checkpoint of version 0.1.0 has no collector.
+    saved = {"collector": "synchronous", "collector_kwargs": {}, **saved}
     # A dataset that only the checkpoint has is missing in `current`.
     names = [*current, *(name for name in saved if name not in current and name.startswith(("rows of", "content of")))]
     changes = [
