@@ -104,7 +104,6 @@ class ClientClassPart(DistillationPart):
     def __init__(self, context: ClientContext, method: Any = None) -> None:
         fields = {item.name: getattr(context, item.name) for item in dataclasses.fields(context)}
         super().__init__(PreviousContext(**fields), method)
-        self._given = context
         self._client = self.build(method)
 
     def receive(self, message: Fit) -> None:
@@ -113,11 +112,11 @@ class ClientClassPart(DistillationPart):
         self.callbacks, self.frozen = self._local.callbacks, self._local.frozen
 
     def on_batch(self, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
-        self._local.on_batch(self._given.local_trainer, model, inputs, num_items)
+        self._local.on_batch(self.context.local_trainer, model, inputs, num_items)
 
     def send(self, update: ClientUpdate) -> ClientUpdate:
         metrics = dict(update.metrics)
-        extra = self._local.finish(self._given.local_trainer, metrics)
+        extra = self._local.finish(self.context.local_trainer, metrics)
         return dataclasses.replace(update, metrics=metrics, extra={**update.extra, **extra})
 
     def answer(self, message: Message) -> Predictions | Metrics | Message:

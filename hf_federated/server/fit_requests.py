@@ -66,6 +66,8 @@ class FitRequests:
     expected_extra: State = field(init=False)
 
     def __post_init__(self) -> None:
+        # A reply can arrive when the round has another state.
+        self.round = replace(self.round)
         settings, state = self.settings, self.round.state
         self.expected_state = state if settings.returns_state else {}
         self.expected_extra = _merged([method.update_extra(state) for method in settings.methods])

@@ -61,7 +61,7 @@ def test_python_blocks_of_a_page_run_in_order(page, in_world) -> None:
 
 def run(block: Block, namespace: dict[str, Any]) -> None:
     # Leading line breaks give the lines of the page in a traceback.
-    code = compile("\n" * (block.line - 1) + block.code, block.page, "exec")
+    code = compile("\n" * (block.line - 1) + block.code, block.page, "exec", dont_inherit=True)
     if block.option.startswith("raises "):
         with pytest.raises(Exception) as error:
             exec(code, namespace)

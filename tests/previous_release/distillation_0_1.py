@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_federated import Distillation
-from hf_federated.distillation import DistillationClient, LocalDistillation, soft_cross_entropy
+from hf_federated.distillation import DistillationClient, LocalDistillation, soft_cross_entropy, weighted_mean
 
 
 class CountRounds(LocalDistillation):
@@ -54,7 +54,8 @@ class SharpMean(Distillation):
         self.updates.append((update.client_id, server.num_rounds))
 
     def ensemble(self, predictions, cohort):
-        return (sum(logits.softmax(-1) for logits in predictions.values()) / len(predictions) / 0.1).softmax(-1)
+        probabilities = {name: logits.softmax(-1) for name, logits in predictions.items()}
+        return (weighted_mean(probabilities, dict.fromkeys(probabilities, 1.0)) / 0.1).softmax(-1)
 
     def server_loss(self, logits, targets):
         return soft_cross_entropy(logits, targets)
