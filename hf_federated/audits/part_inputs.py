@@ -105,8 +105,7 @@ def answer_inputs(tail: Part, num_examples: int, length: int, seen: int = 0) -> 
     ids = torch.zeros(num_examples, max(length, len(end)), dtype=torch.long, device=device)
     ids[:, : len(end)] = torch.tensor(end, device=device)
     inputs = runner.attention_inputs(config, ids, AttentionInputs(), seen)
-    assert inputs.position_ids is not None
-    positions = inputs.position_ids[..., : length - seen]
+    positions = None if inputs.position_ids is None else inputs.position_ids[..., : length - seen]
     return {"position_ids": positions, "context_lengths": inputs.context_lengths}
 
 

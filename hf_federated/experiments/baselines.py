@@ -101,11 +101,11 @@ def expected_client_epochs(
         examples_per_client (`float`): Mean number of examples of a client.
         fraction_drawn (`float`, *optional*, defaults to 1.0): Fraction of its examples that a client uses in a round.
     """
-    assert federation.num_rounds is not None, "num_rounds is resolved when a FederatedTrainer is created"
+    num_rounds = federation.num_rounds or 1
     if federation.local_steps is None:
-        return federation.num_rounds * federation.local_epochs * fraction_drawn
+        return num_rounds * federation.local_epochs * fraction_drawn
     examples_per_round = federation.local_steps * args.train_batch_size * args.gradient_accumulation_steps
-    return federation.num_rounds * examples_per_round / examples_per_client
+    return num_rounds * examples_per_round / examples_per_client
 
 
 class Baselines:

@@ -48,6 +48,11 @@ class Run:
         return self.data.task.main_metric
 
     @property
+    def num_rounds(self) -> int:
+        """Number of rounds, or of epochs for a split model."""
+        return self.federation.num_rounds or 1
+
+    @property
     def step_name(self) -> str:
         """The unit of the trainer's steps: `"round"`, or `"optimizer step"` for a split model."""
         return "round" if self.recipe.split is None else "optimizer step"

@@ -122,11 +122,11 @@ def adapter_config(model: ModelSection, task: Task, model_config: PretrainedConf
 
 def _prefix_sizes(config: Any) -> dict[str, int]:
     """Sizes of prefixes that PEFT cannot read from the config of a model outside of `transformers` (ChatGLM2)."""
-    layout = LAYOUTS.get(config.model_type)
-    if layout is None or layout.runner is None:
+    if config.model_type not in LAYOUTS:
         return {}
     layout = layout_of(config)
-    assert layout.runner is not None  # all generations of ChatGLM have a runner
+    if layout.runner is None:
+        return {}
     num_heads, head_size = layout.runner.key_value_heads(config)
     num_layers = int(getattr(config, layout.num_blocks))
     return {"num_layers": num_layers, "num_attention_heads": num_heads, "token_dim": num_heads * head_size}

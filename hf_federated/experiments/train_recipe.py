@@ -86,12 +86,10 @@ def _train_run(run: Run, echo: Callable[[str], None], folder: RunFolder | None) 
     baselines = _train_baselines(run, echo, folder)
     if run.trainer.args.resume_from_checkpoint and folder is not None:
         echo(f"The run resumes from {folder.last_checkpoint}.")
-    num_rounds = run.federation.num_rounds
-    assert num_rounds is not None, "num_rounds is resolved when the trainer is created"
     if recipe.split is not None:
-        echo(f"Split model ({plural(num_rounds, 'epoch')}; the progress bar and the logs count optimizer steps):")
+        echo(f"Split model ({plural(run.num_rounds, 'epoch')}; the progress bar and the logs count optimizer steps):")
     else:
-        echo(f"Federated ({plural(num_rounds, 'round')}; the progress bar and the logs count rounds):")
+        echo(f"Federated ({plural(run.num_rounds, 'round')}; the progress bar and the logs count rounds):")
     federated = run_federated(run)
     raw = run.data.raw
     held_out = raw.test_clients if raw.holds_out_clients else None

@@ -48,9 +48,8 @@ class CanaryExposure:
             that it did not have (`absent`), and the largest possible exposure (`largest`).
         """
         shadows = evidence.shadows
-        if shadows is None or shadows.canaries is None:
+        if shadows is None or shadows.canaries is None or shadows.references is None or shadows.canary_members is None:
             return []
-        assert shadows.references is not None and shadows.canary_members is not None
         exposures = torch.stack(
             [self.exposure(*losses) for losses in zip(shadows.canaries, shadows.references, strict=True)]
         )

@@ -251,7 +251,8 @@ class _Variant:
                 )
                 trainer.remove_callback(PrinterCallback)
                 trainer.train()
-        assert recorder.payload is not None, "a round without an update fails"
+        if recorder.payload is None:
+            raise RecipeError(f"audit.variants.{self.name}: the server received no update of the simulated client.")
         if recorder.payload.after:
             # The server has the client's parameters, before a server optimizer changes them.
             trainer.exchange.write(recorder.payload.after)

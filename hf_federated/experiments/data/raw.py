@@ -104,7 +104,7 @@ def load_raw_data(recipe: Recipe, by_client: bool = False) -> RawData:
     # Additional test splits are not partitioned.
     further_tests = {split: splits.pop(split) for split in data.further_test_splits}
     if recipe.public is not None and recipe.public.share is not None:
-        splits, public, server = _set_aside_public(splits, recipe, recipe.public)
+        splits, public, server = _set_aside_public(splits, recipe, recipe.public, recipe.public.share)
     raw = _partition(recipe, recipe.partition, loaded, splits, task, by_client)
     return dataclasses.replace(
         raw, num_empty=num_empty, note=loaded.note, public=public, server=server, further_tests=further_tests
@@ -157,15 +157,14 @@ def _drop_empty(recipe: Recipe, splits: dict[str, Dataset]) -> tuple[dict[str, D
 
 
 def _set_aside_public(
-    splits: dict[str, Dataset], recipe: Recipe, section: PublicSection
+    splits: dict[str, Dataset], recipe: Recipe, section: PublicSection, share: float
 ) -> tuple[dict[str, Dataset], Dataset, Dataset | None]:
     """Return the splits without the examples that are set aside, the public examples, and the server's examples."""
     data = recipe.data
-    assert section.share is not None, "the caller has checked the share"
     with recipe_errors("public"):
         parts = split_for_distillation(
             splits[data.train_split],
-            section.share,
+            share,
             section.server_share,
             label_column(recipe.task) or "label",
             section.stratify_by_column,

@@ -140,7 +140,7 @@ def _choose_test(
     """
     data = recipe.data
     if data.test_path is not None:
-        test, source = load_test_path(data)
+        test, source = load_test_path(data.test_path, data.test_split)
         return RawSplits({**loaded, TEST_PATH: test}, TEST_PATH, source)
     if data.test_split is not None:
         return RawSplits(loaded, data.test_split, f" of the split {data.test_split!r}")
@@ -163,10 +163,8 @@ def _missing(recipe: Recipe, examples: Dataset | FederatedDataset) -> str | None
         if column not in examples.column_names:
             return f"column {column!r}"
     column_of_labels = label_column(recipe.task)
-    if column_of_labels not in examples.column_names:
-        return None
-    assert examples.features is not None and column_of_labels is not None
-    if not isinstance(examples.features[column_of_labels], (ClassLabel, Value)):
+    feature = None if column_of_labels is None else (examples.features or {}).get(column_of_labels)
+    if not isinstance(feature, (ClassLabel, Value)):
         return None
     dataset = examples.to_dataset() if isinstance(examples, FederatedDataset) else examples
     labels = set(dataset.select_columns(column_of_labels).unique(column_of_labels))
@@ -174,13 +172,13 @@ def _missing(recipe: Recipe, examples: Dataset | FederatedDataset) -> str | None
     return f"labels in the column {column_of_labels!r}" if labels <= {None, -1} else None
 
 
-def load_test_path(data: DataSection) -> tuple[Dataset | FederatedDataset, str]:
+def load_test_path(path: str, split: str | None) -> tuple[Dataset | FederatedDataset, str]:
     """
     Load the examples of `data.test_path`.
 
     Args:
-        data ([`DataSection`]): The section, with `test_path` set. `test_split` names the split; by default it is the
-            only split, or else `test` or `validation`.
+        path (`str`): `data.test_path`.
+        split (`str`, *optional*): `data.test_split`. Defaults to the only split, or else `test` or `validation`.
 
     Returns:
         `tuple[Dataset or FederatedDataset, str]`: The examples, and their description.
@@ -188,10 +186,9 @@ def load_test_path(data: DataSection) -> tuple[Dataset | FederatedDataset, str]:
     Raises:
         RecipeError: If the path or the split does not exist or cannot be read.
     """
-    assert data.test_path is not None
-    candidates = (data.test_split,) if data.test_split is not None else TEST_SPLITS
-    examples, split = load_examples(data.test_path, "data.test_path", candidates, data.test_split is not None)
-    return examples, f" of {data.test_path}" if split is None else f" of the split {split!r} of {data.test_path}"
+    candidates = (split,) if split is not None else TEST_SPLITS
+    examples, found = load_examples(path, "data.test_path", candidates, split is not None)
+    return examples, f" of {path}" if found is None else f" of the split {found!r} of {path}"
 
 
 def load_examples(

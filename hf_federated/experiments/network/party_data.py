@@ -28,14 +28,13 @@ from hf_federated.tasks import Task
 TEST = "test"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PartyData:
     """
-    The raw examples of a party.
+    The raw examples of a party, without training examples.
 
     Args:
         task ([`Task`]): The task, with the names of its labels.
-        train (`datasets.Dataset`, *optional*): Training examples of a client.
         test (`datasets.Dataset`, *optional*): Test examples.
         test_source (`str`): Where the test examples are from, such as `" of the split 'test'"`.
         public (`datasets.Dataset`, *optional*): Public examples, without labels.
@@ -45,13 +44,24 @@ class PartyData:
     """
 
     task: Task
-    train: Dataset | None = None
     test: Dataset | None = None
     test_source: str = ""
     public: Dataset | None = None
     server: Dataset | None = None
     further_tests: dict[str, Dataset] = field(default_factory=dict)
     client_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientPartyData(PartyData):
+    """
+    The raw examples of a client.
+
+    Args:
+        train (`datasets.Dataset`): Training examples.
+    """
+
+    train: Dataset
 
 
 def load_server_data(recipe: Recipe, test_examples: str | None = None) -> PartyData:
@@ -74,7 +84,7 @@ def load_server_data(recipe: Recipe, test_examples: str | None = None) -> PartyD
     splits: dict[str, Any] = {}
     source = ""
     if data.test_path is not None:
-        examples, source = load_test_path(data)
+        examples, source = load_test_path(data.test_path, data.test_split)
         splits[TEST] = examples
     for split in data.further_test_splits:
         splits[split] = load_examples(data.path, "data.further_test_splits", [split], is_given=True)[0]
@@ -83,7 +93,7 @@ def load_server_data(recipe: Recipe, test_examples: str | None = None) -> PartyD
     server = take_server(recipe, splits)
     limited = {name: _pooled(examples, data.max_test_rows, data.seed) for name, examples in splits.items()}
     return PartyData(
-        task,
+        task=task,
         test=limited.pop(TEST, None),
         test_source=source,
         public=load_public(recipe),
@@ -93,7 +103,7 @@ def load_server_data(recipe: Recipe, test_examples: str | None = None) -> PartyD
     )
 
 
-def load_client_data(recipe: Recipe, client_id: str, examples: str | None = None) -> PartyData:
+def load_client_data(recipe: Recipe, client_id: str, examples: str | None = None) -> ClientPartyData:
     """
     Load the examples of a client.
 
@@ -118,7 +128,7 @@ def load_client_data(recipe: Recipe, client_id: str, examples: str | None = None
         tests = raw.test_clients
         test = None if tests is None or client_id not in tests else _dataset(tests[client_id])
         train = _dataset(raw.train[client_id])
-        return PartyData(raw.task, train, test, public=raw.public, client_ids=tuple(raw.train))
+        return ClientPartyData(task=raw.task, train=train, test=test, public=raw.public, client_ids=tuple(raw.train))
     _check_public(recipe)
     data = dataclasses.replace(
         recipe.data,
@@ -134,10 +144,10 @@ def load_client_data(recipe: Recipe, client_id: str, examples: str | None = None
     splits = {name: rows for name, rows in loaded.splits.items() if by_client or name != loaded.test}
     task, splits = build_task(recipe, splits)
     test = None if loaded.test is None else splits.get(loaded.test)
-    return PartyData(
-        task,
-        splits[data.train_split],
-        test,
+    return ClientPartyData(
+        task=task,
+        train=splits[data.train_split],
+        test=test,
         public=load_public(recipe),
         client_ids=tuple(recipe.network.clients),
     )

@@ -143,7 +143,6 @@ def build_client(
     args, federation = _arguments(recipe, client_id, output_dir)
     data = load_client_data(recipe, client_id, examples)
     tokenizer, task = load_tokenizer(recipe.model), data.task
-    assert data.train is not None, "a client has training examples"
     raw = {"train_dataset": FederatedDataset.from_dict({client_id: data.train})}
     encoded = {"train_dataset": task.prepare(raw["train_dataset"], tokenizer)}
     metric_arguments: dict[str, Any] = {}

@@ -246,8 +246,6 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
         "client_models": checked.client_models,
     }
     recipe = _combine(task, partition, checked.sections, top_level, mistakes)
-    mistakes.raise_found()
-    assert recipe is not None, "a recipe without mistakes is built"
     if recipe.audit is not None:
         recipe.variants = audit_variants(values, recipe.audit)
     return recipe
@@ -283,8 +281,8 @@ def _combine(
     checked: Mapping[str, dict[str, Any]],
     top_values: dict[str, Any],
     mistakes: Mistakes,
-) -> Recipe | None:
-    """Build the sections and the recipe, which validates combinations. `None` if the task is invalid."""
+) -> Recipe:
+    """Build the sections and the recipe, which validates combinations. Raise an error with all mistakes."""
     # An invalid section has a placeholder, so that combinations of the other sections are validated.
     sections: dict[str, Any] = {"model": ModelSection("invalid"), "data": DataSection("invalid")}
     sections |= {name: checked.get(name, {}) for name in ("training", "federation", "card")}
@@ -300,8 +298,10 @@ def _combine(
                 sections[name] = cls(**checked[name])
     if task is not None:
         with mistakes.collect():
-            return Recipe(task=task, partition=partition, split=checked.get("split"), **sections, **top_values)
-    return None
+            recipe = Recipe(task=task, partition=partition, split=checked.get("split"), **sections, **top_values)
+            if not mistakes.found:
+                return recipe
+    raise RecipeError(*mistakes.found)
 
 
 def _check_methods(checked: Mapping[str, dict[str, Any]], mistakes: Mistakes) -> None:
