@@ -167,27 +167,9 @@ def audit_leakage(
     if config.target_rows:
         # Check the cut before the attacks on hidden states, which can take hours.
         Cut(int(getattr(model.config, layout_of(model.config).num_blocks)), 0, config.tail_blocks)
-    own_texts = list(attacker_texts[: config.num_attacker_rows])
-    if not own_texts:
-        raise ValueError("The attacker has no examples. Pass at least one text of a colluding client.")
-    remaining_texts, num_dropped = remove_shared_texts(
-        own_texts, victim_texts, tokenizer, config.max_length, config.num_victim_rows
+    attacker_examples, victim_examples, num_dropped = _encode_texts(
+        model, tokenizer, attacker_texts, victim_texts, config
     )
-    if not remaining_texts:
-        raise ValueError(
-            f"No example of a victim remains: the attacker has {len(own_texts)} examples, and none of the"
-            f" {len(victim_texts)} examples of the victims differs from them. Pass more examples, or lower"
-            " num_attacker_rows."
-        )
-    attacker_examples = encode_examples(own_texts, tokenizer, config.max_length)
-    victim_examples = encode_examples(remaining_texts, tokenizer, config.max_length)
-    for examples in (attacker_examples, victim_examples):
-        _check_examples(examples, model)
-    if (config.gradient_rows or config.target_rows) and victim_examples.input_ids.shape[1] < 2:
-        raise ValueError(
-            "All examples of the victims have one token and therefore no targets and no gradients. Set gradient_rows=0"
-            " and target_rows=0."
-        )
     model = model.to(config.device).eval()
     if victim_model is not None:
         victim_model = victim_model.to(config.device).eval()
@@ -214,6 +196,38 @@ def audit_leakage(
         shared_head=victim_model is None,
         **names,
     )
+
+
+def _encode_texts(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    attacker_texts: Sequence[str],
+    victim_texts: Sequence[str],
+    config: AuditConfig,
+) -> tuple[TokenizedExamples, TokenizedExamples, int]:
+    """Return the examples of the attacker and of the victims, and the number of texts that both have."""
+    own_texts = list(attacker_texts[: config.num_attacker_rows])
+    if not own_texts:
+        raise ValueError("The attacker has no examples. Pass at least one text of a colluding client.")
+    remaining_texts, num_dropped = remove_shared_texts(
+        own_texts, victim_texts, tokenizer, config.max_length, config.num_victim_rows
+    )
+    if not remaining_texts:
+        raise ValueError(
+            f"No example of a victim remains: the attacker has {len(own_texts)} examples, and none of the"
+            f" {len(victim_texts)} examples of the victims differs from them. Pass more examples, or lower"
+            " num_attacker_rows."
+        )
+    attacker_examples = encode_examples(own_texts, tokenizer, config.max_length)
+    victim_examples = encode_examples(remaining_texts, tokenizer, config.max_length)
+    for examples in (attacker_examples, victim_examples):
+        _check_examples(examples, model)
+    if (config.gradient_rows or config.target_rows) and victim_examples.input_ids.shape[1] < 2:
+        raise ValueError(
+            "All examples of the victims have one token and therefore no targets and no gradients. Set gradient_rows=0"
+            " and target_rows=0."
+        )
+    return attacker_examples, victim_examples, num_dropped
 
 
 def _check_examples(examples: TokenizedExamples, model: PreTrainedModel) -> None:

@@ -15,6 +15,8 @@ gradient is with respect to hidden states, passes through a whole tail and is at
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -217,16 +219,8 @@ def attack_targets(
     split = SplitModel.from_model(trained_model, 0, tail_blocks, wire_dtype=wire_dtype).eval()
     device = split.client_tail.model.device
     examples = as_answers(examples, model.config)
-    trainable = [
-        parameter
-        for each_model in (model, trained_model)
-        for parameter in each_model.parameters()
-        if parameter.requires_grad
-    ]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        named, true = [], []
+    named, true = [], []
+    with _frozen(model, trained_model):
         for start in range(0, len(examples), _BATCH_SIZE):
             ids = examples.input_ids[start : start + _BATCH_SIZE].to(device)
             mask = examples.attention_mask[start : start + _BATCH_SIZE].to(device)
@@ -238,9 +232,6 @@ def attack_targets(
             states, gradient = _exchanged_tensors(split, ids, mask, labels)
             named.append(recover_targets(tail, states, gradient, mask))
             true.append(torch.cat([labels[:, 1:], labels.new_full((len(labels), 1), -100)], dim=1))
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
     named_tokens, true_tokens = torch.cat(named), torch.cat(true)
     is_named, is_target = named_tokens >= 0, true_tokens != -100
     num_both, num_targets = int((is_named & is_target).sum()), int(is_target.sum())
@@ -253,6 +244,19 @@ def attack_targets(
         position_recall=num_both / max(num_targets, 1),
         num_targets=num_targets,
     )
+
+
+@contextmanager
+def _frozen(*models: PreTrainedModel) -> Iterator[None]:
+    """Freeze the parameters of models, so that only gradients with respect to hidden states are computed."""
+    trainable = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
 
 
 def _exchanged_tensors(

@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -138,13 +139,8 @@ def nvflare_recipe(
         )
     section = recipe.network
     site_names = list(clients or section.clients)
-    _check_sites(site_names)
     num_to_start = num_to_start or section.num_to_start or len(site_names)
-    if not 1 <= num_to_start <= len(site_names):
-        raise CommandError(
-            f"--num-to-start is {num_to_start}, but the job has {len(site_names)} clients. Set it to at least 1 and at"
-            f" most {len(site_names)}."
-        )
+    _check_sites(site_names, num_to_start)
     _check_examples("--examples", examples)
     _check_examples("--test-examples", test_examples)
     try:
@@ -172,15 +168,20 @@ def nvflare_recipe(
         min_clients=num_to_start,
     )
     job.set_per_site_config({site_name: {} for site_name in site_names})
-    path = Path(tempfile.mkdtemp(dir=Path(module.__file__).parent)) / RECIPE_NAME
+    _ship_recipe(job, values, site_names, Path(module.__file__).parent)
+    return job
+
+
+def _ship_recipe(job: Any, values: dict[str, Any], site_names: list[str], folder: Path) -> None:
+    """Write the recipe to a subfolder of `folder`, and add it to the files of the server and the clients."""
+    path = Path(tempfile.mkdtemp(dir=folder)) / RECIPE_NAME
     network = {**(values.get("network") or {}), "clients": site_names}
     path.write_text(yaml.safe_dump({**_absolute(values), "network": network}, sort_keys=False), encoding="utf-8")
     job.add_server_file(str(path))
     job.add_client_file(str(path))
-    return job
 
 
-def _check_sites(site_names: Sequence[str]) -> None:
+def _check_sites(site_names: Sequence[str], num_to_start: int) -> None:
     if not site_names:
         raise CommandError("the clients are not known. Pass --client ID for each client, or set network.clients.")
     repeated = [name for name in site_names if site_names.count(name) > 1]
@@ -192,6 +193,11 @@ def _check_sites(site_names: Sequence[str]) -> None:
                 f"client {name!r} cannot be the name of an NVFlare site. Use letters, digits, - and _, and not"
                 " 'server'."
             )
+    if not 1 <= num_to_start <= len(site_names):
+        raise CommandError(
+            f"--num-to-start is {num_to_start}, but the job has {len(site_names)} clients. Set it to at least 1 and at"
+            f" most {len(site_names)}."
+        )
 
 
 def _check_examples(option: str, path: str | None) -> None:
@@ -230,10 +236,11 @@ def _shipped_module() -> Any:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / f"{MODULE_NAME}.py"
     path.write_text(MODULE_TEXT, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(MODULE_NAME, path)
-    assert spec is not None and spec.loader is not None
+    loader = SourceFileLoader(MODULE_NAME, str(path))
+    spec = ModuleSpec(MODULE_NAME, loader, origin=str(path))
+    spec.has_location = True  # the module has the attribute `__file__`, which NVFlare reads
     module = sys.modules[MODULE_NAME] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
     return module
 
 

@@ -145,18 +145,24 @@ def split_client(arguments: argparse.Namespace) -> None:
             trainer.leave()
         trainer.save_model()
     trainer.create_model_card(**recipe.card)
-    results: dict[str, Any] = {
-        name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")
-    }
-    if extra_metrics:
-        results["further_tests"] = extra_metrics
-    path = Path(str(args.output_dir)) / RESULTS_NAME
-    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    results = _save_results(args, metrics, extra_metrics)
     metric = inputs.task.main_metric
     print(
         f"Trained {trainer.state.global_step} steps, {metric} {results[metric]:.3f}. The client's part and its model "
         f"card (README.md) are in {args.output_dir}."
     )
+
+
+def _save_results(args: TrainingArguments, metrics: dict[str, float], further: dict[str, Any]) -> dict[str, Any]:
+    """Write the metrics of the client to its output folder, and return them without the prefix `eval_`."""
+    results: dict[str, Any] = {
+        name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")
+    }
+    if further:
+        results["further_tests"] = further
+    path = Path(str(args.output_dir)) / RESULTS_NAME
+    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return results
 
 
 def _load_settings(
