@@ -82,15 +82,7 @@ def split_for_distillation(
 
     ```
     """
-    for name, share in (("public_share", public_share), ("server_share", server_share)):
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
-            raise ValueError(f"split_for_distillation: {name}={share!r}, but it must be at least 0 and below 1.")
-    if public_share == 0 or public_share + server_share >= 1:
-        raise ValueError(
-            "split_for_distillation: the public and the private part must not be empty, got"
-            f" public_share={public_share} and server_share={server_share}. Set public_share above 0, and the sum of"
-            " both shares below 1."
-        )
+    _check_shares(public_share, server_share)
     if isinstance(data, FederatedDataset):
         if stratify_by_column is not None:
             raise ValueError(
@@ -108,6 +100,18 @@ def split_for_distillation(
     return DistillationSplit(
         data.select(private), *_public_and_server(data, public, server, server_share, label_column)
     )
+
+
+def _check_shares(public_share: float, server_share: float) -> None:
+    for name, share in (("public_share", public_share), ("server_share", server_share)):
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise ValueError(f"split_for_distillation: {name}={share!r}, but it must be at least 0 and below 1.")
+    if public_share == 0 or public_share + server_share >= 1:
+        raise ValueError(
+            "split_for_distillation: the public and the private part must not be empty, got"
+            f" public_share={public_share} and server_share={server_share}. Set public_share above 0, and the sum of"
+            " both shares below 1."
+        )
 
 
 def _split_clients(

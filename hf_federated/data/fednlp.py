@@ -67,22 +67,7 @@ def read_fednlp(
             contains a row twice.
     """
     h5py = _require_h5py()
-    with h5py.File(partition_file, "r") as partitions:
-        if method not in partitions or "partition_data" not in partitions[method]:
-            raise ValueError(
-                f"{partition_file} has no partition {method!r}. It has: {', '.join(partitions) or 'none'}."
-            )
-        clients = partitions[method]["partition_data"]
-        # h5py lists the keys in the order of strings: 0, 1, 10, 2, …
-        ids = sorted(clients, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
-        numbers = {
-            split: {
-                name: _row_numbers(clients[name][split][()], partition_file, name)
-                for name in ids
-                if split in clients[name]
-            }
-            for split in SPLITS
-        }
+    ids, numbers = _read_partition(partition_file, method)
     with h5py.File(data_file, "r") as data:
         attributes = json.loads(_text(data["attributes"][()]))
         rows: dict[str, PartitionedDataset] = {}
@@ -111,6 +96,29 @@ def read_fednlp(
     if not rows:
         raise ValueError(f"{partition_file}: no client of {method!r} has rows. Choose another partition.")
     return rows
+
+
+def _read_partition(
+    partition_file: str | os.PathLike[str], method: str
+) -> tuple[list[str], dict[str, dict[str, np.ndarray]]]:
+    """Return the clients of a partition in order, and for each split the row numbers of the clients that have it."""
+    h5py = _require_h5py()
+    with h5py.File(partition_file, "r") as partitions:
+        if method not in partitions or "partition_data" not in partitions[method]:
+            raise ValueError(
+                f"{partition_file} has no partition {method!r}. It has: {', '.join(partitions) or 'none'}."
+            )
+        clients = partitions[method]["partition_data"]
+        # h5py lists the keys in the order of strings: 0, 1, 10, 2, …
+        ids = sorted(clients, key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name))
+        return ids, {
+            split: {
+                name: _row_numbers(clients[name][split][()], partition_file, name)
+                for name in ids
+                if split in clients[name]
+            }
+            for split in SPLITS
+        }
 
 
 def _row_numbers(values: Any, path: str | os.PathLike[str], client: str) -> np.ndarray:
@@ -253,6 +261,17 @@ def write_fednlp(
                     )
                 for field, value in _fields(row, task_type, rows.features):
                     file[f"{field}/{number}"] = value
+    _write_partition(splits, numbers, partition_file, method)
+
+
+def _write_partition(
+    splits: Mapping[str, ClientDatasets],
+    numbers: Mapping[str, np.ndarray],
+    partition_file: str | os.PathLike[str],
+    method: str,
+) -> None:
+    """Write the row numbers of each client and split."""
+    h5py = _require_h5py()
     clients = list(dict.fromkeys(client_id for rows in splits.values() for client_id in rows.client_ids))
     # FedNLP numbers its clients. Clients with other ids are numbered in order.
     numbered = [str(number) for number in range(len(clients))]

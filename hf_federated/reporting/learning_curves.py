@@ -14,6 +14,7 @@ from ..data.plots.matplotlib_helpers import COLORS, display_name, new_figure, us
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Runs use six colors, first with solid lines and then with other dashes. Gray is reserved for baselines. Each run has
 # a different marker.
@@ -102,18 +103,11 @@ def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[s
         )
     styles = _curve_styles(name for _, curves, _ in drawn for name in curves)
     reference_styles = _reference_styles(name for _, _, references in drawn for name in references)
-    columns = len(drawn) if len(drawn) <= 3 else 2 if len(drawn) == 4 else 3
-    rows = -(-len(drawn) // columns)
     names = [*styles, *reference_styles]
-    width = 6.5 if columns == 1 else 4.6 * columns
-    legend_columns = max(1, min(len(names), int(width / 1.9)))
-    height = 3.4 * rows + 0.22 * -(-len(names) // legend_columns)
-    figure, axes = new_figure(width, height, nrows=rows, ncols=columns, squeeze=False)
-    for unused in axes.flat[len(drawn) :]:
-        unused.remove()
+    figure, axes, legend_columns = _create_panels(len(drawn), len(names))
     lines: dict[str, Any] = {}
     reference_lines: dict[str, Any] = {}
-    for axis, (panel, curves, references) in zip(axes.flat, drawn, strict=False):
+    for axis, (panel, curves, references) in zip(axes, drawn, strict=True):
         _format_axis(axis, panel)
         for name, values in references.items():
             mean = float(np.mean(values))
@@ -130,6 +124,19 @@ def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[s
         fontsize=9,
     )
     figure.savefig(path, dpi=130)
+
+
+def _create_panels(number: int, num_names: int) -> tuple[Figure, list[Axes], int]:
+    """Create a grid of axes, with space for a legend. Also return the number of columns of the legend."""
+    columns = number if number <= 3 else 2 if number == 4 else 3
+    rows = -(-number // columns)
+    width = 6.5 if columns == 1 else 4.6 * columns
+    legend_columns = max(1, min(num_names, int(width / 1.9)))
+    height = 3.4 * rows + 0.22 * -(-num_names // legend_columns)
+    figure, axes = new_figure(width, height, nrows=rows, ncols=columns, squeeze=False)
+    for unused in axes.flat[number:]:
+        unused.remove()
+    return figure, list(axes.flat[:number]), legend_columns
 
 
 def _finite(values: Iterable[float | None]) -> list[float]:

@@ -70,15 +70,7 @@ def plot_text_map(
     ```
     """
     require_matplotlib()
-    names = clients.client_ids
-    if groups is not None:
-        ungrouped = [client_id for client_id in names if client_id not in groups]
-        if ungrouped:
-            raise ValueError(
-                f"plot_text_map: {len(ungrouped)} clients have no group, for example {ungrouped[:5]}. Add all clients"
-                " to groups."
-            )
-        names = [groups[client_id] for client_id in names]
+    names = _point_names(clients, groups)
     coordinates, owners = text_map(clients, text_column, rows_per_client, max_features, seed)
     distinct = list(dict.fromkeys(names))
     owners = np.array([distinct.index(name) for name in names])[owners]
@@ -105,3 +97,16 @@ def plot_text_map(
     axis.set_xlabel("first principal component of TF-IDF")
     axis.set_ylabel("second principal component of TF-IDF")
     figure.savefig(path, dpi=130)
+
+
+def _point_names(clients: ClientMapping, groups: Mapping[str, str] | None) -> list[str]:
+    """The name for the points of each client: its id, or its group."""
+    if groups is None:
+        return clients.client_ids
+    ungrouped = [client_id for client_id in clients if client_id not in groups]
+    if ungrouped:
+        raise ValueError(
+            f"plot_text_map: {len(ungrouped)} clients have no group, for example {ungrouped[:5]}. Add all clients"
+            " to groups."
+        )
+    return [groups[client_id] for client_id in clients]

@@ -140,17 +140,7 @@ def run_benchmark(
         for grid in grids:
             _list_runs(grid, find_finished(read_records(grid.folder), grid.runs), options.only, echo)
         return 0
-    reusable = [Path(folder) for folder in options.reuse]
-    for folder in reusable:
-        if not (folder / LOG_NAME).is_file() and folder not in [grid.folder for grid in grids]:
-            raise CommandError(f"--reuse {folder}: the folder contains no {LOG_NAME}.")
-    failures: list[str] = []
-    with ExitStack() as stack:
-        # Lock all folders before the first run, because the last run can start hours later.
-        logs = [stack.enter_context(RunLog(grid.folder)) for grid in grids]
-        for grid, log in zip(grids, logs, strict=True):
-            failures += _run_grid(grid, log, options.only, execute, echo, reusable)
-        _finish(grids, [log.find_finished(grid.runs) for grid, log in zip(grids, logs, strict=True)], echo)
+    failures = _run_grids(grids, options, execute, echo)
     if failures:
         echo(f"\n{_count(len(failures), 'run')} failed. Repeat the command to execute only the failed runs:")
         for failure in failures:
@@ -209,6 +199,27 @@ def _prefix_errors(where: str) -> Iterator[None]:
         yield
     except CommandError as error:
         raise CommandError(f"{where}: {error}") from error
+
+
+def _run_grids(
+    grids: Sequence[_Grid],
+    options: BenchmarkOptions,
+    execute: Callable[[PlannedRun, Path], dict[str, Any]],
+    echo: Callable[[str], None],
+) -> list[str]:
+    """Execute or reuse the runs of all grids, and report them. Return one line per failed run."""
+    reusable = [Path(folder) for folder in options.reuse]
+    for folder in reusable:
+        if not (folder / LOG_NAME).is_file() and folder not in [grid.folder for grid in grids]:
+            raise CommandError(f"--reuse {folder}: the folder contains no {LOG_NAME}.")
+    failures: list[str] = []
+    with ExitStack() as stack:
+        # Lock all folders before the first run, because the last run can start hours later.
+        logs = [stack.enter_context(RunLog(grid.folder)) for grid in grids]
+        for grid, log in zip(grids, logs, strict=True):
+            failures += _run_grid(grid, log, options.only, execute, echo, reusable)
+        _finish(grids, [log.find_finished(grid.runs) for grid, log in zip(grids, logs, strict=True)], echo)
+    return failures
 
 
 def _run_grid(
