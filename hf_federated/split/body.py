@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
-from transformers import DynamicCache
 
-from ..utils.random import derived_seed, generator_states, isolated_rng
+from ..utils.random import are_equal_states, derived_seed, generator_states, isolated_rng
 from .client_faults import are_finite, check_outputs, norm, overflow_error
-from .joined_inputs import join_attention_inputs, join_states, split_by_client
+from .joined_inputs import check_joint, join_attention_inputs, join_states, split_by_client
 from .layouts import AttentionInputs
 from .messages import (
     Backward,
@@ -27,40 +23,17 @@ from .messages import (
     Forward,
     Gradient,
     Hidden,
-    MicroBatchId,
     SplitMessage,
     read_request,
     rows_of,
 )
 from .parts import Part
+from .server_state import BoundaryNorms, ForwardGraph, GenerationCaches, OpenGraphs
 from .wire import Wire
 
 
 # Held while a body draws random numbers. The generators belong to the process.
 _GENERATORS = threading.RLock()
-
-# Maximum number of graphs and caches per client. If a client exceeds a maximum, its oldest graph or cache is dropped.
-MAX_GRAPHS = 64
-MAX_CACHES = 16
-
-
-@dataclass
-class _Graph:
-    """Autograd graph of one forward pass. `sizes` holds `(batch, sequence)` of each of its micro-batches."""
-
-    micro_batch_ids: tuple[MicroBatchId, ...]
-    inputs: torch.Tensor
-    outputs: torch.Tensor
-    sizes: list[tuple[int, int]]
-
-
-@dataclass
-class _BoundaryNorms:
-    """Squared norms of what crossed the cut layers for a client in a step, and its number of target tokens."""
-
-    states: float = 0.0
-    gradients: float = 0.0
-    num_targets: int = 0
 
 
 class BodyServer:
@@ -80,6 +53,8 @@ class BodyServer:
 
     Attributes:
         num_targets (`int`): Number of target tokens of the gradients received since the last `average_gradients`.
+        graphs ([`~split.server_state.OpenGraphs`]): The micro-batches whose gradient was not received yet.
+        caches ([`~split.server_state.GenerationCaches`]): The key/value caches of unfinished generations.
 
     Example: see [`SplitModel`], which creates a `BodyServer` if both parties are in one process.
     """
@@ -90,16 +65,15 @@ class BodyServer:
         self.seed = seed
         self.trusts_clients = trusts_clients
         self.num_targets = 0
-        # Micro-batches whose gradient was not received yet.
-        self._graphs: OrderedDict[MicroBatchId, _Graph] = OrderedDict()
-        self._caches: OrderedDict[tuple[str, int], DynamicCache] = OrderedDict()
-        self._norms: dict[str, _BoundaryNorms] = {}
+        self.graphs = OpenGraphs()
+        self.caches = GenerationCaches()
+        self._norms: dict[str, BoundaryNorms] = {}
         # Whether a forward pass draws random numbers in training. `None` before the first one.
         self._draws_random_numbers: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy. A copy has no graphs and no caches."""
-        return {**self.__dict__, "_graphs": OrderedDict(), "_caches": OrderedDict(), "_norms": {}, "num_targets": 0}
+        return {**vars(self), "graphs": OpenGraphs(), "caches": GenerationCaches(), "_norms": {}, "num_targets": 0}
 
     def answer(self, blob: bytes) -> bytes:
         """
@@ -118,7 +92,7 @@ class BodyServer:
         """
         message = read_request(blob)
         if isinstance(message, Forget):
-            self._caches.pop((message.client_id, message.cache_id), None)
+            self.caches.drop(message.client_id, message.cache_id)
             return b""
         return self.process(message).to_bytes()
 
@@ -150,32 +124,15 @@ class BodyServer:
             ValueError: If the messages differ in `training`, `grad` or `autocast`, or one of several messages uses a
                 cache.
         """
+        check_joint(messages)
         first = messages[0]
-        for message in messages[1:]:
-            for name in ("training", "grad", "autocast"):
-                if getattr(message, name) != getattr(first, name):
-                    raise ValueError(
-                        f"All clients of a server batch must have the same {name}, but {name} is "
-                        f"{getattr(first, name)!r} for client {first.client_id!r} and {getattr(message, name)!r} for "
-                        f"client {message.client_id!r}."
-                    )
-        if len(messages) > 1 and any(message.cache_id is not None for message in messages):
-            raise ValueError(
-                f"{len(messages)} clients sent messages together, and some of them use a cache. Generate with one "
-                "client at a time."
-            )
-        micro_batch_ids = tuple(message.micro_batch_id for message in messages)
-        if len(set(micro_batch_ids)) != len(micro_batch_ids):
-            raise ValueError(
-                f"A micro-batch occurs twice in one server batch: {micro_batch_ids}. Send each micro-batch once."
-            )
         for message in messages:
             self._check_positions(message)
         states = [self._decode_states(message) for message in messages]
         sizes = [(len(client_states), client_states.shape[1]) for client_states in states]
         inputs = join_states(states)
         mask, positions, contexts = join_attention_inputs(messages, sizes, inputs.device)
-        cache = self._cache(first)
+        cache = self.caches.find(first, self.body)
         if self.body.model.training != first.training:  # setting the mode of many small modules is slow
             self.body.train(first.training)
         inputs.requires_grad_(first.grad)
@@ -183,7 +140,8 @@ class BodyServer:
             outputs = self.body(inputs, mask, positions, cache, contexts, use_cache=cache is not None).logits
         if first.grad:
             check_outputs([message.client_id for message in messages], split_by_client(outputs.detach(), sizes))
-            self._keep(_Graph(micro_batch_ids, inputs, outputs, sizes))
+            micro_batch_ids = tuple(message.micro_batch_id for message in messages)
+            self.graphs.add(ForwardGraph(micro_batch_ids, inputs, outputs, sizes))
         return [
             Hidden(*message.micro_batch_id, hidden=self.wire.encode(client_outputs))
             for message, client_outputs in zip(messages, split_by_client(outputs, sizes), strict=True)
@@ -204,7 +162,7 @@ class BodyServer:
             before = generator_states()
             yield
             if self._draws_random_numbers is None:
-                self._draws_random_numbers = not _are_equal_states(before, generator_states())
+                self._draws_random_numbers = not are_equal_states(before, generator_states())
 
     def backward_batch(self, messages: Sequence[Backward]) -> list[Gradient]:
         """
@@ -222,7 +180,7 @@ class BodyServer:
             ValueError: If a micro-batch does not wait for its gradient, or the micro-batches belong to different
                 server batches.
         """
-        graph = self._graph(messages[0])
+        graph = self.graphs.find(messages[0])
         gradient = torch.zeros_like(graph.outputs)
         client_gradients = split_by_client(gradient, graph.sizes)  # views of `gradient`
         micro_batch_ids = []
@@ -242,7 +200,7 @@ class BodyServer:
                 f"{len(num_targets)} of {len(messages)} clients of a server batch sent num_targets. Either all "
                 "clients or no client must send it."
             )
-        self._drop(graph)
+        self.graphs.drop(graph)
         # Activation checkpointing runs a part of the forward pass again, with the same random numbers.
         with contextlib.nullcontext() if self._draws_random_numbers is False else _GENERATORS:
             if self.trusts_clients:
@@ -254,7 +212,8 @@ class BodyServer:
         answers = dict(zip(graph.micro_batch_ids, split_by_client(received, graph.sizes), strict=True))
         if not self.trusts_clients:
             for message in messages:
-                self._record_norms(graph, message, gradient, answers[message.micro_batch_id])
+                norms = self._norms.setdefault(message.client_id, BoundaryNorms())
+                norms.add(graph, message, gradient, answers[message.micro_batch_id])
         return [
             Gradient(
                 *message.micro_batch_id, gradient=self.wire.encode(answers[message.micro_batch_id], is_gradient=True)
@@ -263,13 +222,13 @@ class BodyServer:
         ]
 
     def _backward_with_check(
-        self, graph: _Graph, client_gradients: Sequence[torch.Tensor], gradient: torch.Tensor
+        self, graph: ForwardGraph, client_gradients: Sequence[torch.Tensor], gradient: torch.Tensor
     ) -> None:
         """
         Run the backward pass of a server batch, and add the gradients to the `grad` of inputs and parameters.
 
         Args:
-            graph (`_Graph`): The forward pass.
+            graph ([`~split.server_state.ForwardGraph`]): The forward pass.
             client_gradients (`Sequence[torch.Tensor]`): The received gradient of each client, shape
                 `(batch, sequence, hidden)`.
             gradient (`torch.Tensor`): The gradients of all clients, joined as the outputs of the forward pass are.
@@ -313,11 +272,9 @@ class BodyServer:
         Args:
             message ([`~split.messages.Backward`]): The gradient of a micro-batch that waits for its gradient.
         """
-        graph = self._graph(message)
-        index = graph.micro_batch_ids.index(message.micro_batch_id)
-        states = split_by_client(graph.outputs.detach(), graph.sizes)[index]
+        graph = self.graphs.find(message)
         gradient = self._decode_gradient(graph, message)
-        return norm(gradient) * norm(states) / max(message.num_targets or 1, 1)
+        return norm(gradient) * norm(graph.select(graph.outputs.detach(), message)) / max(message.num_targets or 1, 1)
 
     def take_boundary_scale(self, client_id: str) -> float:
         """
@@ -330,19 +287,7 @@ class BodyServer:
         Args:
             client_id (`str`): The client.
         """
-        norms = self._norms.pop(client_id, _BoundaryNorms())
-        return norms.gradients / max(norms.num_targets, 1) ** 2 * norms.states
-
-    def _record_norms(self, graph: _Graph, message: Backward, received: torch.Tensor, answered: torch.Tensor) -> None:
-        index = graph.micro_batch_ids.index(message.micro_batch_id)
-        norms = self._norms.setdefault(message.client_id, _BoundaryNorms())
-        outputs, inputs, gradient = (
-            split_by_client(tensor.detach(), graph.sizes)[index] for tensor in (graph.outputs, graph.inputs, received)
-        )
-        # Blocks normalize the hidden states. A normalized state has the squared norm of its number of values.
-        norms.states += norm(inputs) ** 2 + norm(outputs) ** 2 + outputs.numel()
-        norms.gradients += norm(gradient) ** 2 + norm(answered) ** 2
-        norms.num_targets += message.num_targets or 0
+        return self._norms.pop(client_id, BoundaryNorms()).scale
 
     def check_forward(self, message: Forward) -> None:
         """
@@ -363,9 +308,9 @@ class BodyServer:
             ValueError: If the micro-batch does not wait for a gradient, or the gradient is not finite or has a
                 different shape or wire dtype.
         """
-        self._decode_gradient(self._graph(message), message)
+        self._decode_gradient(self.graphs.find(message), message)
 
-    def _decode_gradient(self, graph: _Graph, message: Backward) -> torch.Tensor:
+    def _decode_gradient(self, graph: ForwardGraph, message: Backward) -> torch.Tensor:
         """Decode a gradient, whose shape must be the shape of the hidden states of its micro-batch."""
         batch_size, length = graph.sizes[graph.micro_batch_ids.index(message.micro_batch_id)]
         gradient = self._decode(message, message.gradient, batch_size, graph.inputs.dtype)
@@ -389,15 +334,6 @@ class BodyServer:
             return self.wire.decode(encoded, batch_size, self.body.model.config.hidden_size, dtype)
         except ValueError as error:
             raise ValueError(f"Client {message.client_id!r}, step {message.step}: {error}") from error
-
-    def _graph(self, message: Backward) -> _Graph:
-        if message.micro_batch_id not in self._graphs:
-            raise ValueError(
-                f"Micro-batch {message.micro_batch_id[1:]} of client {message.client_id!r} does not wait for a "
-                "gradient: its gradient was already received, or its hidden states were sent before a restart of the "
-                "server."
-            )
-        return self._graphs[message.micro_batch_id]
 
     def _check_positions(self, message: Forward) -> None:
         """
@@ -434,63 +370,7 @@ class BodyServer:
         """Drop what clients sent in a step: the graphs of micro-batches that wait for a gradient, and norms."""
         for client_id in client_ids:
             self._norms.pop(client_id, None)
-        for graph in list(self._graphs.values()):
-            if any(client_id in client_ids for client_id, _, _ in graph.micro_batch_ids):
-                self._drop(graph)
-
-    def _drop(self, graph: _Graph) -> None:
-        for micro_batch_id in graph.micro_batch_ids:
-            if self._graphs.get(micro_batch_id) is graph:
-                del self._graphs[micro_batch_id]
-
-    def _keep(self, graph: _Graph) -> None:
-        for micro_batch_id in graph.micro_batch_ids:
-            self._graphs[micro_batch_id] = graph
-        for client_id in {client_id for client_id, _, _ in graph.micro_batch_ids}:
-            client_graphs = [
-                kept
-                for kept in self._graphs.values()
-                if any(micro_batch_id[0] == client_id for micro_batch_id in kept.micro_batch_ids)
-            ]
-            for oldest in client_graphs[: max(len(client_graphs) - MAX_GRAPHS, 0)]:
-                self._drop(oldest)
-
-    def _cache(self, message: Forward) -> DynamicCache | None:
-        """Return the cache that a message uses, if any, in the order of the message's sequences."""
-        if message.cache_id is None:
-            return None
-        key = (message.client_id, message.cache_id)
-        if message.seen == 0:
-            self._caches[key] = self.body.new_cache()
-            client_keys = [kept for kept in self._caches if kept[0] == message.client_id]
-            for oldest in client_keys[: max(len(client_keys) - MAX_CACHES, 0)]:
-                del self._caches[oldest]
-            return self._caches[key]
-        prefix = 0 if self.body.prefix is None else self.body.prefix.length
-        cache = self._caches.get(key)
-        if cache is None or cache.get_seq_length() != prefix + message.seen:
-            raise ValueError(
-                f"The server has no cache of {message.seen} positions for this generation: the cache was dropped, or "
-                "has a different length. Generate from the beginning."
-            )
-        if len(cache.layers[0].keys) != message.batch_size:
-            raise ValueError(
-                f"The message has {message.batch_size} sequences, but the cache has {len(cache.layers[0].keys)} "
-                "sequences. Generate from the beginning."
-            )
-        if message.reorder is not None:
-            cache.reorder_cache(message.reorder.long())
-        return cache
-
-
-def _are_equal_states(first: Any, second: Any) -> bool:
-    """Whether the states of all generators are equal."""
-    (python, numpy, torch_states), (other_python, other_numpy, other_torch_states) = first, second
-    return bool(
-        python == other_python
-        and all(map(np.array_equal, numpy, other_numpy))
-        and all(map(torch.equal, torch_states, other_torch_states))
-    )
+        self.graphs.drop_clients(client_ids)
 
 
 @contextlib.contextmanager

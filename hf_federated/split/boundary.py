@@ -114,6 +114,7 @@ class Boundary:
 
     Attributes:
         step (`int`): Number of completed optimizer steps. The training loop sets it with `begin_step`.
+        micro_step (`int`): Number of micro-batches of the step so far.
         total_targets (`int`, *optional*):
             Number of this client's target tokens in the step, by which the client's loss is divided. The attribute is
             set if several clients share a server step. The client then sends the gradients of the summed loss.
@@ -133,7 +134,7 @@ class Boundary:
         self.total_targets: int | None = None
         self.squared_norm_of_body: float | None = None
         self.defers_backward = False
-        self._micro_step = 0
+        self.micro_step = 0
         self._num_targets = 0
         # For each micro-batch: the server's output in the autograd graph, the detached leaf after the cut layer, and
         # the client's hidden states.
@@ -154,7 +155,7 @@ class Boundary:
         self.step = step
         self.total_targets = total_targets
         self.squared_norm_of_body = None
-        self._micro_step = self._num_targets = 0
+        self.micro_step = self._num_targets = 0
         self._deferred.clear()
 
     def run_body(
@@ -199,7 +200,7 @@ class Boundary:
         header: dict[str, Any] = {
             "client_id": self.client_id,
             "step": self.step,
-            "micro_step": self._micro_step,
+            "micro_step": self.micro_step,
             "batch_size": len(hidden),
             "mask": None if attention_mask is None else pack_mask(attention_mask),
             "mask_width": 0 if attention_mask is None else attention_mask.shape[1],
@@ -213,7 +214,7 @@ class Boundary:
             "reorder": None if reorder is None else reorder.to("cpu", torch.int32),
         }
         # Without a gradient there is no backward pass, so the micro-batch is not counted.
-        self._micro_step += header["grad"]
+        self.micro_step += header["grad"]
         self._num_targets += num_targets or 0
         # If the client's first blocks are frozen, `hidden` requires no gradient, and autograd would skip the backward
         # pass of the server's blocks. The anchor requires a gradient, so autograd always calls the backward pass.

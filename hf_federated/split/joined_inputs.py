@@ -10,6 +10,38 @@ from torch.nn import functional
 from .messages import Forward, unpack_mask
 
 
+def check_joint(messages: Sequence[Forward]) -> None:
+    """
+    Check that one forward pass can process the messages of several clients.
+
+    Args:
+        messages (`Sequence[Forward]`): One message per client.
+
+    Raises:
+        ValueError: If the messages differ in `training`, `grad` or `autocast`, one of several messages uses a cache,
+            or a micro-batch occurs twice.
+    """
+    first = messages[0]
+    for message in messages[1:]:
+        for name in ("training", "grad", "autocast"):
+            if getattr(message, name) != getattr(first, name):
+                raise ValueError(
+                    f"All clients of a server batch must have the same {name}, but {name} is "
+                    f"{getattr(first, name)!r} for client {first.client_id!r} and {getattr(message, name)!r} for "
+                    f"client {message.client_id!r}."
+                )
+    if len(messages) > 1 and any(message.cache_id is not None for message in messages):
+        raise ValueError(
+            f"{len(messages)} clients sent messages together, and some of them use a cache. Generate with one "
+            "client at a time."
+        )
+    micro_batch_ids = tuple(message.micro_batch_id for message in messages)
+    if len(set(micro_batch_ids)) != len(micro_batch_ids):
+        raise ValueError(
+            f"A micro-batch occurs twice in one server batch: {micro_batch_ids}. Send each micro-batch once."
+        )
+
+
 def join_states(states: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     Join the hidden states of several clients. Shorter sequences are padded with zeros on the right.

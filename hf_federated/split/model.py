@@ -11,16 +11,12 @@ server that knows the pretrained weights. Measure how much they reveal with `hf_
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from peft import PeftConfig, PeftModel
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .._compat import (
@@ -29,31 +25,20 @@ from .._compat import (
     disable_activation_checkpointing,
     register_load_state_dict_pre_hook,
 )
-from .adapters import add_adapter, check_peft_model, copy_adapter, save_adapter
+from .adapters import add_adapter, copy_adapter, save_adapter
 from .body import BodyServer
 from .boundary import Boundary, LocalLink
 from .cache import SplitCache
-from .conversion import to_checkpoint
-from .cut import ROLES, Cut
-from .families import cut_of
+from .creation import base_model, create_parts
+from .cut import Cut
+from .forward_arguments import count_targets, loss_arguments, prepare_inputs
 from .generation import SplitGenerationMixin
-from .layouts import AttentionInputs, Layout
-from .loading import load_parts
+from .layouts import Layout
 from .parts import Part
 from .per_token import PerTokenOutput, score_targets
-from .saving import full_state_dict, rename_to_part_names
-from .splitting import check_not_quantized, split_into_parts
+from .saving import rename_to_part_names, save_full_model
 from .verification import verify_parts
 from .wire import Wire
-
-
-# Arguments of `forward` that are accepted and ignored.
-_IGNORED_ARGUMENTS = ("return_dict", "cache_position")
-# Boundaries of packed sequences for attention kernels. They are ignored, because every part derives the boundaries
-# from the positions.
-_PACKING_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-# Arguments of the loss, which are passed to the tail with the labels.
-_LOSS_ARGUMENTS = ("num_items_in_batch", "shift_labels")
 
 
 class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin):
@@ -157,43 +142,26 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
                 whole model computes.
             TypeError: If arguments for a checkpoint are passed together with a model.
         """
-        if isinstance(model_or_name, str):
-            dtype = kwargs.pop("dtype", None)
-            config = AutoConfig.from_pretrained(model_or_name, **kwargs)
-            cut = cut_of(config, head_blocks, tail_blocks, layout)
-            parts = load_parts(
-                model_or_name, config, cut, ROLES, layout=layout, model_class=model_class, dtype=dtype, **kwargs
-            )
-        else:
-            if kwargs:
-                raise TypeError(
-                    f"The arguments {sorted(kwargs)} are only for a checkpoint, but a model was passed. Remove them, "
-                    "or pass a directory or a Hub id."
-                )
-            model = model_or_name
-            if isinstance(model_or_name, PeftModel):
-                check_peft_model(model_or_name)
-                model = model_or_name.get_base_model()
-            config = model.config
-            check_not_quantized(config)
-            cut = cut_of(config, head_blocks, tail_blocks, layout)
-            parts = split_into_parts(model, cut, layout)
+        config, parts = create_parts(model_or_name, head_blocks, tail_blocks, layout, model_class, **kwargs)
         wire = Wire.for_weights(parts["head"].dtype, wire_dtype)
         server = BodyServer(parts["body"], wire, trusts_clients=True)
         boundary = Boundary(LocalLink(server), wire, client_id)
         split = cls(config, parts["head"], parts["tail"], boundary, parts["body"])
         if isinstance(model_or_name, str):
             split.eval()
+            arguments = {name: value for name, value in kwargs.items() if name != "dtype"}
             with contextlib.suppress(OSError):
-                split.generation_config = GenerationConfig.from_pretrained(model_or_name, **kwargs)
-        else:
-            if isinstance(model_or_name, PeftModel):
-                copy_adapter(split.parts, model_or_name)
-                split.adapter_config = model_or_name.active_peft_config
-            split.train(model_or_name.training)
-            if model.can_generate():
-                split.generation_config = model.generation_config
-        verify_parts(parts, config, None if isinstance(model_or_name, str) else model)
+                split.generation_config = GenerationConfig.from_pretrained(model_or_name, **arguments)
+            verify_parts(parts, config)
+            return split
+        if isinstance(model_or_name, PeftModel):
+            copy_adapter(split.parts, model_or_name)
+            split.adapter_config = model_or_name.active_peft_config
+        split.train(model_or_name.training)
+        model = base_model(model_or_name)
+        if model.can_generate():
+            split.generation_config = model.generation_config
+        verify_parts(parts, config, model)
         return split
 
     @classmethod
@@ -301,12 +269,8 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
         if self.adapter_config is not None:
             save_adapter(self.parts, self.config, self.adapter_config, save_directory)
             return
-        self.config.save_pretrained(save_directory)
-        if self.generation_config is not None:
-            self.generation_config.save_pretrained(save_directory)
         shards = {name: value for name, value in kwargs.items() if name == "max_shard_size"}
-        state = to_checkpoint(self.client_head.model, full_state_dict(self.parts, self.config))
-        save_torch_state_dict(state, Path(save_directory), **shards)
+        save_full_model(self.parts, self.config, self.generation_config, save_directory, **shards)
 
     def require_server_body(self) -> Part:
         """
@@ -402,116 +366,44 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
         """
         past_key_values = past_key_values if cache is None else cache
         returns_target_scores = kwargs.pop("fused_lm_head", False)
-        # Some tokenizers return token type ids for every model. Drop the ids for models without this argument. GPT-2,
-        # for example, has the argument.
-        if "token_type_ids" in kwargs:
-            if "token_type_ids" not in inspect.signature(self.client_tail.model.forward).parameters:
-                del kwargs["token_type_ids"]
-        loss_arguments = _loss_arguments(kwargs, packed=position_ids is not None)
-        if attention_mask is not None and attention_mask.ndim != 2:
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}, but it must be (batch, sequence)."
-            )
-        states = input_ids if inputs_embeds is None else inputs_embeds
-        if states is None or (input_ids is not None and inputs_embeds is not None):
-            given = "neither was" if states is None else "both were"
-            raise ValueError(
-                f"The model needs either input_ids or inputs_embeds, but {given} passed. Pass one of them."
-            )
-        if use_cache and past_key_values is None:
-            past_key_values = self.new_cache()
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        runner = self.client_head.layout.runner
-        # Packed sequences each start at position 0, so a packed row may be longer than the limit. Runners count
-        # positions differently: for them the length of a row must not exceed the limit.
-        if position_ids is None or runner is not None:
-            self.client_head.check_length(seen + states.shape[1])
-        else:
-            self.client_head.check_length(int(position_ids.max()) + 1)
-        if attention_mask is not None and bool(attention_mask.all()):
-            attention_mask = None
-        if position_ids is not None and attention_mask is None and _is_range(position_ids, seen):
-            position_ids = None
-        caches = (None, None) if past_key_values is None else (past_key_values.head, past_key_values.tail)
-        caching = past_key_values is not None
-        contexts = tokens = None
-        if runner is not None:
-            if input_ids is None:
-                raise ValueError(
-                    "This model computes positions from token ids, but inputs_embeds was passed. Pass input_ids."
-                )
-            tokens = input_ids
-            if past_key_values is not None and past_key_values.tokens is not None:
-                tokens = torch.cat((past_key_values.tokens, input_ids), dim=1)
-            inputs = AttentionInputs(attention_mask, position_ids)
-            inputs = runner.attention_inputs(self.config, tokens, inputs, seen)
-            position_ids, contexts = inputs.position_ids, inputs.context_lengths
-        if past_key_values is not None:
-            past_key_values.begin_call(len(states))
-        hidden = self.client_head(states, attention_mask, position_ids, caches[0], contexts, use_cache=caching).logits
+        arguments = loss_arguments(kwargs, self.client_tail, packed=position_ids is not None)
+        cache = self.new_cache() if use_cache and past_key_values is None else past_key_values
+        inputs = prepare_inputs(
+            self.client_head, self.config, input_ids, inputs_embeds, attention_mask, position_ids, cache
+        )
+        attention, contexts = (inputs.attention_mask, inputs.position_ids), inputs.context_lengths
+        caches = (None, None) if cache is None else (cache.head, cache.tail)
+        if cache is not None:
+            cache.begin_call(inputs.num_sequences)
+        num_targets = None
+        if self.boundary.total_targets is not None and torch.is_grad_enabled():
+            num_targets = count_targets(self.loss_type, labels, arguments.get("shift_labels"))
+        hidden = self.client_head(inputs.states, *attention, caches[0], contexts, use_cache=cache is not None).logits
         hidden = self.boundary.run_body(
             hidden,
-            attention_mask,
-            position_ids,
+            *attention,
             training=self.training,
-            cache_id=None if past_key_values is None else past_key_values.cache_id,
-            seen=seen,
-            reorder=None if past_key_values is None else past_key_values.take_reorder(),
+            cache_id=None if cache is None else cache.cache_id,
+            seen=inputs.seen,
+            reorder=None if cache is None else cache.take_reorder(),
             context_lengths=contexts,
-            num_targets=self._count_targets(labels, loss_arguments.get("shift_labels")),
+            num_targets=num_targets,
         )
         output = self.client_tail(
             hidden,
-            attention_mask,
-            position_ids,
+            *attention,
             caches[1],
             contexts,
-            use_cache=caching,
+            use_cache=cache is not None,
             labels=None if returns_target_scores else labels,
             logits_to_keep=logits_to_keep,
-            **({} if returns_target_scores else loss_arguments),
+            **({} if returns_target_scores else arguments),
         )
         if returns_target_scores:
-            return score_targets(output.logits, labels, **loss_arguments)
-        if past_key_values is not None:
-            past_key_values.end_call(len(states), seen + states.shape[1], tokens)
-        return CausalLMOutputWithPast(loss=output.loss, logits=output.logits, **{CACHE_NAME: past_key_values})
-
-    def _count_targets(self, labels: torch.Tensor | None, shifted: torch.Tensor | None) -> int | None:
-        """Count the target tokens of a batch, if the server needs the number."""
-        if self.boundary.total_targets is None or not torch.is_grad_enabled():
-            return None
-        if shifted is None:
-            if labels is None:
-                raise ValueError(
-                    "Clients that share a server step send their number of target tokens, but no labels were passed. "
-                    "Pass labels."
-                )
-            # Count as `Trainer` does, because the loss is divided by this number.
-            shifted = labels[:, 1:] if LOSS_MAPPING.get(self.loss_type) is ForCausalLMLoss else labels
-        return int((shifted != -100).sum())
-
-
-def _is_range(position_ids: torch.Tensor, start: int) -> bool:
-    """Whether the positions are the default positions, which every part computes."""
-    expected = torch.arange(start, start + position_ids.shape[1], device=position_ids.device)
-    return bool((position_ids == expected).all())
-
-
-def _loss_arguments(kwargs: dict[str, Any], packed: bool) -> dict[str, Any]:
-    """Return the arguments of the loss. Raise an error for arguments that a split model does not support."""
-    ignored = _IGNORED_ARGUMENTS + (_PACKING_ARGUMENTS if packed else ())
-    remaining = {name: value for name, value in kwargs.items() if name not in ignored and value is not None}
-    for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
-        if remaining.pop(name, False):
-            raise ValueError(
-                f"{name}=True is not supported in a split model, because the server does not send its attentions, "
-                "intermediate hidden states and router logits. Use the full model."
-            )
-    arguments: dict[str, Any] = {name: remaining.pop(name) for name in _LOSS_ARGUMENTS if name in remaining}
-    if remaining:
-        raise TypeError(
-            f"A split model does not support the arguments {sorted(remaining)}: only declared inputs are sent to the "
-            "server. Remove them."
-        )
-    return arguments
+from .._compat import (
+    CACHE_NAME,
+    ActivationCheckpointing,
+    disable_activation_checkpointing,
+    register_load_state_dict_pre_hook,
+)
+from .adapters import add_adapter, copy_adapter, save_adapter

@@ -227,6 +227,29 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
     save_torch_state_dict(merged, output)
 
 
+def save_full_model(
+    parts: Sequence[Part],
+    config: PretrainedConfig,
+    generation_config: GenerationConfig | None,
+    directory: str | os.PathLike[str],
+    **shards: Any,
+) -> None:
+    """
+    Save all parts as one model in the standard format.
+
+    Args:
+        parts (`Sequence[Part]`): The head, the body and the tail.
+        config (`PretrainedConfig`): The config of the full model.
+        generation_config (`GenerationConfig`, *optional*): The generation config of the full model.
+        directory (`str` or `os.PathLike`): The output directory. It is created if it does not exist.
+        shards: `max_shard_size`, as in `save_pretrained`.
+    """
+    config.save_pretrained(directory)
+    if generation_config is not None:
+        generation_config.save_pretrained(directory)
+    save_torch_state_dict(to_checkpoint(parts[0].model, full_state_dict(parts, config)), Path(directory), **shards)
+
+
 def full_state_dict(parts: Sequence[Part], config: PretrainedConfig) -> dict[str, torch.Tensor]:
     """Return the weights of parts by their names in the full model. A tied matrix occurs once, as the embedding."""
     state = {}

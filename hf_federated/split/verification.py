@@ -36,10 +36,11 @@ _BATCH_SIZE, _LENGTH, _PADDING, _STEPS = 2, 8, 3, 2
 _LONGEST_WINDOW = 32
 # Largest difference that rounding explains, relative to the largest logit. The parts run the operations of the whole
 # model, so most differences are zero.
-_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2}
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2}
 _LARGEST_TOLERANCE = 6e-2
 
-_verified: set[tuple[object, ...]] = set()
+# What this process has checked: classes, configs, layouts, cuts and dtypes. Clear the set to repeat the checks.
+verified: set[tuple[object, ...]] = set()
 
 
 def verify_parts(parts: Mapping[Role, Part], config: PretrainedConfig, model: PreTrainedModel | None = None) -> None:
@@ -59,7 +60,7 @@ def verify_parts(parts: Mapping[Role, Part], config: PretrainedConfig, model: Pr
     if parts["head"].layout.runner is not None or len(devices) > 1 or torch.device("meta") in devices:
         return
     key = _key(parts, config)
-    if key in _verified:
+    if key in verified:
         return
     if model is None:
         model = _whole_model(parts, config)
@@ -67,7 +68,7 @@ def verify_parts(parts: Mapping[Role, Part], config: PretrainedConfig, model: Pr
     with _evaluation(modules), _without_prefixes(parts.values()), _with_unrounded_buffers(parts.values(), model):
         with preserved_generators(), torch.no_grad(), torch.autocast(next(iter(devices)).type, enabled=False):
             _compare(parts, model)
-    _verified.add(key)
+    verified.add(key)
 
 
 def _compare(parts: Mapping[Role, Part], model: PreTrainedModel) -> None:
@@ -77,7 +78,7 @@ def _compare(parts: Mapping[Role, Part], model: PreTrainedModel) -> None:
     Raises:
         ValueError: If a difference is larger than rounding explains.
     """
-    ids, mask = _batch(parts["head"])
+    ids, mask = check_batch(parts["head"])
     all_tokens = torch.ones_like(mask)
     _check(
         "without padding",
@@ -114,7 +115,7 @@ def _check(
     expected, actual = (torch.nan_to_num(logits.float())[tokens] for logits in (expected, actual))
     largest = float(expected.abs().max())
     difference = float((actual - expected).abs().max())
-    allowed = _TOLERANCES.get(parts["head"].dtype, _LARGEST_TOLERANCE) * largest
+    allowed = TOLERANCES.get(parts["head"].dtype, _LARGEST_TOLERANCE) * largest
     if difference > allowed:
         raise ValueError(
             f"The parts of {type(parts['tail'].model).__name__} do not compute what the whole model computes: {name}, "
@@ -145,8 +146,17 @@ def _logits(output: object) -> torch.Tensor:
     return logits
 
 
-def _batch(head: Part) -> tuple[torch.Tensor, torch.Tensor]:
-    """Create random token ids and a mask in which the first sequence has padding on the left."""
+def check_batch(head: Part) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Create the batch of a check.
+
+    Args:
+        head ([`Part`]): The client's first blocks.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor]`: Random token ids, and a mask in which the first sequence has padding on
+        the left. If the batch is long enough, the sequences exceed the sliding window.
+    """
     embedding = head.model.get_submodule(head.layout.embedding)
     weight = next(embedding.parameters())
     window = getattr(head.model.config, "sliding_window", None) or 0

@@ -16,7 +16,7 @@ from peft import PeftConfig
 from transformers import PretrainedConfig, TrainingArguments
 
 from ..config import SavedConfig
-from ..split.body import MAX_GRAPHS
+from ..split.server_state import MAX_GRAPHS
 from ..split.wire import WIRE_DTYPES
 from ..utils.fields import ShareOrCount
 

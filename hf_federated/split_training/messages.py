@@ -16,8 +16,8 @@ import torch
 
 from ..messages import Serializable
 from ..messages.validation import first_non_finite
-from ..split.body import MAX_GRAPHS
 from ..split.messages import REQUESTS, read_one_of
+from ..split.server_state import MAX_GRAPHS
 from ..utils.fields import Count, MaxEntries, PositiveCount, Requirement, TensorOf, check_fields
 
 

@@ -78,6 +78,16 @@ def set_generator_states(states: tuple[Any, Any, list[torch.Tensor]]) -> None:
     set_torch_state(torch_states)
 
 
+def are_equal_states(first: Any, second: Any) -> bool:
+    """Whether two return values of `generator_states` are equal."""
+    (python_state, numpy_state, torch_states), (other_python, other_numpy, other_torch) = first, second
+    return bool(
+        python_state == other_python
+        and all(map(np.array_equal, numpy_state, other_numpy))
+        and all(map(torch.equal, torch_states, other_torch))
+    )
+
+
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Restore the global generators of Python, numpy and torch on exit, on the CPU and the accelerator in use."""

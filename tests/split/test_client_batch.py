@@ -178,7 +178,7 @@ def test_failing_client_ends_the_step_for_all_clients(failing, failure_point):
     assert failing not in finished
     if failure_point != "end":
         assert not finished
-    assert runner.server.num_targets == 0 and not runner.server._graphs
+    assert runner.server.num_targets == 0 and not runner.server.graphs
     # The next step works.
     outputs = runner.run(
         {
@@ -210,10 +210,10 @@ def test_cache_can_be_dropped_during_another_clients_turn():
         return clients[client_id](**client_inputs(int(client_id), None)).loss.item()
 
     runner.run({client_id: lambda name=client_id: work(name) for client_id in clients})
-    assert not caches and len(runner.server._caches) < 2  # each cache is dropped with the next call of its client
+    assert not caches and len(runner.server.caches) < 2  # each cache is dropped with the next call of its client
     for client_id in clients:
         clients[client_id].boundary.flush()
-    assert not runner.server._caches
+    assert not runner.server.caches
 
 
 def test_message_with_another_clients_id_raises_error():

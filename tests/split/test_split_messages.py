@@ -300,11 +300,11 @@ def test_number_of_graphs_without_gradient_is_limited():
     server = split.boundary.link.server
     for micro_step in range(80):
         server.forward(dataclasses.replace(forward_message(grad=True), micro_step=micro_step))
-    assert len(server._graphs) == 64
+    assert len(server.graphs) == 64
     split.eval()
     with torch.no_grad():
         split(**batch(None))
-    assert len(server._graphs) == 64
+    assert len(server.graphs) == 64
 
 
 def test_answer_to_another_micro_batch_raises_error():

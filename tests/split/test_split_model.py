@@ -133,7 +133,7 @@ def test_generation_sends_one_token_per_step_and_server_drops_the_cache_afterwar
     prompt, *steps = sizes[:5]
     assert prompt > 9 * 3 * 32 * 4 > max(steps) > 3 * 32 * 4
     gc.collect()
-    assert not server._caches
+    assert not server.caches
 
 
 class SequentialLink:
@@ -164,9 +164,9 @@ def test_cache_that_is_deleted_during_an_exchange_is_dropped_with_the_next_call(
         cache.itself = cache  # a reference cycle, so that only the garbage collector deletes the cache
         del cache
         split(ids)
-        assert [type(message) for message in link.sent] == [Forward, Forward] and len(link.server._caches) == 1
+        assert [type(message) for message in link.sent] == [Forward, Forward] and len(link.server.caches) == 1
         split(ids)
-    assert [type(message) for message in link.sent[2:]] == [Forget, Forward] and not link.server._caches
+    assert [type(message) for message in link.sent[2:]] == [Forget, Forward] and not link.server.caches
 
 
 def test_server_drops_the_cache_after_generate_unless_the_output_contains_it():
@@ -174,9 +174,9 @@ def test_server_drops_the_cache_after_generate_unless_the_output_contains_it():
     server = split.boundary.link.server
     settings = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     split.generate(batch(None)["input_ids"], **settings)
-    assert not server._caches
+    assert not server.caches
     output = split.generate(batch(None)["input_ids"], return_dict_in_generate=True, **settings)
-    assert list(server._caches) == [("client", output.past_key_values.cache_id)]
+    assert list(server.caches) == [("client", output.past_key_values.cache_id)]
 
 
 @pytest.mark.parametrize("argument", ["past_key_values", "cache"])
@@ -482,7 +482,7 @@ def test_cache_that_the_server_dropped_raises_error():
         expected = split(ids[:, :1], past_key_values=cache).logits
         # The server keeps at most 16 caches per client.
         newer = [split(ids, use_cache=True).past_key_values for _ in range(16)]
-        assert len(newer) == len(server._caches) == 16
+        assert len(newer) == len(server.caches) == 16
         with pytest.raises(ValueError, match="no cache of 10 positions"):
             split(ids[:, :1], past_key_values=cache)
         cache = split(ids, use_cache=True).past_key_values
@@ -497,7 +497,7 @@ def test_copy_of_a_model_has_no_open_graphs():
     inputs = batch(None)
     split(**inputs)
     copied = copy.deepcopy(split)
-    assert not copied.boundary.link.server._graphs and len(split.boundary.link.server._graphs) == 1
+    assert not copied.boundary.link.server.graphs and len(split.boundary.link.server.graphs) == 1
     assert copied.boundary.link.server.body is copied.server_body
     with torch.no_grad():
         copied.client_head.model.model.embed_tokens.weight.add_(1)

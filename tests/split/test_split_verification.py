@@ -24,7 +24,7 @@ LLAMA = LAYOUTS["llama"]
 
 @pytest.fixture(autouse=True)
 def nothing_is_verified(monkeypatch):
-    monkeypatch.setattr(verification, "_verified", set())
+    monkeypatch.setattr(verification, "verified", set())
 
 
 class ScaledStatesModel(LlamaModel):
@@ -88,14 +88,14 @@ def test_checkpoint_is_compared_with_a_whole_model_of_the_same_weights(tmp_path)
     with pytest.raises(ValueError, match="The parts of GraniteForCausalLM"):
         SplitModel.from_model(str(tmp_path), layout=LLAMA)
     SplitModel.from_model(str(tmp_path))
-    assert len(verification._verified) == 1
+    assert len(verification.verified) == 1
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "opt-projected", "gemma3"])
 def test_checkpoint_of_a_supported_family_passes_the_check(name, tmp_path):
     decoder(name).save_pretrained(tmp_path)
     SplitModel.from_model(str(tmp_path))
-    assert len(verification._verified) == 1
+    assert len(verification.verified) == 1
 
 
 def count_calls(model: nn.Module) -> list[int]:
@@ -130,7 +130,7 @@ def test_check_runs_once_for_a_class_config_layout_and_cut():
 def trained(is_verified: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """Split a model and train it for three steps with dropout, which draws random numbers."""
     if not is_verified:
-        verification._verified.clear()
+        verification.verified.clear()
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2
     )
@@ -156,7 +156,7 @@ def trained(is_verified: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
 
 def test_check_changes_neither_modes_nor_random_numbers_nor_trained_weights():
     weights, states = trained(is_verified=False)
-    assert len(verification._verified) == 1
+    assert len(verification.verified) == 1
     expected_weights, expected_states = trained(is_verified=True)
     assert states == expected_states
     assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
@@ -166,16 +166,16 @@ def test_check_leaves_no_gradients_and_sends_no_messages():
     full_model = decoder("llama")
     split = SplitModel.from_model(full_model)
     server = split.boundary.link.server
-    assert verification._verified
+    assert verification.verified
     assert all(parameter.grad is None for parameter in full_model.parameters())
-    assert not server._caches and not server._graphs and split.boundary._micro_step == 0
+    assert not server.caches and not server.graphs and split.boundary.micro_step == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_rounding_of_the_dtype_is_accepted_and_a_larger_difference_is_refused(dtype):
     # `.to` rounds the rotary frequencies of the whole model.
     SplitModel.from_model(decoder("llama").to(dtype))
-    assert len(verification._verified) == 1
+    assert len(verification.verified) == 1
     with pytest.raises(ValueError, match="the logits differ by"):
         SplitModel.from_model(scaled_states("with a cache", 3.0).to(dtype), layout=LLAMA)
 
@@ -188,7 +188,7 @@ def test_peft_model_is_compared_with_its_adapter(adapter):
         config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     full_model = get_peft_model(decoder("llama"), config).train()
     split = SplitModel.from_model(full_model)
-    assert len(verification._verified) == 1
+    assert len(verification.verified) == 1
     assert (split.client_head.prefix is not None) == (adapter == "prefix")
     assert split.training and full_model.training
 
@@ -197,16 +197,16 @@ def test_model_on_the_meta_device_is_split_without_a_check():
     with torch.device("meta"):
         full_model = LlamaForCausalLM(decoder("llama").config)
     split = SplitModel.from_model(full_model, layout=LLAMA)
-    assert not verification._verified and split.client_head.model.device.type == "meta"
+    assert not verification.verified and split.client_head.model.device.type == "meta"
 
 
 def test_small_sliding_windows_are_exceeded_by_the_batch():
     """A model type with a window in other blocks than the parts must not pass."""
     full_model = decoder("gemma3")
     split = SplitModel.from_model(full_model)
-    ids, _ = verification._batch(split.client_head)
+    ids, _ = verification.check_batch(split.client_head)
     assert ids.shape[1] > full_model.config.sliding_window
-    verification._verified.clear()
+    verification.verified.clear()
     split.server_body.model.config.layer_types.reverse()
     parts = {part.role: part for part in split.parts}
     with pytest.raises(ValueError, match="The parts of Gemma3ForCausalLM"):
@@ -216,7 +216,7 @@ def test_small_sliding_windows_are_exceeded_by_the_batch():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounded_rotary_frequencies_of_the_whole_model_are_no_difference(dtype, monkeypatch):
     """`.to(dtype)` rounds them, and a random adapter magnifies the rounding. The whole model does not change."""
-    monkeypatch.setattr(verification, "_TOLERANCES", {dtype: 0})
+    monkeypatch.setattr(verification, "TOLERANCES", {dtype: 0})
     lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=False)
     model = get_peft_model(decoder("llama").to(dtype), lora)
     rotary = model.base_model.model.model.rotary_emb
@@ -227,7 +227,7 @@ def test_rounded_rotary_frequencies_of_the_whole_model_are_no_difference(dtype, 
 
 
 def test_rotary_frequencies_of_another_model_are_a_difference(monkeypatch):
-    monkeypatch.setattr(verification, "_TOLERANCES", {torch.bfloat16: 0})
+    monkeypatch.setattr(verification, "TOLERANCES", {torch.bfloat16: 0})
     model = decoder("llama").to(torch.bfloat16)
     model.model.rotary_emb.inv_freq *= 3
     with pytest.raises(ValueError, match="do not compute what the whole model computes"):

@@ -232,12 +232,12 @@ def test_micro_batches_and_gradients_are_accepted_once_and_in_order(tmp_path):
         send_micro_batch(trainer, 3, backward=True)
         boundary = trainer.model.boundary
         for number in (0, 2):
-            boundary._micro_step = number
+            boundary.micro_step = number
             with pytest.raises(
                 ValueError, match=f"Client 'client 1' sent micro-batch {number} at step 0, but micro-batch 1 is next"
             ):
                 trainer.model(torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]]))
-        boundary._micro_step = 1
+        boundary.micro_step = 1
         loss = trainer.model(torch.tensor([[3, 4]]), labels=torch.tensor([[3, 4]])).loss
         loss.backward(retain_graph=True)
         with pytest.raises(
