@@ -35,7 +35,7 @@ logger = logging.get_logger(__name__)
 
 # A client needs calls for its messages in flight and their repetitions, a heartbeat, and a connect or leave. If a
 # connection breaks, its calls also count until they end, at the latest after `message_timeout`.
-_CALLS_PER_CLIENT = 2 * MAX_MESSAGES_IN_FLIGHT + 4
+CALLS_PER_CLIENT = 2 * MAX_MESSAGES_IN_FLIGHT + 4
 # Threads for calls that are refused at once, and number of calls that may wait for these threads.
 _SPARE_THREADS = 4
 _MAX_WAITING_CALLS = 1024
@@ -145,16 +145,12 @@ class GrpcServer:
         grpc = require_grpc(type(self).__name__)
         check_credentials(credentials, insecure, address)
         _check_clients(clients)
-        limits = {
-            "heartbeat_timeout": heartbeat_timeout,
-            "max_message_bytes": max_message_bytes,
-            "message_timeout": message_timeout,
-        }
-        for name, value in limits.items():
-            if not value > 0:
-                raise ValueError(f"{name}={value} is not allowed. Set it to more than 0.")
-        if max_exchanges is not None and max_exchanges < 1:
-            raise ValueError(f"max_exchanges={max_exchanges} is not allowed. Set it to 1 or more, or to None.")
+        _check_limits(
+            max_exchanges,
+            heartbeat_timeout=heartbeat_timeout,
+            max_message_bytes=max_message_bytes,
+            message_timeout=message_timeout,
+        )
         self._sessions = SessionRegistry(clients, heartbeat_timeout, on_lost)
         self._service = Service(
             answer,
@@ -171,11 +167,11 @@ class GrpcServer:
         self._handlers = _GrpcHandlers(
             self._service,
             grpc,
-            Admission(clients, _CALLS_PER_CLIENT),
+            Admission(clients, CALLS_PER_CLIENT),
             self._deadlines,
             has_certificates=credentials is not None,
         )
-        num_threads = _CALLS_PER_CLIENT * len(clients) + _SPARE_THREADS
+        num_threads = CALLS_PER_CLIENT * len(clients) + _SPARE_THREADS
         self._grpc_server = grpc.server(
             ThreadPoolExecutor(num_threads, thread_name_prefix="grpc-server"),
             handlers=[self._handlers.generic_handler()],
@@ -347,7 +343,7 @@ def _server_options(heartbeat_timeout: float) -> list[tuple[str, int]]:
         ("grpc.server_handshake_timeout_ms", 10_000),
         # Clients send heartbeats. A connection without calls is not the connection of a client.
         ("grpc.max_connection_idle_ms", int(max(2 * heartbeat_timeout, 10.0) * 1000)),
-        ("grpc.max_concurrent_streams", 2 * _CALLS_PER_CLIENT),
+        ("grpc.max_concurrent_streams", 2 * CALLS_PER_CLIENT),
         # A connection whose other end vanished ends within a minute.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
@@ -362,6 +358,14 @@ def _header_text(context: Any) -> str | bytes:
             f"The request violates the protocol: a call must have one header {HEADER_KEY}, got {len(headers)}.",
         )
     return headers[0]
+
+
+def _check_limits(max_exchanges: int | None, **limits: float) -> None:
+    for name, value in limits.items():
+        if not value > 0:
+            raise ValueError(f"{name}={value} is not allowed. Set it to more than 0.")
+    if max_exchanges is not None and max_exchanges < 1:
+        raise ValueError(f"max_exchanges={max_exchanges} is not allowed. Set it to 1 or more, or to None.")
 
 
 def _check_clients(clients: Sequence[str]) -> None:

@@ -32,10 +32,10 @@ class Client:
 
     def restart(self) -> None:
         self.endpoint, self.end, self.error = CallEndpoint(), None, None
-        self.thread = threading.Thread(target=self._run, args=[self.endpoint], daemon=True)
+        self.thread = threading.Thread(target=self.run, args=[self.endpoint], daemon=True)
         self.thread.start()
 
-    def _run(self, endpoint: CallEndpoint) -> None:
+    def run(self, endpoint: CallEndpoint) -> None:
         try:
             connection = endpoint.connect(self._settings, frame({"num_examples": 3}))
             reply = None
@@ -243,7 +243,7 @@ def test_trainer_that_joins_twice_takes_part_in_both_runs(started):
         transport.stop()
         north.thread.join(10)
         assert north.end == ""
-        north.thread = threading.Thread(target=north._run, args=[north.endpoint], daemon=True)
+        north.thread = threading.Thread(target=north.run, args=[north.endpoint], daemon=True)
         north.thread.start()
 
 

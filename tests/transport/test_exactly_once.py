@@ -205,7 +205,7 @@ def test_early_message_is_not_processed_after_the_end_of_the_session():
 def test_message_that_contradicts_its_header_is_rejected(tls, changes, chunks, code, text):
     answer = CountingAnswer()
     with serve(tls, answer, max_message_bytes=100) as server, join(tls, server) as link:
-        fields = {"session": link._session_id, "number": 0, "token": "t", "num_bytes": 3, "oldest": 0, **changes}
+        fields = {"session": link.session_id, "number": 0, "token": "t", "num_bytes": 3, "oldest": 0, **changes}
         with pytest.raises(grpc.RpcError) as error:
             raw_exchange(tls, server.address, "north", MessageHeader(**fields), *chunks)
         assert error.value.code().name == code and text in error.value.details()
@@ -216,7 +216,7 @@ def test_message_that_contradicts_its_header_is_rejected(tls, changes, chunks, c
 def test_session_of_another_client_is_rejected(tls):
     answer = CountingAnswer()
     with serve(tls, answer) as server, join(tls, server) as link:
-        header = MessageHeader(link._session_id, 0, "t", 3, 0)
+        header = MessageHeader(link.session_id, 0, "t", 3, 0)
         with pytest.raises(grpc.RpcError) as error:
             raw_exchange(tls, server.address, "south", header, b"abc")
         assert error.value.code().name == "PERMISSION_DENIED"
@@ -263,7 +263,7 @@ def test_error_when_no_slot_is_free_within_answer_timeout(tls):
 def test_message_of_forked_process_is_detected(tls):
     answer = CountingAnswer()
     with serve(tls, answer) as server, join(tls, server) as link:
-        header = MessageHeader(link._session_id, 0, "token of the fork", 1, 0)
+        header = MessageHeader(link.session_id, 0, "token of the fork", 1, 0)
         raw_exchange(tls, server.address, "north", header, b"a")
         with pytest.raises(LinkError, match="Two different messages of 'north' have the number 0"):
             link.exchange(b"b")

@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -24,6 +25,7 @@ from hf_federated.transport import (
     ServerFailedError,
     ServerUnreachableError,
     SessionLostError,
+    connection,
 )
 
 
@@ -237,8 +239,37 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
+class ReplaceableChannel:
+    """
+    A channel of gRPC whose later calls and whose end can be replaced.
+
+    Attributes:
+        replacement (`Any`): An object whose methods replace the methods of the channel.
+    """
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel, self.replacement = channel, None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.channel if self.replacement is None else self.replacement, name)
+
+
+@pytest.fixture
+def channels(monkeypatch) -> list[ReplaceableChannel]:
+    """The channels that the links of a test create."""
+    created: list[ReplaceableChannel] = []
+    create_channel = connection.create_channel
+
+    def create_and_record(*args: Any) -> ReplaceableChannel:
+        created.append(ReplaceableChannel(create_channel(*args)))
+        return created[-1]
+
+    monkeypatch.setattr(connection, "create_channel", create_and_record)
+    return created
+
+
 @pytest.mark.usefixtures("interruptible")
-def test_keyboard_interrupt_ends_the_link(tls):
+def test_keyboard_interrupt_ends_the_link(tls, channels):
     release = threading.Event()
 
     def answer(client_id: str, message: bytes) -> bytes:
@@ -247,14 +278,14 @@ def test_keyboard_interrupt_ends_the_link(tls):
         return message
 
     with serve(tls, answer) as server, join(tls, server) as link:
-        channel = link._channel
         with pytest.raises(KeyboardInterrupt):
             link.exchange(b"1")
         with pytest.raises(LinkError, match=r"Message 0 was interrupted \(KeyboardInterrupt\)"):
             link.exchange(b"2")
         release.set()
+        assert len(channels) == 1
     # The link disconnects over a new channel, because the state of the interrupted channel is not known.
-    assert link._channel is not channel
+    assert len(channels) == 2
 
 
 class NeverEndingChannel:
@@ -278,27 +309,36 @@ class NeverEndingChannel:
         pass
 
 
-def test_close_returns_if_an_interrupted_channel_never_closes(tls):
-    never = threading.Event()
+@pytest.mark.usefixtures("interruptible")
+def test_close_returns_if_an_interrupted_channel_never_closes(tls, channels):
+    never, release = threading.Event(), threading.Event()
 
     class Stuck(NeverEndingChannel):
         def close(self):
             never.wait()
 
-    with serve(tls, lambda _, blob: blob) as server:
+    def answer(client_id: str, message: bytes) -> bytes:
+        _thread.interrupt_main()
+        release.wait(10)
+        return message
+
+    with serve(tls, answer) as server:
         link = join(tls, server)
-        link._channel.close()
-        link._channel, link._interrupted = Stuck(), True
+        with pytest.raises(KeyboardInterrupt):
+            link.exchange(b"1")
+        release.set()
+        channels[0].replacement = Stuck()
         link.close()
         wait_until(lambda: not server.is_alive("north"))
     never.set()
+    channels[0].channel.close()
 
 
-def test_close_returns_if_grpc_never_ends_a_call(tls, caplog, monkeypatch):
+def test_close_returns_if_grpc_never_ends_a_call(tls, caplog, monkeypatch, channels):
     with serve(tls, lambda _, blob: blob) as server:
         link = join(tls, server)
-        link._channel.close()
-        link._channel = NeverEndingChannel()
+        channels[0].channel.close()
+        channels[0].replacement = NeverEndingChannel()
         monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
         link.close()
         assert "could not disconnect" in caplog.text and "did not end the call within its timeout" in caplog.text

@@ -157,12 +157,10 @@ def test_on_connected_can_refuse_a_client(tls):
 def test_suspended_server_does_not_lose_clients():
     """After a suspended process continues, heartbeats that arrived in the meantime are not read yet."""
     lost: list[str] = []
-    sessions = SessionRegistry(["north"], 0.4, lost.append)
+    sessions = SessionRegistry(["north", "south"], 0.4, lost.append)
     sessions.open_session("north", "process", lambda: None)
-    with sessions._lock:
-        # The lock blocks the watcher, as if the process was suspended.
-        sessions.start()
-        time.sleep(1)
+    # While the session of another client opens, the watcher waits, as if the process was suspended.
+    sessions.open_session("south", "process", lambda: sessions.start() or time.sleep(1))
     time.sleep(0.2)
     assert not lost
     wait_until(lambda: lost)

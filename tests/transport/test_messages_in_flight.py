@@ -13,7 +13,8 @@ import grpc
 import pytest
 from loopback import CountingAnswer, Relay, certificates, join, raw_exchange, serve, wait_until
 
-from hf_federated.transport import GrpcLink, LinkError, ServerUnreachableError
+from hf_federated.transport import LinkError, ServerUnreachableError, client
+from hf_federated.transport.exactly_once import ExactlyOnceExecutor
 from hf_federated.transport.protocol import MAX_MESSAGES_IN_FLIGHT, MessageHeader
 from hf_federated.transport.read_gate import ReadGate
 from hf_federated.transport.session_registry import TransportSession
@@ -24,8 +25,24 @@ def tls(tmp_path_factory) -> Path:
     return certificates(tmp_path_factory.mktemp("tls"))
 
 
-def test_messages_that_wait_when_the_server_closes_are_not_processed(tls):
-    processed, started, release = [], threading.Event(), threading.Event()
+@pytest.fixture
+def arrived(monkeypatch) -> list[int]:
+    """The numbers of the messages that have arrived at the server as a whole, in order of arrival."""
+    numbers: list[int] = []
+    execute = ExactlyOnceExecutor.execute
+
+    def execute_and_record(executor, header, call, is_open):
+        numbers.append(header.number)
+        return execute(executor, header, call, is_open)
+
+    monkeypatch.setattr(ExactlyOnceExecutor, "execute", execute_and_record)
+    return numbers
+
+
+def test_messages_that_wait_when_the_server_closes_are_not_processed(tls, monkeypatch, arrived):
+    processed, outcomes, started, release = [], [], threading.Event(), threading.Event()
+    execute = ExactlyOnceExecutor.execute
+    monkeypatch.setattr(ExactlyOnceExecutor, "execute", lambda *args: outcomes.append(execute(*args)) or outcomes[-1])
 
     def answer(client_id: str, message: bytes) -> bytes:
         processed.append(bytes(message))
@@ -34,12 +51,9 @@ def test_messages_that_wait_when_the_server_closes_are_not_processed(tls):
         return b""
 
     with serve(tls, answer) as server, join(tls, server, reconnect_timeout=0.5) as link:
-        executor, outcomes = server._sessions.find(link._session_id).executor, []
-        execute = executor.execute
-        executor.execute = lambda *args: outcomes.append(execute(*args)) or outcomes[-1]
         answers = [link.submit(b"%d" % number) for number in range(4)]
         assert started.wait(10)
-        wait_until(lambda: len(executor._entries) == 4)
+        wait_until(lambda: len(arrived) == 4)
         server.close(grace=0.1)
         # The calls that waited have ended, so the threads of the server do not keep the process alive.
         wait_until(lambda: outcomes == [None] * 3)
@@ -55,7 +69,7 @@ def test_an_early_message_reserves_no_slot(tls):
         with join(tls, server) as north, ThreadPoolExecutor(1) as pool:
             # The message before never arrives.
             early = pool.submit(
-                raw_exchange, tls, server.address, "north", MessageHeader(north._session_id, 1, "a1", 1, 0), b"a"
+                raw_exchange, tls, server.address, "north", MessageHeader(north.session_id, 1, "a1", 1, 0), b"a"
             )
             time.sleep(0.2)
             assert south.exchange(b"message") == b"1: message"
@@ -110,7 +124,7 @@ def test_messages_in_flight_are_answered_in_order_and_once(tls):
     assert answer.processed == [*contents, b"further", b"last"]
 
 
-def test_next_message_arrives_while_the_server_processes_the_previous_one(tls):
+def test_next_message_arrives_while_the_server_processes_the_previous_one(tls, arrived):
     processing, release = threading.Event(), threading.Event()
 
     def answer(client_id: str, message: bytes) -> bytes:
@@ -119,12 +133,11 @@ def test_next_message_arrives_while_the_server_processes_the_previous_one(tls):
         return bytes(message[:1])
 
     with serve(tls, answer) as server, join(tls, server) as link:
-        executor = server._sessions.find(link._session_id).executor
         first = link.submit(b"a" * (1 << 21))
         assert processing.wait(10)
         second = link.submit(b"b" * (1 << 21))
         # The second message is in memory although the first has no answer.
-        wait_until(lambda: 1 in executor._entries)
+        wait_until(lambda: 1 in arrived)
         assert not first.done() and not second.done()
         release.set()
         assert (first.result(10), second.result(10)) == (b"a", b"b")
@@ -132,20 +145,20 @@ def test_next_message_arrives_while_the_server_processes_the_previous_one(tls):
 
 def test_each_message_has_the_whole_bandwidth(tls, monkeypatch):
     events = []
-    attempt = GrpcLink._attempt
+    split_into_chunks = client.split_into_chunks
 
-    def spy(link, method, header, blob, on_sent, **kwargs):
-        def record_end():
-            time.sleep(0.02)
-            events.append(f"sent {header.number}")
-            on_sent()
+    def spy(blob):
+        events.append(f"start {blob[0]}")
+        return record_end(blob)
 
-        events.append(f"start {header.number}")
-        return attempt(link, method, header, blob, record_end, **kwargs)
+    def record_end(blob):
+        yield from split_into_chunks(blob)
+        time.sleep(0.02)
+        events.append(f"sent {blob[0]}")
 
-    monkeypatch.setattr(GrpcLink, "_attempt", spy)
+    monkeypatch.setattr(client, "split_into_chunks", spy)
     with serve(tls, CountingAnswer()) as server, join(tls, server) as link:
-        for answer in [link.submit(bytes(1 << 18)) for _ in range(4)]:
+        for answer in [link.submit(bytes([number]) * (1 << 18)) for number in range(4)]:
             answer.result(10)
     assert events == [f"{event} {number}" for number in range(4) for event in ("start", "sent")]
 
@@ -163,7 +176,7 @@ def test_a_repeated_message_cancels_only_its_own_previous_call():
     assert cancelled == ["second", "first"]
 
 
-def test_large_messages_are_read_one_after_the_other(tls):
+def test_large_messages_are_read_one_after_the_other(tls, arrived):
     processing, release = threading.Event(), threading.Event()
 
     def answer(client_id: str, message: bytes) -> bytes:
@@ -173,13 +186,12 @@ def test_large_messages_are_read_one_after_the_other(tls):
 
     limit = 1 << 22
     with serve(tls, answer, max_message_bytes=limit) as server, join(tls, server) as link:
-        executor = server._sessions.find(link._session_id).executor
         sizes = [limit, limit // MAX_MESSAGES_IN_FLIGHT + 1, limit // MAX_MESSAGES_IN_FLIGHT]
         answers = [link.submit(b"%d" % number + bytes(size - 1)) for number, size in enumerate(sizes)]
         assert processing.wait(10)
-        wait_until(lambda: 2 in executor._entries)
+        wait_until(lambda: 2 in arrived)
         # The second message is larger than an early message may be.
-        assert 1 not in executor._entries
+        assert 1 not in arrived
         release.set()
         assert [item.result(10) for item in answers] == [b"0", b"1", b"2"]
 
@@ -196,7 +208,7 @@ def test_rejected_message_in_flight_leaves_the_link_usable(tls):
         with pytest.raises(ValueError, match="b is refused"):
             answers[1].result(10)
         with pytest.raises(ValueError, match="accepts at most"):
-            link.submit(bytes(link._max_message_bytes + 1))
+            link.submit(bytes(link.max_message_bytes + 1))
         assert link.exchange(b"d") == b"d"
 
 

@@ -16,7 +16,7 @@ from strangers import KINDS, strangers
 from hf_federated.transport import TlsCredentials
 from hf_federated.transport.admission import Admission
 from hf_federated.transport.errors import RequestRejectedError
-from hf_federated.transport.server import _CALLS_PER_CLIENT
+from hf_federated.transport.server import CALLS_PER_CLIENT
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_refused_names_are_logged_again_after_an_interval_and_share_an_entry_bey
 def test_client_cannot_hold_more_than_its_own_calls(tls):
     """The other clients get their answers although one client opens as many calls as it can."""
     with serve(tls, lambda _, blob: blob, clients=["north", "south"]) as server:
-        calls = [open_call(tls, server.address, "south", "Heartbeat") for _ in range(_CALLS_PER_CLIENT + 32)]
+        calls = [open_call(tls, server.address, "south", "Heartbeat") for _ in range(CALLS_PER_CLIENT + 32)]
         with ThreadPoolExecutor(len(calls)) as pool:
 
             def code(call) -> str:

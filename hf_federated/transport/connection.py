@@ -1,0 +1,201 @@
+"""A client's connection to a server over gRPC: a channel that can be replaced, and the calls of the session."""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from .credentials import TlsCredentials
+from .errors import ClientRefusedError, ServerUnreachableError
+from .protocol import SERVICE, VERSION, ConnectResponse
+from .session_config import SessionConfig
+
+
+# Status codes of a failed connection, which do not depend on the message. INTERNAL means that a stream was reset.
+CONNECTION_ERRORS = frozenset({"CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"})
+BUSY = "RESOURCE_EXHAUSTED"
+# Seconds between attempts.
+_FIRST_PAUSE = 0.05
+_LONGEST_PAUSE = 5.0
+# If gRPC does not end a call this many seconds after the timeout of the call, gRPC will never end the call.
+_GRACE = 2.0
+
+
+class Connection:
+    """
+    A connection of one client to a server. It does not repeat calls, except the first one.
+
+    Args:
+        grpc (`Any`): The module `grpc`.
+        address (`str`): Address of the server, as `host:port`.
+        credentials ([`TlsCredentials`], *optional*): Credentials of the client. `None` uses no TLS.
+        client_id (`str`): Id of the client.
+
+    Attributes:
+        channel (`grpc.Channel`): The current channel.
+    """
+
+    def __init__(self, grpc: Any, address: str, credentials: TlsCredentials | None, client_id: str) -> None:
+        self._grpc = grpc
+        self._address = address
+        self._credentials = credentials
+        self._client_id = client_id
+        # The latest unary call.
+        self._call: Any = None
+        self.channel = create_channel(grpc, address, credentials)
+
+    def replace(self) -> None:
+        """Close the channel, which ends its calls, and create another one."""
+        self.channel.close()
+        self.channel = create_channel(self._grpc, self._address, self._credentials)
+
+    def abandon(self) -> None:
+        """
+        Create another channel, and close the previous one in a thread.
+
+        An interrupt inside gRPC can leave a lock of the channel held, on which `close` would wait forever.
+        """
+        threading.Thread(target=self.channel.close, name="close of an interrupted channel", daemon=True).start()
+        self.channel = create_channel(self._grpc, self._address, self._credentials)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self.channel.close()
+
+    def call(self, method: str, request: dict[str, Any], timeout: float) -> bytes:
+        """
+        Call a unary method of the server.
+
+        Args:
+            method (`str`): The method.
+            request (`dict[str, Any]`): The request, which is sent as JSON.
+            timeout (`float`): Seconds to wait for the response.
+
+        Raises:
+            grpc.RpcError: If the call fails.
+        """
+        start = self.channel.unary_unary(f"/{SERVICE}/{method}").future
+        self._call = start(json.dumps(request).encode(), timeout=timeout)
+        try:
+            answer: bytes = self._call.result(timeout + _GRACE)
+        except self._grpc.FutureTimeoutError:
+            self._call.cancel()
+            raise _never_ended_error(self._grpc) from None
+        return answer
+
+    def cancel_call(self) -> None:
+        """Cancel the latest unary call, if it has not ended."""
+        self._call.cancel()
+
+    def open_session(self, session_config: SessionConfig, connect_timeout: float) -> ConnectResponse:
+        """
+        Open a session. The server may still be starting.
+
+        Args:
+            session_config ([`SessionConfig`]): Settings that the client must share with the server.
+            connect_timeout (`float`): Seconds to try to connect.
+
+        Raises:
+            ServerUnreachableError: If the server does not respond, TLS fails, or the server is another program.
+            ClientRefusedError: If the server refuses the client.
+        """
+        request = {
+            "version": VERSION,
+            "client_id": self._client_id,
+            "process": secrets.token_hex(16),
+            "terms": session_config.to_dict(),
+        }
+        deadline = time.monotonic() + connect_timeout
+        waits = pauses()
+        while True:
+            pause = next(waits)
+            try:
+                remaining = max(deadline - time.monotonic(), 0.01)
+                return ConnectResponse.from_json(self.call("Connect", request, timeout=remaining))
+            except self._grpc.RpcError as error:
+                code = error.code().name
+                is_final = time.monotonic() + pause > deadline or "CERTIFICATE_VERIFY_FAILED" in str(error.details())
+                if code == "UNIMPLEMENTED":
+                    raise self._wrong_server_error(code) from None
+                if code in (*CONNECTION_ERRORS, "DEADLINE_EXCEEDED") and is_final:
+                    raise ServerUnreachableError(self._no_connection_text(error, connect_timeout)) from None
+                if code not in (*CONNECTION_ERRORS, "DEADLINE_EXCEEDED", "ALREADY_EXISTS", BUSY) or is_final:
+                    raise ClientRefusedError(f"{self._address}: {error.details()}") from None
+            except ValueError as error:
+                raise self._wrong_server_error(error) from None
+            time.sleep(pause)
+
+    def _wrong_server_error(self, reason: object) -> ServerUnreachableError:
+        return ServerUnreachableError(
+            f"The server at {self._address} is not a server of hf-federated ({reason}). Check the address."
+        )
+
+    def _no_connection_text(self, error: Any, connect_timeout: float) -> str:
+        return (
+            f"{self._client_id!r} got no connection to {self._address} within {connect_timeout:g} s. Check that the "
+            "server runs at this address, that the server's certificate contains this host name, that both "
+            "certificates are signed by the authority that the other party was given, and that the certificates have "
+            f"not expired. gRPC status: {status_text(error)}"
+        )
+
+
+def create_channel(grpc: Any, address: str, credentials: TlsCredentials | None) -> Any:
+    """
+    Create a channel that does not repeat calls.
+
+    Args:
+        grpc (`Any`): The module `grpc`.
+        address (`str`): Address of the server, as `host:port`.
+        credentials ([`TlsCredentials`], *optional*): Credentials of the client. `None` uses no TLS.
+
+    Returns:
+        `grpc.Channel`: The channel.
+    """
+    from grpc.experimental import ChannelOptions
+
+    options = [
+        # The link itself repeats calls. gRPC must reconnect fast enough for reconnect_timeout.
+        ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        # Each link of a process has its own connection.
+        ("grpc.use_local_subchannel_pool", 1),
+        # The answer to a small message is read without a further thread.
+        (ChannelOptions.SingleThreadedUnaryStream, 1),
+    ]
+    if credentials is None:
+        return grpc.insecure_channel(address, options)
+    tls = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
+    return grpc.secure_channel(address, tls, options)
+
+
+def pauses() -> Iterator[float]:
+    """Yield the seconds to wait between attempts. They double each time and are random, to spread the clients."""
+    generator, longest = random.Random(), _FIRST_PAUSE
+    while True:
+        yield longest * generator.uniform(0.5, 1)
+        longest = min(2 * longest, _LONGEST_PAUSE)
+
+
+def status_text(error: Any) -> str:
+    """Return the status code and the details of a `grpc.RpcError`."""
+    return f"{error.code().name}: {error.details()}"
+
+
+def _never_ended_error(grpc: Any) -> Any:
+    """Return the error of a call that gRPC does not end, which can happen after an interrupt."""
+
+    class NeverEndedError(grpc.RpcError):
+        def code(self) -> Any:
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+
+        def details(self) -> str:
+            return "gRPC did not end the call within its timeout."
+
+    return NeverEndedError()
