@@ -14,6 +14,8 @@ checkpointing to activation checkpointing.
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterator
@@ -264,13 +266,6 @@ PRIVATE_NAMES = (
             "Memory grows with each client, and checkpoints save objects of clients.",
         )
         for name in ("_models", "_optimizers", "_schedulers", "_dataloaders")
-    ),
-    PrivateName(
-        "accelerate.state.GradientState",
-        "_shared_state",
-        "wrapper: gradient_state",
-        "A nested training changes the state of gradient accumulation, which all instances share.",
-        "The outer loop accumulates gradients at the wrong steps.",
     ),
     *(
         PrivateName(
@@ -617,11 +612,30 @@ def set_prepared_objects(accelerator: Accelerator, lists: tuple[list[Any], ...])
     accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders = lists
 
 
-def gradient_state() -> dict[str, Any]:
-    """The state of gradient accumulation that all instances of `GradientState` share."""
-    from accelerate.state import GradientState
+def isolate_gradient_state(accelerator: Accelerator) -> None:
+    """
+    Give an accelerator its own state of gradient accumulation.
 
-    return GradientState._shared_state
+    All instances of `GradientState` in a process share one state. With accelerators in several threads, an accelerator
+    would skip steps of its optimizer while another accelerator accumulates gradients, and would cut its batches to the
+    length of the last batch of another accelerator. accelerate separates the states of threads on a TPU only
+    (`accelerate.state.ThreadLocalSharedDict`). Remove this function when each `Accelerator` has its own state.
+    """
+    state = accelerator.gradient_state
+    state.__dict__ = {name: copy.copy(value) for name, value in vars(state).items()}
+
+    def with_own_state(prepare: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(prepare)
+        def prepare_with_own_state(*args: Any, **kwargs: Any) -> Any:
+            prepared = prepare(*args, **kwargs)
+            prepared.gradient_state = state
+            return prepared
+
+        return prepare_with_own_state
+
+    accelerator.prepare_data_loader = with_own_state(accelerator.prepare_data_loader)
+    accelerator.prepare_optimizer = with_own_state(accelerator.prepare_optimizer)
+    accelerator.prepare_scheduler = with_own_state(accelerator.prepare_scheduler)
 
 
 def process_states() -> list[dict[str, Any]]:

@@ -31,7 +31,6 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
 from .._compat import (
-    gradient_state,
     num_items_in_batch,
     prepared_objects,
     set_prepared_objects,
@@ -428,15 +427,15 @@ def preserved_process_state(trainer: Trainer) -> Iterator[None]:
     accelerator, model = trainer.accelerator, trainer.model
     lists = prepared_objects(accelerator)
     step, scaler = accelerator.step, accelerator.scaler
-    shared = gradient_state()
-    saved_state = {key: list(value) if isinstance(value, list) else value for key, value in shared.items()}
+    gradient_state = vars(accelerator.gradient_state)
+    saved_state = {key: list(value) if isinstance(value, list) else value for key, value in gradient_state.items()}
     training = model.training
     try:
         yield
     finally:
         set_prepared_objects(accelerator, lists)
         accelerator.step, accelerator.scaler = step, scaler
-        shared.clear()
-        shared.update(saved_state)
+        gradient_state.clear()
+        gradient_state.update(saved_state)
         if model.training != training:
             model.train(training)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import TrainOutput, set_seed
 from transformers.utils import logging
 
+from .._compat import isolate_gradient_state
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..messages.ledger import Ledger
@@ -139,6 +140,7 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
             model=model, **{name: value for name, value in optional.items() if value is not None}, **trainer_kwargs
         )
         self._preparations = None
+        isolate_gradient_state(self.accelerator)
         if self.train_dataset is not preparation.prepared:
             raise constructor_data_error(type(self), "the constructor replaced `train_dataset`")
         check_forward(type(self), model)

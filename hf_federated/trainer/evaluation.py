@@ -142,12 +142,13 @@ class SpreadLoader(DataLoaderStateMixin):
     Args:
         dataloader (`Any`): The evaluation's batches, the same in all ranks.
         window (`int`): Number of batches to read ahead.
+        gradient_state (`accelerate.state.GradientState`): The gradient state of the trainer's accelerator.
     """
 
-    def __init__(self, dataloader: Any, window: int) -> None:
+    def __init__(self, dataloader: Any, window: int, gradient_state: GradientState) -> None:
         self._dataloader = dataloader
         self._window_size = window
-        self.gradient_state = GradientState()
+        self.gradient_state = gradient_state
         self.window: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
@@ -234,7 +235,8 @@ def spread_over_ranks(trainer: Any, processes: ProcessGroup, dataloader: Any) ->
     Yields:
         [`SpreadLoader`]: The data loader to evaluate on.
     """
-    loader = SpreadLoader(dataloader, BATCHES_PER_EXCHANGE * processes.world_size)
+    window = BATCHES_PER_EXCHANGE * processes.world_size
+    loader = SpreadLoader(dataloader, window, trainer.accelerator.gradient_state)
     predictions = SpreadPredictions(trainer, processes, loader)
     preprocess = trainer.preprocess_logits_for_metrics
     # Logits can be large, so they are preprocessed before they are gathered.

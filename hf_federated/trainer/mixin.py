@@ -34,7 +34,7 @@ from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import TrainOutput
 
-from .._compat import set_train_tokens
+from .._compat import isolate_gradient_state, set_train_tokens
 from ..clients import ClientSpec
 from ..clients.participants import FROM_TASK, EncodedClients, Participants, encode_for_server
 from ..config import FederatedConfig
@@ -147,6 +147,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         with accept_stream(self, arguments.get("args"), arguments["train_dataset"]):
             super().__init__(**arguments)
         self._preparations = None
+        isolate_gradient_state(self.accelerator)
         for name, preparation, dataset in (
             ("train_dataset", train, clients),
             ("eval_dataset", evaluation, eval_clients),

@@ -62,7 +62,7 @@ def test_each_rank_predicts_every_second_batch(tmp_path):
         return torch.tensor(float(inputs)), None, None
 
     trainer.prediction_step = prediction_step
-    loader = SpreadLoader(SimpleNamespace(__len__=None), 5)
+    loader = SpreadLoader(SimpleNamespace(__len__=None), 5, trainer.accelerator.gradient_state)
     loader.window = [10, 11, 12, 13, 14]
     results = []
     for ranks.rank in (1, 0):
@@ -79,8 +79,8 @@ def test_each_rank_predicts_every_second_batch(tmp_path):
 def test_gradient_state_reports_the_end_of_the_data_with_the_last_batch(tmp_path):
     trainer = build_federation(tmp_path, trainer={"eval_dataset": EVAL_ROWS})
     plain = trainer.get_eval_dataloader()
-    loader = SpreadLoader(trainer.get_eval_dataloader(), 8)
     state = trainer.accelerator.gradient_state
+    loader = SpreadLoader(trainer.get_eval_dataloader(), 8, state)
     expected = [(state.end_of_dataloader, state.remainder) for _ in plain]
     assert [(state.end_of_dataloader, state.remainder) for _ in loader] == expected == [(False, 3), (True, 3)]
     assert not state.in_dataloader
