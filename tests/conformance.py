@@ -234,9 +234,11 @@ DISTILLATION_NAMES = [*DISTILLATIONS, EveryDistillationHook.name]
 SCENARIOS = [f"aggregation {name}" for name in AGGREGATION_NAMES]
 SCENARIOS += [f"distillation {name}" for name in DISTILLATION_NAMES]
 
-# Algorithms that run in the slow tests only. The engines handle these aggregations like `median`, whose updates are on
-# disk too, and these distillations like `dsfl`, whose clients also send predictions only.
-SLOW_AGGREGATIONS = ("trimmed_mean", "geometric_median", "krum", "norm_bounded_mean", "centered_clipping", "fltrust")
+# Algorithms that run in the slow tests only. The engines handle FedExP like `fednova`, which has a further mean too,
+# the robust aggregations like `median`, whose updates are on disk too, and these distillations like `dsfl`, whose
+# clients also send predictions only.
+ROBUST_AGGREGATIONS = ("trimmed_mean", "geometric_median", "krum", "norm_bounded_mean", "centered_clipping", "fltrust")
+SLOW_AGGREGATIONS = ("fedexp", *ROBUST_AGGREGATIONS)
 SLOW_DISTILLATIONS = ("cronus", "fedmd", "mhat")
 SLOW_SCENARIOS = {f"aggregation {name}" for name in SLOW_AGGREGATIONS}
 SLOW_SCENARIOS |= {f"distillation {name}" for name in SLOW_DISTILLATIONS}

@@ -14,6 +14,7 @@ from .base import Aggregation
 from .centered_clipping import CenteredClipping
 from .coordinate_median import CoordinateMedian
 from .fedavg import FedAvg
+from .fedexp import FedExP
 from .fednova import FedNova
 from .fedopt import FedOpt
 from .fedprox import FedProx
@@ -62,6 +63,7 @@ __all__ = [
     "CoordinateMedian",
     "FLTrust",
     "FedAvg",
+    "FedExP",
     "FedNova",
     "FedOpt",
     "FedProx",

@@ -33,7 +33,8 @@ class Accumulator:
 
     Args:
         algorithm ([`Aggregation`]): The algorithm that adds the updates.
-        state (`Mapping[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of the state of an update.
+        state (`Mapping[str, torch.Tensor]`): The global state that the clients received, with the names, shapes and
+            dtypes of the state of an update.
         extra (`Mapping[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of `extra` of an update.
 
     Attributes:
@@ -41,6 +42,8 @@ class Accumulator:
             updates, `"extra"` the uniform mean of their `extra`.
         collections (`dict[str, UpdateCollection]`): The updates of all clients on disk, by name, for algorithms that
             compare updates. Empty for all other algorithms.
+        reference (`Mapping[str, torch.Tensor]`): The global state that the clients received, for algorithms that need
+            the change of a client. Empty if updates contain no state.
         order (`Mapping[str, int]`): Position of each client in the cohort. Integer and boolean tensors are those of
             the client with the lowest position, so they do not depend on the order in which updates arrive.
         first_client (`str`, *optional*): Id of the client with the lowest position whose update was added.
@@ -66,6 +69,7 @@ class Accumulator:
 
     def __init__(self, algorithm: Accumulates, state: State, extra: State) -> None:
         self._algorithm = algorithm
+        self.reference = state
         self.means = {"state": WeightedMean(state), "extra": WeightedMean(extra)}
         self.collections: dict[str, UpdateCollection] = {}
         self.order: Mapping[str, int] = {}

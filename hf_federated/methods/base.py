@@ -152,7 +152,8 @@ class Method(ConstructorSettings):
         An override may add means with their references to `means` of [`Accumulator`].
 
         Args:
-            state (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of the state of an update.
+            state (`dict[str, torch.Tensor]`): The global state that the clients received. Empty if updates contain no
+                state.
             extra (`dict[str, torch.Tensor]`, *optional*): Tensors with the names, shapes and dtypes of `extra` of an
                 update. Defaults to [`~Method.update_extra`].
         """

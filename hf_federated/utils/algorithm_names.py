@@ -45,10 +45,7 @@ class AlgorithmNames:
 
     >>> AGGREGATION_NAMES.check("fedporx")
     Traceback (most recent call last):
-    ValueError: `aggregation` is 'fedporx'; did you mean 'fedprox'? Allowed are 'fedavg', 'fedprox', 'fednova', \
-'fedopt', 'scaffold', 'local_only', 'mutual_kd', 'median', 'trimmed_mean', 'geometric_median', 'krum', \
-'norm_bounded_mean', 'centered_clipping', 'fltrust', a reference to your own class ('my_package.module:MyClass'), or \
-an instance of an `Aggregation` subclass.
+    ValueError: `aggregation` is 'fedporx'; did you mean 'fedprox'? Allowed are 'fedavg', 'fedprox', ...
 
     ```
     """
@@ -221,6 +218,7 @@ AGGREGATION_NAMES = AlgorithmNames(
         "fedprox": "hf_federated.aggregation.fedprox:FedProx",
         "fednova": "hf_federated.aggregation.fednova:FedNova",
         "fedopt": "hf_federated.aggregation.fedopt:FedOpt",
+        "fedexp": "hf_federated.aggregation.fedexp:FedExP",
         "scaffold": "hf_federated.aggregation.scaffold:Scaffold",
         "local_only": "hf_federated.aggregation.local_only:LocalOnly",
         "mutual_kd": "hf_federated.aggregation.mutual_kd:MutualKD",

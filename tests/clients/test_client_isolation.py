@@ -250,8 +250,8 @@ AVERAGING = [
     for name, algorithm in AGGREGATIONS.items()
     if algorithm.exchanges_parameters and not algorithm.trains_private_models and not algorithm.trains_on_server
 ]
-# The clients of these algorithms train as those of `median`.
-SLOW = ("trimmed_mean", "geometric_median", "krum", "norm_bounded_mean", "centered_clipping")
+# The clients of these algorithms train as those of `fedavg` or `median`.
+SLOW = ("fedexp", "trimmed_mean", "geometric_median", "krum", "norm_bounded_mean", "centered_clipping")
 MARKED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in AVERAGING]
 TRAINING = {"fednova": {"optim": "sgd", "learning_rate": 0.05}}
 # Four clients allow no hostile client.
