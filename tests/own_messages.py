@@ -12,7 +12,7 @@ from hf_federated.clients import MemoryStore
 from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import Engine, EngineContext, Plan
 from hf_federated.messages import Message, kinds_of
-from hf_federated.messages.fields import Count
+from hf_federated.utils.fields import Count
 
 
 @dataclass(frozen=True)
