@@ -137,7 +137,7 @@ def num_bytes_of_step(options: argparse.Namespace, split: SplitModel) -> tuple[i
     split.boundary.link = link
     wire = split.boundary.wire
     size = (options.batch_size, options.length, options.hidden_size)
-    return sum(sizes), 2 * wire.num_bytes(*size) + 2 * wire.num_bytes(*size, is_gradient=True)
+    return sum(sizes), 2 * sum(wire.num_bytes({name: size}) for name in ("hidden", "gradient"))
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -61,31 +62,34 @@ class FeedbackWire(Wire):
         """Set the examples of the next micro-batch."""
         self.state.update(examples=examples, num_decoded=0)
 
-    def encode(self, states: torch.Tensor, is_gradient: bool = False) -> dict[str, torch.Tensor]:
+    def compress(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Encode hidden states or gradients."""
-        keys = self._keys("sent", "gradient" if is_gradient else "hidden")
+        ((name, states),) = tensors.items()
+        keys = self._keys("sent", name)
         if not keys:
-            return super().encode(states, is_gradient and self.feedback == "message")  # type: ignore[attr-defined]
+            # Without feedback within the message, a gradient is sent as hidden states are.
+            return super().compress({name if self.feedback == "message" else "hidden": states})  # type: ignore[attr-defined]
         sign = -1 if self.feedback == "change" else 1  # type: ignore[attr-defined]
         kept = self._kept(keys, states)
-        target = states.detach().float() + sign * kept
-        encoded = super().encode(target)
-        restored = super().decode(encoded, len(states), states.shape[-1], torch.float32).to(states.device)
-        self._keep(keys, kept + restored if sign < 0 else target - restored)
+        target = {"hidden": states.detach().float() + sign * kept}
+        encoded = super().compress(target)
+        restored = super().decode(encoded, target)["hidden"].to(states.device)
+        self._keep(keys, kept + restored if sign < 0 else target["hidden"] - restored)
         return encoded
 
     def decode(
-        self, encoded: dict[str, torch.Tensor], batch_size: int, hidden_size: int, dtype: torch.dtype
-    ) -> torch.Tensor:
+        self, encoded: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Decode hidden states (first call of a micro-batch) or gradients (second call)."""
-        restored = super().decode(encoded, batch_size, hidden_size, dtype)
+        decoded = super().decode(encoded, reference)
         self.state["num_decoded"] += 1
         if self.feedback != "change" or self.state["num_decoded"] == 2:  # type: ignore[attr-defined]
-            return restored
+            return decoded
+        ((name, restored),) = decoded.items()
         keys = self._keys("received", "hidden")
         restored = restored + self._kept(keys, restored)
         self._keep(keys, restored)
-        return restored
+        return {name: restored}
 
     def _keys(self, direction: str, kind: str) -> list[tuple[str, str, int]]:
         """Return the names of the tensors of each sequence, or none without feedback."""
@@ -185,7 +189,7 @@ def run(wire: str, feedback: str, seed: int, options: argparse.Namespace) -> dic
         "wire": wire,
         "feedback": feedback,
         "seed": seed,
-        "bytes": Wire(wire).num_bytes(1, 1, size) / (4 * size),
+        "bytes": Wire(wire).num_bytes({"hidden": (1, 1, size)}) / (4 * size),
         "loss": mean_loss(split, test, wire, options),
         "loss without the wire": mean_loss(split, test, "float32", options),
     }

@@ -21,7 +21,7 @@ PACKAGE = Path(hf_federated.__file__).parent
 # Layers from bottom to top. A module may import from its own folder and from lower layers.
 LAYERS = (
     "_compat config utils",
-    "messages distributed",
+    "messages distributed codecs",
     "adapters data tasks transport security",
     "methods",
     "clients postprocessing",

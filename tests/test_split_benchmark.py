@@ -86,7 +86,8 @@ def test_error_feedback_sends_later_what_a_gradient_loses(dtype, feedback, examp
     sent = []
     for gradient, of_examples in zip(gradients, examples, strict=True):
         wire.begin(of_examples)
-        sent.append(wire.decode(wire.encode(gradient, is_gradient=True), 2, 20, torch.float32))
+        tensors = {"gradient": gradient}
+        sent.append(wire.decode(wire.encode(tensors), tensors)["gradient"])
     kept = torch.stack(list(wire.state["kept"].values()))
     assert torch.allclose(sum(sent) + kept, gradients.sum(0), atol=1e-5)
     assert not torch.allclose(sent[0], gradients[0], atol=1e-2)
@@ -95,12 +96,14 @@ def test_error_feedback_sends_later_what_a_gradient_loses(dtype, feedback, examp
 def test_changes_of_hidden_states_approach_the_hidden_states():
     sender, receiver = (COMPRESSION["FeedbackWire"]("topk", "change") for _ in range(2))
     states = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(0))
+    tensors = {"hidden": states}
     for _ in range(4):  # a quarter of the values changes in each epoch
         for side in (sender, receiver):
             side.begin([3, 8])
-        received = receiver.decode(sender.encode(states), 2, 20, torch.float32)
+        received = receiver.decode(sender.encode(tensors), tensors)["hidden"]
     assert torch.allclose(received, states, atol=0.02)
-    assert not torch.allclose(receiver.decode(Wire("topk").encode(states), 2, 20, torch.float32), states, atol=0.02)
+    alone = receiver.decode(Wire("topk").encode(tensors), tensors)["hidden"]
+    assert not torch.allclose(alone, states, atol=0.02)
 
 
 def test_compression_benchmark_reports_the_loss_of_a_run():

@@ -113,8 +113,8 @@ def sent_states(head: Part, examples: TokenizedExamples, wire: Wire) -> torch.Te
     received = []
     batches = zip(examples.input_ids.split(_BATCH_SIZE), examples.attention_mask.split(_BATCH_SIZE), strict=True)
     for ids, mask in batches:
-        states = head_states(head, ids.to(device), mask.to(device))
-        restored = wire.decode(wire.encode(states), len(states), states.shape[-1], torch.float32)
+        states = {"hidden": head_states(head, ids.to(device), mask.to(device))}
+        restored = wire.decode(wire.encode(states), {"hidden": states["hidden"].float()})["hidden"]
         received.append(restored * mask[:, :, None])
     return torch.cat(received).to(device)
 

@@ -274,7 +274,6 @@ def _exchanged_tensors(
     _, sent, received, _ = messages
     wire: Wire = split.boundary.wire
     encoded = (Hidden.from_bytes(sent).hidden, Backward.from_bytes(received).gradient)
-    states, gradient = (
-        wire.decode(tensor, len(ids), split.config.hidden_size, torch.float32).to(ids.device) for tensor in encoded
-    )
+    like = {"states": torch.empty(*ids.shape, split.config.hidden_size, device="meta")}
+    states, gradient = (wire.decode(tensor, like)["states"].to(ids.device) for tensor in encoded)
     return states, gradient

@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
-from ..messages.quantization import TRAVEL_DTYPES, dequantize_rows, quantize_rows
+from ..codecs import Codec, Layout, Shapes
+from ..codecs.quantization import TRAVEL_DTYPES, dequantize_rows, quantize_rows
 
 
 @dataclass(frozen=True)
-class PredictionCodec:
+class PredictionCodec(Codec):
     """
     Encodes rows of predictions as small tensors, and decodes them.
 
@@ -57,15 +59,18 @@ class PredictionCodec:
     >>> from hf_federated.distillation import PredictionCodec
 
     >>> codec = PredictionCodec("bfloat16", top_k=2)
-    >>> encoded = codec.encode(torch.tensor([[1.0, 0.0, 4.0, 0.0]]))
+    >>> predictions = {"logits": torch.tensor([[1.0, 0.0, 4.0, 0.0]])}
+    >>> encoded = codec.encode(predictions)
     >>> encoded["values"], encoded["indices"], encoded["rest"]
     (tensor([[4., 1.]], dtype=torch.bfloat16), tensor([[2, 0]], dtype=torch.uint8), tensor([0.]))
-    >>> codec.decode(encoded, num_classes=4)
-    tensor([[1., 0., 4., 0.]])
-    >>> codec.num_bytes_per_row(num_classes=50_000), PredictionCodec().num_bytes_per_row(num_classes=50_000)
+    >>> codec.decode(encoded, reference=predictions)
+    {'logits': tensor([[1., 0., 4., 0.]])}
+    >>> codec.num_bytes({"logits": (1, 50_000)}), PredictionCodec().num_bytes({"logits": (1, 50_000)})
     (12, 200000)
     ```
     """
+
+    content: ClassVar[str] = "predictions"
 
     dtype: str = "float32"
     top_k: int | None = None
@@ -81,14 +86,26 @@ class PredictionCodec:
         """The codec with the same dtype and without `top_k`, for probabilities and gradients."""
         return replace(self, top_k=None)
 
-    def encode(self, predictions: torch.Tensor) -> dict[str, torch.Tensor]:
+    def layout(self, shapes: Shapes) -> Layout:
+        ((num_rows, num_classes),) = shapes.values()
+        kept = self._num_kept(num_classes)
+        layout: Layout = {"values": (TRAVEL_DTYPES[self.dtype], (num_rows, kept))}
+        if self.dtype == "int8":
+            layout["scale"] = layout["zero_point"] = (torch.float32, (num_rows,))
+        if kept < num_classes:
+            layout["indices"] = (_index_dtype(num_classes), (num_rows, kept))
+            layout["rest"] = (torch.float32, (num_rows,))
+        return layout
+
+    def compress(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """
         Encode predictions for sending.
 
         Args:
-            predictions (`torch.Tensor` of shape `(N, C)`):
-                Floating point predictions on any device. With `top_k` they must be logits. Classes that are masked by
-                `-inf` can be sent in every dtype except `int8`. In `int8`, they must not be among the `top_k` classes.
+            tensors (`Mapping[str, torch.Tensor]`):
+                Floating point predictions of shape `(N, C)` on any device, under any name. With `top_k` they must be
+                logits. Classes that are masked by `-inf` can be sent in every dtype except `int8`. In `int8`, they
+                must not be among the `top_k` classes.
 
         Returns:
             `dict[str, torch.Tensor]`: Tensors on the CPU, as in the table above.
@@ -96,6 +113,7 @@ class PredictionCodec:
         Raises:
             ValueError: If the tensor has the wrong number of dimensions, has no classes, or is not floating point.
         """
+        (predictions,) = tensors.values()
         if predictions.ndim != 2 or predictions.shape[1] == 0 or not predictions.is_floating_point():
             raise ValueError(
                 f"Predictions are {predictions.dtype} of shape {tuple(predictions.shape)}; expected a floating tensor "
@@ -117,27 +135,31 @@ class PredictionCodec:
             if self.dtype == "int8"
             else {"values": values.to(TRAVEL_DTYPES[self.dtype], copy=True)}
         )
-        return {name: encoded[name].cpu() for name in self._layout(0, num_classes)}
+        return {name: encoded[name].cpu() for name in self.layout({"": (0, num_classes)})}
 
-    def decode(self, encoded: Mapping[str, torch.Tensor], num_classes: int) -> torch.Tensor:
+    def decode(
+        self, encoded: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """
-        Decode the return value of [`~PredictionCodec.encode`].
+        Decode what [`~Codec.encode`] returned.
 
         Args:
             encoded (`Mapping[str, torch.Tensor]`): Received tensors. They may come from an untrusted sender.
-            num_classes (`int`): `C`.
+            reference (`Mapping[str, torch.Tensor]`): A tensor with `C` columns. The received tensors define `N`.
 
         Returns:
-            `torch.Tensor` of shape `(N, C)`: Predictions in float32, on the device of the received tensors. They may
-            share memory with the received tensors. They are finite except for classes with `-inf`. No row has only
-            such classes.
+            `dict[str, torch.Tensor]`: Predictions of shape `(N, C)` in float32, on the device of the received tensors,
+            under the name in `reference`. They may share memory with the received tensors. They are finite except for
+            classes with `-inf`. No row has only such classes.
 
         Raises:
             ValueError: If a tensor is missing or unexpected, or has a different dtype or shape than this codec sends
-                for `num_classes`. Also if a class does not exist or occurs twice in a row, or if a row has no softmax
+                for `C` classes. Also if a class does not exist or occurs twice in a row, or if a row has no softmax
                 because it holds NaN or `+inf` or only `-inf`. The message names the row.
         """
-        self._check_layout(encoded, num_classes)
+        ((name, like),) = reference.items()
+        num_classes = like.shape[-1]
+        self.check(encoded, {name: (_num_rows(encoded), num_classes)})
         values = dequantize_rows(encoded) if self.dtype == "int8" else encoded["values"].float()
         if "indices" in encoded:
             indices = encoded["indices"].long()
@@ -154,28 +176,11 @@ class PredictionCodec:
                 f"{int(bad.nonzero()[0])}; expected predictions that have a softmax."
                 + (f" If they had one before encoding, {limit}: use 'bfloat16' or 'float32'." if limit else "")
             )
-        return values
+        return {name: values}
 
-    def empty(self, num_rows: int, num_classes: int) -> dict[str, torch.Tensor]:
-        """
-        Return what `encode` returns for some rows, on the meta device, to compute the size of a message.
-
-        Args:
-            num_rows (`int`): `N`.
-            num_classes (`int`): `C`.
-        """
-        layout = self._layout(num_rows, num_classes)
-        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in layout.items()}
-
-    def num_bytes_per_row(self, num_classes: int) -> int:
-        """
-        Number of bytes of the tensors that are sent for each prediction, without the header of the message.
-
-        Args:
-            num_classes (`int`): `C`.
-        """
-        layout = self._layout(1, num_classes).values()
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout)
+    def _describe(self, shapes: Shapes) -> str:
+        ((_, num_classes),) = shapes.values()
+        return f"{num_classes} classes"
 
     def _base(self, rest: torch.Tensor) -> torch.Tensor:
         """The logits that are subtracted from the kept logits: (N) -> (N, 1)."""
@@ -186,42 +191,16 @@ class PredictionCodec:
     def _num_kept(self, num_classes: int) -> int:
         return num_classes if self.top_k is None else min(self.top_k, num_classes)
 
-    def _layout(self, num_rows: int, num_classes: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each tensor that is sent."""
-        kept = self._num_kept(num_classes)
-        layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "values": ((num_rows, kept), TRAVEL_DTYPES[self.dtype])
-        }
-        if self.dtype == "int8":
-            layout["scale"] = layout["zero_point"] = ((num_rows,), torch.float32)
-        if kept < num_classes:
-            layout["indices"] = ((num_rows, kept), _index_dtype(num_classes))
-            layout["rest"] = ((num_rows,), torch.float32)
-        return layout
 
-    def _check_layout(self, encoded: Mapping[str, torch.Tensor], num_classes: int) -> None:
-        if not isinstance(encoded, Mapping):
-            raise ValueError(f"Encoded predictions are a {type(encoded).__name__}; expected a mapping of tensors.")
-        values = encoded.get("values")
-        num_rows = len(values) if isinstance(values, torch.Tensor) and values.ndim else 0
-        layout = self._layout(num_rows, num_classes)
-        if set(encoded) != set(layout):
-            raise ValueError(
-                f"Encoded predictions hold {sorted(map(str, encoded))}; {self} sends {sorted(layout)} for "
-                f"{num_classes} classes."
-            )
-        for name, (shape, dtype) in layout.items():
-            given = encoded[name]
-            if not isinstance(given, torch.Tensor) or given.dtype != dtype or tuple(given.shape) != shape:
-                found = (
-                    f"{given.dtype} of shape {tuple(given.shape)}"
-                    if isinstance(given, torch.Tensor)
-                    else f"a {type(given).__name__}"
-                )
-                raise ValueError(
-                    f"{name!r} of encoded predictions is {found}; {self} sends {dtype} of shape {shape} for "
-                    f"{num_rows} rows and {num_classes} classes."
-                )
+def rows_of(num_classes: int) -> dict[str, torch.Tensor]:
+    """Return a reference for [`~PredictionCodec.decode`]: a tensor `rows` with `num_classes` columns."""
+    return {"rows": torch.empty(0, num_classes, device="meta")}
+
+
+def _num_rows(encoded: object) -> int:
+    """Return the number of rows of untrusted tensors, 0 if there are none."""
+    values = encoded.get("values") if isinstance(encoded, Mapping) else None
+    return len(values) if isinstance(values, torch.Tensor) and values.ndim else 0
 
 
 def _index_dtype(num_classes: int) -> torch.dtype:

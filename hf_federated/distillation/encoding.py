@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .codec import PredictionCodec
+from .codec import PredictionCodec, rows_of
 from .lazy_rows import LazyRows, concatenate_encoded, decode_lazily
 
 
@@ -44,20 +44,20 @@ class Encoding:
 
     def encode(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
         """Encode predictions of shape `(rows, classes)`."""
-        return self.codec.encode(logits)
+        return self.codec.encode({"logits": logits})
 
     def decode(self, values: Mapping[str, torch.Tensor], num_classes: int) -> torch.Tensor:
         """Decode the return value of `encode` to a float32 tensor of shape `(rows, classes)`."""
-        return self.codec.decode(values, num_classes)
+        return self.codec.decode(values, rows_of(num_classes))["rows"]
 
     def encode_targets(self, targets: Targets) -> dict[str, torch.Tensor]:
         """Encode the clients' targets, of shape `(rows, classes)`."""
         if isinstance(targets, LazyRows):
             return concatenate_encoded([self.encode_targets(block) for block in targets.blocks()])
         if self.broadcasts == "logits" or self.codec.top_k is None:
-            return self.codec.encode(targets)
+            return self.codec.encode({"targets": targets})
         # The `top_k` classes keep their probabilities, and the remaining classes share the remaining probability.
-        return self.codec.encode(targets.clamp(min=SMALLEST_PROBABILITY).log())
+        return self.codec.encode({"targets": targets.clamp(min=SMALLEST_PROBABILITY).log()})
 
     def decode_targets(self, values: Mapping[str, torch.Tensor], num_classes: int) -> torch.Tensor:
         """
@@ -65,7 +65,7 @@ class Encoding:
 
         Probabilities of a row sum to 1.
         """
-        targets = self.codec.decode(values, num_classes)
+        targets = self.codec.decode(values, rows_of(num_classes))["rows"]
         if self.broadcasts == "logits":
             return targets
         if self.codec.top_k is not None:

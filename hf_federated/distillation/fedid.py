@@ -22,6 +22,7 @@ from ..utils.random import derived_seed
 from .base import ClientLogits, Distillation
 from .client import DistillationPart
 from .client_weights import num_examples_by_client, weighted_mean
+from .codec import rows_of
 from .cohort import Cohort
 from .feedback import (
     chain_rule_feedback,
@@ -59,7 +60,8 @@ class FedIDPart(DistillationPart):
             distillation = soft_cross_entropy(logits, ensemble)
         loss = distillation if method.clients_distill else torch.zeros_like(distillation)
         if method.feedback == "chain_rule":
-            gradient = self.encoding.codec.dense.decode(message.feedback, num_classes).to(logits.device)
+            gradient = self.encoding.codec.dense.decode(message.feedback, rows_of(num_classes))["rows"]
+            gradient = gradient.to(logits.device)
             gradient = torch.ldexp(gradient, torch.tensor(message.settings["exponent"], device=logits.device))
             loss = loss + chain_rule_surrogate(logits.softmax(-1), gradient, weight)
         elif method.feedback == "per_example":
@@ -315,7 +317,7 @@ class _ServerStep:
             if method == "chain_rule":
                 self.exponent = _exponent(gradient)
                 scaled = torch.ldexp(gradient, torch.tensor(-self.exponent, device=gradient.device))
-                feedback = self._algorithm.encoding.codec.dense.encode(scaled)
+                feedback = self._algorithm.encoding.codec.dense.encode({"gradient": scaled})
                 self.gradient_norms = self._gradient_norms(gradient, predictions, weights)
             else:
                 feedback = {"rewards": per_example_feedback(gradient, self._labels).float().cpu()}

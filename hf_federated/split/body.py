@@ -143,7 +143,7 @@ class BodyServer:
             micro_batch_ids = tuple(message.micro_batch_id for message in messages)
             self.graphs.add(ForwardGraph(micro_batch_ids, inputs, outputs, sizes))
         return [
-            Hidden(*message.micro_batch_id, hidden=self.wire.encode(client_outputs))
+            Hidden(*message.micro_batch_id, hidden=self.wire.encode({"hidden": client_outputs}))
             for message, client_outputs in zip(messages, split_by_client(outputs, sizes), strict=True)
         ]
 
@@ -215,9 +215,7 @@ class BodyServer:
                 norms = self._norms.setdefault(message.client_id, BoundaryNorms())
                 norms.add(graph, message, gradient, answers[message.micro_batch_id])
         return [
-            Gradient(
-                *message.micro_batch_id, gradient=self.wire.encode(answers[message.micro_batch_id], is_gradient=True)
-            )
+            Gradient(*message.micro_batch_id, gradient=self.wire.encode({"gradient": answers[message.micro_batch_id]}))
             for message in messages
         ]
 
@@ -331,7 +329,9 @@ class BodyServer:
         self, message: SplitMessage, encoded: dict[str, torch.Tensor], batch_size: int, dtype: torch.dtype
     ) -> torch.Tensor:
         try:
-            return self.wire.decode(encoded, batch_size, self.body.model.config.hidden_size, dtype)
+            # The message defines the sequence length.
+            like = torch.empty(batch_size, 0, self.body.model.config.hidden_size, dtype=dtype, device="meta")
+            return self.wire.decode(encoded, {"states": like})["states"]
         except ValueError as error:
             raise ValueError(f"Client {message.client_id!r}, step {message.step}: {error}") from error
 

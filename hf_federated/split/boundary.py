@@ -14,8 +14,9 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
+from ..codecs.bits import pack_mask
 from .body import BodyServer
-from .messages import Backward, Forget, Forward, Gradient, Hidden, MicroBatchId, pack_mask
+from .messages import Backward, Forget, Forward, Gradient, Hidden, MicroBatchId
 from .wire import Wire
 
 
@@ -268,14 +269,15 @@ class Boundary:
         client_id, step, micro_step = context.micro_batch_id
         total = self.total_targets
         if total is None:
-            message = Backward(client_id, step, micro_step, self.wire.encode(gradient, is_gradient=True))
+            message = Backward(client_id, step, micro_step, self.wire.encode({"gradient": gradient}))
         else:
-            summed = self.wire.encode(gradient * total, is_gradient=True)
+            summed = self.wire.encode({"gradient": gradient * total})
             message = Backward(client_id, step, micro_step, summed, num_targets=context.num_targets)
         answer = deliver(self.link, message, Gradient)
         _check_micro_batch(answer.micro_batch_id, context.micro_batch_id)
         self.squared_norm_of_body = answer.squared_norm
-        states = self.wire.decode(answer.gradient, len(gradient), gradient.shape[-1], context.dtype).to(context.device)
+        like = torch.empty_like(gradient, dtype=context.dtype, device="meta")
+        states = self.wire.decode(answer.gradient, {"gradient": like})["gradient"].to(context.device)
         return states if total is None else states / max(total, 1)
 
     def drop(self, cache_id: int) -> None:
@@ -309,12 +311,12 @@ class _ServerBody(torch.autograd.Function):
         header: dict[str, Any],
         num_targets: int | None,
     ) -> torch.Tensor:
-        message = Forward(hidden=boundary.wire.encode(hidden), **header)
+        message = Forward(hidden=boundary.wire.encode({"hidden": hidden}), **header)
         answer = deliver(boundary.link, message, Hidden)
         _check_micro_batch(answer.micro_batch_id, message.micro_batch_id)
         ctx.boundary, ctx.micro_batch_id, ctx.num_targets = boundary, message.micro_batch_id, num_targets
         ctx.dtype, ctx.device = hidden.dtype, hidden.device
-        return boundary.wire.decode(answer.hidden, len(hidden), hidden.shape[-1], hidden.dtype).to(hidden.device)
+        return boundary.wire.decode(answer.hidden, {"hidden": hidden})["hidden"].to(hidden.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

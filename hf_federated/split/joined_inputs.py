@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from .messages import Forward, unpack_mask
+from ..codecs.bits import unpack_mask
+from .messages import Forward
 
 
 def check_joint(messages: Sequence[Forward]) -> None:

@@ -400,10 +400,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
             **({} if returns_target_scores else arguments),
         )
         if returns_target_scores:
-from .._compat import (
-    CACHE_NAME,
-    ActivationCheckpointing,
-    disable_activation_checkpointing,
-    register_load_state_dict_pre_hook,
-)
-from .adapters import add_adapter, copy_adapter, save_adapter
+            return score_targets(output.logits, labels, **arguments)
+        if cache is not None:
+            cache.end_call(inputs.num_sequences, inputs.num_positions, inputs.tokens)
+        return CausalLMOutputWithPast(loss=output.loss, logits=output.logits, **{CACHE_NAME: cache})

@@ -12,6 +12,7 @@ from mutations import mutate
 from hf_federated import FederatedConfig
 from hf_federated.aggregation import build_aggregation
 from hf_federated.distillation import Cohort, PredictionCodec
+from hf_federated.distillation.codec import rows_of
 from hf_federated.distillation.public_rows import PublicRows
 from hf_federated.engines import Engine, Plan
 from hf_federated.messages import ClientUpdate, Metrics, Predictions
@@ -120,7 +121,7 @@ def ask_for_predictions(num_rounds: int, seed: int) -> int:
     def reply_to(request):
         if request.kind == "predict":
             logits = torch.randn(request.stop - request.start, 3)
-            return Predictions(request.round, request.client_id, codec.encode(logits))
+            return Predictions(request.round, request.client_id, codec.encode({"logits": logits}))
         return Metrics(request.round, request.client_id, 4, {"distillation_loss": 0.5})
 
     for round in range(num_rounds):
@@ -129,9 +130,10 @@ def ask_for_predictions(num_rounds: int, seed: int) -> int:
         def ask(phase, client_ids, message_for, engine=engine, round=round):
             return engine.collect(Plan(round, tuple(client_ids), message_for, phase))
 
-        cohort = Cohort(
-            round, {name: {"num_examples": 4} for name in COHORT}, ask, lambda values: codec.decode(values, 3), seed
-        )
+        def decode(values):
+            return codec.decode(values, rows_of(3))["rows"]
+
+        cohort = Cohort(round, {name: {"num_examples": 4} for name in COHORT}, ask, decode, seed)
         rows = PublicRows(0, 4)
         predictions = cohort.predict(rows, (4, 3))
         assert all(bool(value.isfinite().all()) and float(value.abs().max()) <= 1e6 for value in predictions.values())

@@ -64,10 +64,9 @@ def test_attacked_states_equal_the_states_that_a_server_receives(generation):
     split.boundary.link.watch = lambda request, reply: messages.append(request)
     with torch.no_grad():
         split(victims.input_ids)
-    received = Wire("float32").decode(
-        Forward.from_bytes(messages[0]).hidden, 1, model.config.hidden_size, torch.float32
-    )
-    assert torch.equal(sent_states(build_head(model, 2), victims, Wire("float32")), received)
+    states = sent_states(build_head(model, 2), victims, Wire("float32"))
+    received = Wire("float32").decode(Forward.from_bytes(messages[0]).hidden, {"hidden": states})["hidden"]
+    assert torch.equal(states, received)
 
 
 @GENERATIONS

@@ -43,10 +43,8 @@ def test_attacked_states_equal_the_states_that_a_server_receives(dtype):
     split.boundary.link.watch = lambda request, reply: messages.append(request)
     with torch.no_grad():
         split(VICTIMS.input_ids, attention_mask=VICTIMS.attention_mask)
-    received = Wire(dtype).decode(
-        Forward.from_bytes(messages[0]).hidden, len(VICTIMS), model.config.hidden_size, torch.float32
-    )
     states = sent_states(build_head(model, 2), VICTIMS, Wire(dtype))
+    received = Wire(dtype).decode(Forward.from_bytes(messages[0]).hidden, {"hidden": states})["hidden"]
     assert torch.equal(states, received * VICTIMS.attention_mask[:, :, None])
 
 

@@ -211,9 +211,9 @@ def test_compressed_predictions_have_the_size_that_the_codec_computes(tmp_path, 
         **FOUR_CLASSES,
     )
     codec = PredictionCodec(prediction.get("prediction_dtype", "float32"), prediction.get("top_k"))
-    predictions = NUM_PUBLIC * codec.num_bytes_per_row(4)
+    predictions = NUM_PUBLIC * codec.num_bytes({"logits": (1, 4)})
     # `top_k` does not apply to gradients.
-    feedback = NUM_PUBLIC * codec.dense.num_bytes_per_row(4) if method == "fedid" else 0
+    feedback = NUM_PUBLIC * codec.dense.num_bytes({"logits": (1, 4)}) if method == "fedid" else 0
     for client_id in SIZES:
         assert tensor_bytes(trainer, record.received, 0, client_id, "up") == predictions
         assert tensor_bytes(trainer, record.sent, 0, client_id, "down") == predictions + feedback

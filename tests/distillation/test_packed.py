@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_federated.distillation import PredictionCodec
+from hf_federated.distillation.codec import rows_of
 from hf_federated.distillation.lazy_rows import LazyRows, concatenate_encoded, decode_lazily
 
 
@@ -15,16 +16,17 @@ from hf_federated.distillation.lazy_rows import LazyRows, concatenate_encoded, d
 def test_blocks_decode_to_the_same_values_as_the_whole(num_classes, dtype):
     codec = PredictionCodec(dtype, top_k=4)
     logits = torch.randn(7, num_classes, generator=torch.Generator().manual_seed(0))
-    encoded = codec.encode(logits)
-    parts = concatenate_encoded([codec.encode(part) for part in logits.split(3)])
+    encoded = codec.encode({"rows": logits})
+    parts = concatenate_encoded([codec.encode({"rows": part}) for part in logits.split(3)])
     assert parts.keys() == encoded.keys()
     for name, value in encoded.items():
         assert parts[name].dtype == value.dtype and torch.equal(parts[name].float(), value.float())
-    rows = decode_lazily(encoded, lambda values: codec.decode(values, num_classes))
+    rows = decode_lazily(encoded, lambda values: codec.decode(values, rows_of(num_classes))["rows"])
+    decoded = codec.decode(encoded, rows_of(num_classes))["rows"]
     indices = torch.tensor([6, 0, 6])
-    assert torch.equal(rows[indices], codec.decode(encoded, num_classes)[indices])
+    assert torch.equal(rows[indices], decoded[indices])
     assert torch.equal(rows.select(torch.tensor([1, 5, 6]))[torch.tensor([2])], rows[torch.tensor([6])])
-    assert torch.equal(torch.cat(list(rows.blocks())), codec.decode(encoded, num_classes))
+    assert torch.equal(torch.cat(list(rows.blocks())), decoded)
 
 
 def test_rows_are_decoded_on_demand():
@@ -37,12 +39,13 @@ def test_rows_are_decoded_on_demand():
 
 def test_empty_predictions_are_one_empty_block():
     codec = PredictionCodec(top_k=2)
-    rows = decode_lazily(codec.encode(torch.empty(0, 5)), lambda values: codec.decode(values, 5))
+    encoded = codec.encode({"rows": torch.empty(0, 5)})
+    rows = decode_lazily(encoded, lambda values: codec.decode(values, rows_of(5))["rows"])
     assert [tuple(block.shape) for block in rows.blocks()] == [(0, 5)]
 
 
 def test_tensors_of_different_lengths_are_rejected():
-    values = PredictionCodec(top_k=2).encode(torch.randn(3, 5))
+    values = PredictionCodec(top_k=2).encode({"rows": torch.randn(3, 5)})
     values["rest"] = values["rest"][:2]
     with pytest.raises(ValueError, match="tensors of different lengths: .*'rest': 2"):
         decode_lazily(values, lambda part: part["values"])

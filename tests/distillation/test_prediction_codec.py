@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_federated.distillation import PredictionCodec
+from hf_federated.distillation.codec import rows_of
 from hf_federated.messages.serialization import pack, unpack
 
 
@@ -20,7 +21,8 @@ def logits(num_rows: int, num_classes: int, seed: int = 0, scale: float = 5.0) -
 
 def sent(codec: PredictionCodec, predictions: torch.Tensor) -> torch.Tensor:
     """Predictions that were encoded, converted to bytes and back, and decoded."""
-    return codec.decode(unpack(pack(codec.encode(predictions))), predictions.shape[1])
+    encoded = unpack(pack(codec.encode({"logits": predictions})))
+    return codec.decode(encoded, {"logits": predictions})["logits"]
 
 
 def rounding(dtype: str, predictions: torch.Tensor) -> torch.Tensor:
@@ -104,7 +106,7 @@ def test_common_offset_of_a_row_does_not_reduce_the_precision_of_top_k(dtype, of
 def test_top_k_of_all_classes_or_more_equals_the_dense_encoding(dtype):
     predictions = logits(3, 4)
     for top_k in (4, 100):
-        encoded, plain = PredictionCodec(dtype, top_k).encode(predictions), PredictionCodec(dtype).encode(predictions)
+        encoded, plain = (PredictionCodec(dtype, k).encode({"logits": predictions}) for k in (top_k, None))
         assert set(encoded) == set(plain) and all(torch.equal(encoded[name], plain[name]) for name in plain)
 
 
@@ -158,7 +160,7 @@ def test_indices_have_the_smallest_dtype_that_holds_the_last_class(num_classes, 
     predictions = torch.zeros(1, num_classes)
     predictions[0, -1] = 4.0
     codec = PredictionCodec(top_k=1)
-    assert codec.encode(predictions)["indices"].dtype == expected
+    assert codec.encode({"logits": predictions})["indices"].dtype == expected
     assert sent(codec, predictions).argmax().item() == num_classes - 1
 
 
@@ -167,8 +169,8 @@ def test_indices_have_the_smallest_dtype_that_holds_the_last_class(num_classes, 
 @pytest.mark.parametrize("num_classes", [5, 300, 70_000])
 def test_number_of_bytes_per_row_matches_the_tensors(dtype, top_k, num_classes):
     codec = PredictionCodec(dtype, top_k)
-    encoded = codec.encode(torch.zeros(11, num_classes))
-    assert sum(tensor.nbytes for tensor in encoded.values()) == 11 * codec.num_bytes_per_row(num_classes)
+    encoded = codec.encode({"logits": torch.zeros(11, num_classes)})
+    assert sum(tensor.nbytes for tensor in encoded.values()) == 11 * codec.num_bytes({"logits": (1, num_classes)})
 
 
 def test_empty_predictions_are_restored():
@@ -179,10 +181,10 @@ def test_empty_predictions_are_restored():
 def test_encoding_does_not_change_predictions_and_keeps_no_graph():
     predictions = logits(3, 5).requires_grad_()
     before = predictions.detach().clone()
-    encoded = PredictionCodec(top_k=2).encode(predictions)
+    encoded = PredictionCodec(top_k=2).encode({"logits": predictions})
     encoded["values"].zero_()
     assert torch.equal(predictions, before) and not encoded["values"].requires_grad
-    plain = PredictionCodec().encode(predictions)
+    plain = PredictionCodec().encode({"logits": predictions})
     plain["values"].zero_()
     assert torch.equal(predictions, before)
 
@@ -192,7 +194,7 @@ def test_encoding_does_not_change_predictions_and_keeps_no_graph():
 )
 def test_predictions_of_wrong_shape_or_dtype_are_rejected(predictions):
     with pytest.raises(ValueError, match="expected a floating tensor with a row for each prediction"):
-        PredictionCodec().encode(predictions)
+        PredictionCodec().encode({"logits": predictions})
 
 
 def test_invalid_settings_are_rejected():
@@ -203,7 +205,7 @@ def test_invalid_settings_are_rejected():
 
 
 def tampered(**changes: object) -> dict[str, object]:
-    encoded: dict[str, object] = dict(PredictionCodec("int8", top_k=2).encode(logits(3, 5)))
+    encoded: dict[str, object] = dict(PredictionCodec("int8", top_k=2).encode({"logits": logits(3, 5)}))
     encoded.update(changes)
     return {name: value for name, value in encoded.items() if value is not None}
 
@@ -231,22 +233,22 @@ def tampered(**changes: object) -> dict[str, object]:
 )
 def test_malformed_encoding_is_rejected_with_the_expected_format(encoded, message):
     with pytest.raises(ValueError, match=message):
-        PredictionCodec("int8", top_k=2).decode(encoded, num_classes=5)
+        PredictionCodec("int8", top_k=2).decode(encoded, rows_of(5))
 
 
 def test_wrong_number_of_classes_is_rejected():
     with pytest.raises(ValueError, match=r"shape \(3, 5\); .* of shape \(3, 6\)"):
-        PredictionCodec().decode(PredictionCodec().encode(logits(3, 5)), num_classes=6)
+        PredictionCodec().decode(PredictionCodec().encode({"logits": logits(3, 5)}), rows_of(6))
     codec = PredictionCodec(top_k=2)
     with pytest.raises(ValueError, match="sends torch.uint16"):
-        codec.decode(codec.encode(logits(3, 5)), num_classes=500)
+        codec.decode(codec.encode({"logits": logits(3, 5)}), rows_of(500))
     with pytest.raises(ValueError, match="sends .'values'. for 2 classes"):
-        codec.decode(codec.encode(logits(3, 5)), num_classes=2)
+        codec.decode(codec.encode({"logits": logits(3, 5)}), rows_of(2))
 
 
 def test_negative_index_is_rejected():
     codec = PredictionCodec(top_k=1)
-    encoded = codec.encode(logits(1, 70_000))
+    encoded = codec.encode({"logits": logits(1, 70_000)})
     encoded["indices"] = torch.tensor([[-1]], dtype=torch.int32)
     with pytest.raises(ValueError, match="outside 0 to 69999"):
-        codec.decode(encoded, num_classes=70_000)
+        codec.decode(encoded, rows_of(70_000))

@@ -294,7 +294,7 @@ def test_only_words_that_all_tokenizers_keep_are_distilled(tmp_path, method, kwa
         num_absent = int((~seen).sum())
         # The message has the predictions of the words that are kept, and four bytes for each absent word.
         tensors = sum(tensor.numel() * tensor.element_size() for tensor in reply.values.values())
-        assert tensors == int(seen.sum()) * PredictionCodec().num_bytes_per_row(len(TAGS)) + 4 * num_absent
+        assert tensors == int(seen.sum()) * PredictionCodec().num_bytes({"logits": (1, len(TAGS))}) + 4 * num_absent
         assert len(message.targets["values"]) == int(both.sum())
         assert len(message.targets["absent"]) == int((~both).sum())
         if method == "dsfl":

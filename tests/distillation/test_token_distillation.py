@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGene
 from hf_federated import ClientSpec, FederatedConfig, FederatedTrainer
 from hf_federated.clients.positions import Positions
 from hf_federated.distillation import Cohort, PredictionCodec, PublicRows, lazy_rows
+from hf_federated.distillation.codec import rows_of
 from hf_federated.messages import Distill, Feedback, Metrics, Predictions
 from hf_federated.tasks import LanguageModeling, Seq2Seq
 from hf_federated.utils.errors import RoundFailedError
@@ -126,7 +127,7 @@ def test_predictions_are_sent_as_the_top_k_tokens(tmp_path, monkeypatch, method,
     trainer.train()
     codec = PredictionCodec(top_k=TOP_K)
     # Eight logits, eight token ids of one byte, and one value for all other tokens.
-    assert codec.num_bytes_per_row(VOCABULARY) == 8 * 4 + 8 * 1 + 4
+    assert codec.num_bytes({"logits": (1, VOCABULARY)}) == 8 * 4 + 8 * 1 + 4
     client_logits = {client_id: reference_logits(model) for client_id, model in models().items()}
     received = {client_id: as_received(logits) for client_id, logits in client_logits.items()}
     server_logits = reference_logits(language_model())
@@ -154,12 +155,12 @@ def test_predictions_are_sent_as_the_top_k_tokens(tmp_path, monkeypatch, method,
         (reply,) = select_messages(record.received, Predictions, client_id)
         (message,) = select_messages(record.sent, (Distill, Feedback), client_id)
         for tensors in (reply.values, message.targets):
-            assert tensor_bytes(tensors) == NUM_POSITIONS * codec.num_bytes_per_row(VOCABULARY)
+            assert tensor_bytes(tensors) == NUM_POSITIONS * codec.num_bytes({"logits": (1, VOCABULARY)})
             assert set(tensors) == {"values", "indices", "rest"}
         loss = select_messages(record.received, Metrics, client_id)[-1].metrics["distillation_loss"]
         assert loss == pytest.approx(float(client_loss(client_logits[client_id])), rel=1e-4, abs=1e-6)
         if method != "fedid":
-            decoded = codec.decode(reply.values, VOCABULARY).double()
+            decoded = codec.decode(reply.values, rows_of(VOCABULARY))["rows"].double()
             torch.testing.assert_close(decoded, received[client_id], atol=1e-5, rtol=1e-4)
 
 
@@ -215,7 +216,7 @@ def test_mini_batch_without_predicted_tokens_is_skipped(tmp_path):
     assert len(select_messages(record.sent, Feedback)) == 2 * 2
     for message in select_messages(record.sent, Feedback):
         assert message.feedback["rewards"].shape == (1,)
-        assert tensor_bytes(message.targets) == PredictionCodec(top_k=TOP_K).num_bytes_per_row(VOCABULARY)
+        assert tensor_bytes(message.targets) == PredictionCodec(top_k=TOP_K).num_bytes({"logits": (1, VOCABULARY)})
     assert all(
         math.isfinite(entry.get("federated/server_distillation_loss", 0)) for entry in trainer.state.log_history
     )
@@ -398,7 +399,7 @@ def cohort_with_replies(replies):
         ask=lambda phase, client_ids, message: {
             client_id: Predictions(0, client_id, replies[client_id]) for client_id in client_ids
         },
-        decode=lambda values: PredictionCodec().decode(values, NUM_CLASSES),
+        decode=lambda values: PredictionCodec().decode(values, rows_of(NUM_CLASSES))["rows"],
         seed=0,
         positions=positions,
     )

@@ -12,9 +12,9 @@ from peft import LoraConfig
 from safetensors.torch import load
 
 from hf_federated import SplitModel
+from hf_federated.codecs.bits import pack_mask, unpack_mask
 from hf_federated.messages.serialization import FlatTree, pack, unpack
 from hf_federated.split import Backward, BodyServer, Forward, Gradient, Hidden, LocalLink, Wire
-from hf_federated.split.messages import pack_mask, unpack_mask
 from hf_federated.split.wire import WIRE_DTYPES
 
 
@@ -73,22 +73,22 @@ def test_num_bytes_matches_the_size_of_the_messages(dtype):
     assert sum(map(len, blobs)) == states + bits + sum(headers)
     assert max(headers) <= 320
     wire = Wire(dtype)
-    sizes = [wire.num_bytes(batch_size, length, hidden, is_gradient) for is_gradient in (False, True)]
+    sizes = [wire.num_bytes({name: (batch_size, length, hidden)}) for name in ("hidden", "gradient")]
     assert 2 * sum(sizes) == states
 
 
 @pytest.mark.parametrize("dtype", WIRE_DTYPES)
 def test_headers_take_less_than_one_percent_of_a_step_with_64_tokens(dtype):
     wire = Wire(dtype)
-    hidden = wire.encode(torch.randn(1, 64, 576))
-    gradient = wire.encode(torch.randn(1, 64, 576), is_gradient=True)
+    hidden = wire.encode({"hidden": torch.randn(1, 64, 576)})
+    gradient = wire.encode({"gradient": torch.randn(1, 64, 576)})
     messages = [
         Forward("client", 0, 0, hidden, 1, training=True, grad=True),
         Hidden("client", 0, 0, hidden),
         Backward("client", 0, 0, gradient),
         Gradient("client", 0, 0, gradient),
     ]
-    num_bytes = 2 * sum(wire.num_bytes(1, 64, 576, is_gradient) for is_gradient in (False, True))
+    num_bytes = 2 * sum(wire.num_bytes({name: (1, 64, 576)}) for name in ("hidden", "gradient"))
     assert sum(len(message.to_bytes()) for message in messages) <= 1.01 * num_bytes
 
 
@@ -167,12 +167,13 @@ def test_invalid_message_field_raises_error(changes, message):
 
 
 def test_row_without_scale_raises_error():
-    encoded = Wire("int8").encode(torch.randn(1, 6, 4))
+    states = {"hidden": torch.randn(1, 6, 4)}
+    encoded = Wire("int8").encode(states)
     encoded["int8"] = encoded["int8"][:, 4:]
     with pytest.raises(
         ValueError, match="int8 has shape \\(6, 8\\), but 6 positions of hidden size 4 need shape \\(6, 12\\)"
     ):
-        Wire("int8").decode(encoded, 1, 4, torch.float32)
+        Wire("int8").decode(encoded, states)
 
 
 def test_invalid_micro_batch_id_raises_error():

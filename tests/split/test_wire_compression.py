@@ -28,7 +28,7 @@ def states_of(width: int, positions: int = 5) -> torch.Tensor:
 
 def restored(dtype: str, states: torch.Tensor) -> torch.Tensor:
     wire = Wire(dtype)
-    return wire.decode(wire.encode(states), len(states), states.shape[-1], torch.float32)
+    return wire.decode(wire.encode({"hidden": states}), {"hidden": states})["hidden"]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -69,15 +69,16 @@ def test_largest_values_of_a_gradient_keep_the_mean_of_its_tokens(width):
     gradient = torch.randn(3, 20, width, generator=torch.Generator().manual_seed(width)) + 0.1
     gradient[1, 15:] = 0
     wire = Wire("topk")
-    encoded = wire.encode(gradient, is_gradient=True)
-    assert wire.encode(gradient).keys() == {"topk"} and encoded.keys() == {"topk", "mean_error"}
-    assert sum(tensor.nbytes for tensor in encoded.values()) == wire.num_bytes(3, 20, width, is_gradient=True)
-    actual = wire.decode(encoded, 3, width, torch.float32)
+    encoded = wire.encode({"gradient": gradient})
+    assert wire.encode({"hidden": gradient}).keys() == {"topk"} and encoded.keys() == {"topk", "mean_error"}
+    assert sum(tensor.nbytes for tensor in encoded.values()) == wire.num_bytes({"gradient": (3, 20, width)})
+    actual = wire.decode(encoded, {"gradient": gradient})["gradient"]
     assert torch.allclose(actual.double().sum((0, 1)), gradient.double().sum((0, 1)), atol=1e-5)
     assert not actual[1, 15:].any()
     # The kept values alone have another mean.
     assert width < 4 or not torch.allclose(restored("topk", gradient).sum((0, 1)), gradient.sum((0, 1)), atol=1e-1)
-    assert not wire.decode(wire.encode(torch.zeros(1, 2, width), is_gradient=True), 1, width, torch.float32).any()
+    zeros = {"gradient": torch.zeros(1, 2, width)}
+    assert not wire.decode(wire.encode(zeros), zeros)["gradient"].any()
 
 
 @pytest.mark.parametrize("dtype", ["int4", "topk"])
@@ -91,9 +92,10 @@ def test_a_position_is_compressed_independently_of_other_positions(dtype):
 
 @pytest.mark.parametrize("dtype", ["int4", "topk"])
 def test_compressed_messages_have_a_sixth_of_the_bytes_of_float32(dtype):
-    assert Wire(dtype).num_bytes(2, 10, 576) * 32 == Wire("float32").num_bytes(2, 10, 576) * 5
-    encoded = Wire(dtype).encode(torch.randn(2, 10, 130))
-    assert sum(tensor.nbytes for tensor in encoded.values()) == Wire(dtype).num_bytes(2, 10, 130)
+    shapes = {"hidden": (2, 10, 576)}
+    assert Wire(dtype).num_bytes(shapes) * 32 == Wire("float32").num_bytes(shapes) * 5
+    encoded = Wire(dtype).encode({"hidden": torch.randn(2, 10, 130)})
+    assert sum(tensor.nbytes for tensor in encoded.values()) == Wire(dtype).num_bytes({"hidden": (2, 10, 130)})
 
 
 @pytest.mark.parametrize("dtype", WIRE_DTYPES)
@@ -166,12 +168,13 @@ def filled(columns: Columns, name: str, value: float) -> Columns:
     ],
 )
 def test_invalid_rows_raise_an_error(dtype, change, message):
-    encoded = Wire(dtype).encode(states_with_largest_values_at_the_end())
+    states = {"hidden": states_with_largest_values_at_the_end()}
+    encoded = Wire(dtype).encode(states)
     changed = with_columns(dtype, encoded, change)
     if message is None:
         assert torch.equal(changed[dtype], encoded[dtype])
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
-        Wire(dtype).decode(changed, 2, 70, torch.float32)
+        Wire(dtype).decode(changed, states)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +192,11 @@ def test_invalid_rows_raise_an_error(dtype, change, message):
     ],
 )
 def test_invalid_compressed_tensors_raise_an_error(dtype, change, message):
-    encoded = Wire(dtype).encode(states_with_largest_values_at_the_end())
-    Wire(dtype).decode(encoded, 2, 70, torch.float32)
+    states = {"hidden": states_with_largest_values_at_the_end()}
+    encoded = Wire(dtype).encode(states)
+    Wire(dtype).decode(encoded, states)
     with pytest.raises(ValueError, match=message):
-        Wire(dtype).decode(change(encoded), 2, 70, torch.float32)
+        Wire(dtype).decode(change(encoded), states)
 
 
 def states_with_largest_values_at_the_end() -> torch.Tensor:

@@ -155,7 +155,7 @@ class RoundMessages:
             found.append(self._exchange("evaluation", Evaluate(0, self.client_id, {}), evaluation))
         # A method in which the clients learn from no targets does not use the number of their passes.
         if "client_epochs" not in algorithm.ignores:
-            targets = algorithm.encoding.codec.empty(self.num_positions, self.num_classes)
+            targets = algorithm.encoding.codec.empty({"rows": (self.num_positions, self.num_classes)})
             epochs = algorithm.client_epochs
             message = Distill(
                 0, self.client_id, None, 0, self.num_public, SEED, targets, epochs, epochs * self.num_rounds
@@ -165,7 +165,7 @@ class RoundMessages:
 
     def _prediction(self, num_rows: int, num_positions: int, order: int | None = None) -> Exchange:
         assert self.distillation is not None, "only distillation asks for predictions"
-        values = self.distillation.encoding.codec.empty(num_positions, self.num_classes)
+        values = self.distillation.encoding.codec.empty({"rows": (num_positions, self.num_classes)})
         message = Predict(0, self.client_id, order, 0, num_rows, SEED, keeps_graph=order is not None)
         return self._exchange("prediction", message, Predictions(0, self.client_id, values))
 
@@ -177,10 +177,10 @@ class RoundMessages:
             if not size or not count:
                 continue
             num_positions = math.ceil(self.num_positions * size / max(self.num_public, 1))
-            targets = algorithm.encoding.codec.empty(num_positions, self.num_classes)
+            targets = algorithm.encoding.codec.empty({"rows": (num_positions, self.num_classes)})
             feedback: State = {}
             if algorithm.feedback == "chain_rule":
-                feedback = algorithm.encoding.codec.dense.empty(num_positions, self.num_classes)
+                feedback = algorithm.encoding.codec.dense.empty({"rows": (num_positions, self.num_classes)})
             elif algorithm.feedback == "per_example":
                 feedback = _empty({"rewards": (num_positions,)})
             settings = {"weight": 0.0, "improvement": 0.0, "labels": SEED, "exponent": 0}

@@ -154,9 +154,8 @@ class SplitMessages:
         )
 
     def _states(self, length: int, is_gradient: bool = False) -> dict[str, torch.Tensor]:
-        num_positions = self.batch_size * length
-        layout = self.model.boundary.wire.layout(num_positions, hidden_size_of(self.model), is_gradient)
-        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in layout.items()}
+        shape = (self.batch_size, length, hidden_size_of(self.model))
+        return self.model.boundary.wire.empty({"gradient" if is_gradient else "hidden": shape})
 
     @property
     def _overhead(self) -> int:

@@ -1,4 +1,4 @@
-"""Lossy compression of the rows of a matrix: 4-bit integers in groups, and the largest values of each row.
+"""Lossy compression of the rows of a matrix: the largest values of each row.
 
 Keeping the largest values is the operator of [Alistarh et al., 2018](https://arxiv.org/abs/1809.10505). The operator
 is biased: the gradients of many tokens almost cancel in their mean, but their largest values do not. The usual remedy
@@ -22,72 +22,17 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch.nn import functional
 
-from .messages import pack_mask, unpack_mask
+from .bits import pack_mask, unpack_mask
 
 
-# Number of neighboring values that share a scale and a zero point.
-GROUP_SIZE = 64
 # Share of the values of a row that `keep_largest` keeps.
 KEPT_SHARE = 0.25
-_STEPS = 15
-
-
-def num_groups(width: int) -> int:
-    """Return the number of groups of a row. The last group may be shorter than `GROUP_SIZE`."""
-    return math.ceil(width / GROUP_SIZE)
 
 
 def num_kept(width: int) -> int:
     """Return the number of values of a row that `keep_largest` keeps."""
     return math.ceil(width * KEPT_SHARE)
-
-
-def quantize_groups(rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """
-    Quantize groups of `GROUP_SIZE` neighboring values to 4 bits: the integer `n` represents `zero_point + scale · n`.
-
-    Args:
-        rows (`torch.Tensor` of shape `(N, C)`): Rows to quantize, float32.
-
-    Returns:
-        `dict[str, torch.Tensor]`: `values` of shape `(N, ceil(C / 2))`, uint8, two integers in each byte, the first in
-        the lower bits; `scale` and `zero_point` of shape `(N, ceil(C / GROUP_SIZE))`, float32. The scale of a group
-        with NaN or infinite values is not finite, and the group is NaN after [`dequantize_groups`].
-    """
-    width = rows.shape[1]
-    padding = num_groups(width) * GROUP_SIZE - width
-    # The repeated last value does not change the range of the last group.
-    groups = functional.pad(rows, (0, padding), mode="replicate").unflatten(1, (-1, GROUP_SIZE))  # (N, groups, size)
-    low, high = groups.amin(dim=2), groups.amax(dim=2)
-    scale = (high - low) / _STEPS
-    divisor = torch.where(scale > 0, scale, 1)
-    steps = ((groups - low.unsqueeze(2)) / divisor.unsqueeze(2)).round().clamp(0, _STEPS)
-    # The integer that replaces NaN has no effect, because the scale of its group is not finite.
-    integers = functional.pad(steps.nan_to_num().to(torch.uint8).flatten(1)[:, :width], (0, width % 2))
-    return {"values": integers[:, ::2] | integers[:, 1::2] << 4, "scale": scale, "zero_point": low}
-
-
-def dequantize_groups(encoded: Mapping[str, torch.Tensor], width: int) -> torch.Tensor:
-    """
-    Restore the rows that [`quantize_groups`] quantized.
-
-    The error of each value is at most half of 1/15 of the range of its group.
-
-    Args:
-        encoded (`Mapping[str, torch.Tensor]`): `values`, `scale` and `zero_point` from [`quantize_groups`].
-        width (`int`): Number of values of a row.
-
-    Returns:
-        `torch.Tensor` of shape `(N, width)`: Restored rows, float32.
-    """
-    values = encoded["values"]
-    integers = torch.stack((values & 15, values >> 4), dim=2).flatten(1)[:, :width].float()
-    scale, zero_point = (
-        encoded[name].repeat_interleave(GROUP_SIZE, dim=1)[:, :width] for name in ("scale", "zero_point")
-    )
-    return zero_point + scale * integers
 
 
 def keep_largest(rows: torch.Tensor, with_mean: bool = False) -> dict[str, torch.Tensor]:
