@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -158,8 +159,7 @@ class CenteredClipping(ClippedMean):
         return self.radius is not None and self.num_iterations == 1
 
     def limit(self) -> float:
-        assert self.radius is not None
-        return self.radius
+        return math.inf if self.radius is None else self.radius
 
     def center_of(self, state: State) -> State:
         center = super().center_of(state)

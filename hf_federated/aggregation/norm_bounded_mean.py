@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -96,8 +97,7 @@ class NormBoundedMean(ClippedMean):
         return self.max_norm is not None and not find_pairs(state)
 
     def limit(self) -> float:
-        assert self.max_norm is not None
-        return self.max_norm
+        return math.inf if self.max_norm is None else self.max_norm
 
     def estimate(self, updates: UpdateCollection) -> State:
         norms = squared_norms(updates).sqrt()

@@ -90,9 +90,10 @@ class ClientModelBuilder:
                 model = copy_model(spec.model)
             elif spec.model is not None:
                 model = spec.model()
-            else:
-                assert init is not None
+            elif init is not None:
                 model = init(client_id)
+            else:
+                raise ValueError(f"Client {client_id!r} has no model. Pass `clients` or `client_model_init`.")
         if self._freeze is not None:
             freeze_layers(model, self._freeze)
         return model
@@ -133,8 +134,7 @@ class ClientModelBuilder:
         Raise an error if the client's tokenizer splits public examples into other tokens than the server's tokenizer.
         """
         server_public = self._encoded_public(self._trainer.processing_class)
-        assert server_public is not None and server_public.positions is not None
-        if public is server_public:
+        if public is server_public or server_public is None or server_public.positions is None:
             return
         column = "labels" if server_public.positions.feeds_labels else INPUT_IDS
         for row, (client_ids, server_ids) in enumerate(

@@ -106,7 +106,8 @@ class Participants:
         """
         Encode the public examples for a model with the given tokenizer, and find the positions of its predictions.
         """
-        assert self.public_dataset is not None
+        if self.public_dataset is None:
+            raise ValueError("There are no public examples. Pass `public_dataset` to the trainer.")
         if self.task is None:
             return EncodedPublicDataset(self.public_dataset)
         rows = self.task.prepare_public(self.public_dataset, tokenizer)

@@ -256,7 +256,8 @@ class FedDRS(Distillation):
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         teachers = cohort.teachers
-        assert teachers is not None  # `build_teachers` always builds the store
+        if teachers is None:
+            raise RuntimeError("FedDRS needs a store of the clients' models. Call `build_teachers` first.")
         logs: dict[str, float] = {}
         sampler = PseudoSampler(self, server, self._num_steps_of_run(server))
         if not self.post_only:

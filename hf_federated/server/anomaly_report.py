@@ -61,11 +61,13 @@ class AnomalyReport(FederatedCallback):
     ```
     """
 
+    # The projection of this round.
+    _sketch: ChangeSketch
+
     def __init__(self, log: bool = True) -> None:
         self.log = log
         # The report of each round, by round number from 0.
         self.rounds: dict[int, dict[str, Any]] = {}
-        self._sketch: ChangeSketch | None = None
         self._before: dict[str, Any] = {}
         # Norm and sketch of each client's change in this round.
         self._changes: dict[str, tuple[float, Any]] = {}
@@ -96,7 +98,6 @@ class AnomalyReport(FederatedCallback):
         self._changes[update.client_id] = self._measure(update.state)
 
     def _measure(self, state: dict[str, Any]) -> tuple[float, Any]:
-        assert self._sketch is not None
         return math.sqrt(squared_norm(state, self._before)), self._sketch(state)
 
     def on_distill(
@@ -113,7 +114,7 @@ class AnomalyReport(FederatedCallback):
                 "cosine": max(-1.0, min(1.0, cosine)) if math.isfinite(cosine) else None,
                 "distance": math.sqrt(max(square, 0.0)),
             }
-        self._changes, self._before, self._sketch = {}, {}, None
+        self._changes, self._before = {}, {}
         # With parallelism="clients", each process has measured its own clients.
         parts = process_group().gather(f"anomaly report, round {round.number}", own)
         found = {client_id: values for part in parts for client_id, values in part.items()}

@@ -84,7 +84,8 @@ class ClientRequests:
         if self._processes.world_size == 1:
             found = self._receive_here(reply)
             return None if found is None else Request(**found[0], content=found[1])
-        results = self._start(reply) if self._processes.is_main else None
+        # Empty except in the main process, which waits in a thread.
+        results = self._start(reply) if self._processes.is_main else queue.SimpleQueue()
         label = f"next request to client {self._client_id!r}"
         received: dict[str, Any] = {"kind": "waiting"}
         found = None
@@ -92,7 +93,6 @@ class ClientRequests:
 
             def poll() -> dict[str, Any]:
                 nonlocal found
-                assert results is not None
                 try:
                     found, error = results.get(timeout=_POLL_SECONDS)
                 except queue.Empty:
@@ -131,24 +131,21 @@ class ClientRequests:
 
     def _share(self, content: memoryview | None, num_bytes: int) -> memoryview:
         """Return the content of the main process in all processes."""
-        buffer = None if content is not None else torch.empty(num_bytes, dtype=torch.uint8)
+        buffer = torch.empty(0 if content is not None else num_bytes, dtype=torch.uint8)
         for start in range(0, num_bytes, _CHUNK_BYTES):
             stop = min(start + _CHUNK_BYTES, num_bytes)
             if content is not None:
                 chunk = torch.frombuffer(bytearray(content[start:stop]), dtype=torch.uint8)
             else:
-                assert buffer is not None
                 chunk = buffer[start:stop]
             self._processes.broadcast_([chunk], source=0)
-        if content is not None:
-            return content
-        assert buffer is not None
-        return memoryview(buffer.numpy().data)
+        return memoryview(buffer.numpy().data) if content is None else content
 
     def _receive_here(self, reply: bytes | None) -> tuple[dict[str, Any], memoryview] | None:
         """Return the header and the content of the next request. Connect again if the session is lost."""
-        assert self._connection is not None
         while True:
+            if self._connection is None:
+                raise RuntimeError("Only the main process of a client has a connection.")
             try:
                 blob = self._connection.receive(reply)
                 break

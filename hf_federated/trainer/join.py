@@ -123,7 +123,8 @@ class JoinedClient:
             PeerFailedError: If another process of the client failed.
         """
         requests = self._requests
-        assert requests is not None
+        if requests is None:
+            raise RuntimeError("The client is not connected. Call `connect` first.")
         if self._history is None:
             self._history = StateHistory(self._state_dir, self._engine.worker.models, self._processes.is_main)
         metrics: dict[str, dict[str, float]] = {}

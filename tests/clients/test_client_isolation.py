@@ -25,6 +25,7 @@ from hf_federated import (
     FederatedTrainer,
     federate,
 )
+from hf_federated.engines import LocalEngine
 from hf_federated.messages.serialization import pack
 
 
@@ -302,22 +303,6 @@ def test_clients_start_each_round_from_the_same_weights_and_end_with_different_o
 # ---- Server and clients share only messages
 
 
-class SerializedMessages(FederatedCallback):
-    """
-    Serializes every message and gives the client side another instance of the algorithm.
-
-    A trainer gives both sides the same instance, so the test replaces a private attribute of the worker.
-    """
-
-    def __init__(self, algorithm: Aggregation) -> None:
-        self.algorithm = algorithm
-
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
-        engine = self.trainer.engine
-        engine.serialize = True
-        engine.worker._algorithm = self.algorithm
-
-
 @pytest.mark.parametrize("aggregation", MARKED)
 def test_serialized_messages_give_the_same_result_as_direct_calls(aggregation) -> None:
     """Clients can then run on other machines."""
@@ -325,15 +310,13 @@ def test_serialized_messages_give_the_same_result_as_direct_calls(aggregation) -
     federation = {"aggregation": aggregation, "aggregation_kwargs": kwargs, "client_optimizer_state": "carry"}
     training = TRAINING.get(aggregation, {})
     direct = train_federation(CLIENTS, federation=federation, **training)
-    network = SerializedMessages(AGGREGATIONS[aggregation](**kwargs))
     trainer = FederatedTrainer(
         model=tiny_model(),
         args=arguments(tempfile.mkdtemp(), **training),
         train_dataset=CLIENTS,
-        callbacks=[network],
+        engine=LocalEngine(serialize=True),
         federation=FederatedConfig(num_rounds=2, **federation),
     )
-    network.trainer = trainer
     trainer.train()
     assert same_weights(trainer.model, direct.model)
     assert trainer.ledger.to_dict() == direct.ledger.to_dict()
