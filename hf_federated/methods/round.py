@@ -65,7 +65,7 @@ class Round:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     logs: dict[str, float] = field(default_factory=dict)
-    exchange: ExchangeMessages = _no_engine
+    exchange: ExchangeMessages = field(default_factory=lambda: _no_engine)
 
     @property
     def clients(self) -> tuple[str, ...]:

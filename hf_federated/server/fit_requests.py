@@ -41,8 +41,10 @@ class FitSettings:
     dtype: torch.dtype | None = None
     sends_state: bool = True
     returns_state: bool = True
-    row_limit: Callable[[Sequence[str]], int | None] = lambda cohort: None
-    limits: Callable[[str, int | None], UpdateLimits] = lambda client_id, max_rows: UpdateLimits()
+    row_limit: Callable[[Sequence[str]], int | None] = field(default_factory=lambda: lambda cohort: None)
+    limits: Callable[[str, int | None], UpdateLimits] = field(
+        default_factory=lambda: lambda client_id, max_rows: UpdateLimits()
+    )
     device: torch.device | None = None
 
 

@@ -130,31 +130,9 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             eval_clients = engine.remote_eval_clients
         if participants.task is not None:
             encode_for_server(arguments, participants.task)
-        # A constructor that prepares its dataset gets the dataset of one client. The preparation is then repeated for
-        # the other clients.
-        first = next(iter(clients))
-        if is_remote:
-            example = (
-                example_of_the_format(type(self), arguments.get("eval_dataset")) if self.prepares_data() else None
-            )
-            arguments["train_dataset"] = example
-        elif self.prepares_data():
-            arguments["train_dataset"] = clients[first]
-        else:
-            arguments["train_dataset"] = DatasetPlaceholder(type(self), clients)
-        train, evaluation = Preparation(arguments["train_dataset"]), Preparation(arguments.get("eval_dataset"))
-        self._preparations = [train, evaluation]
-        with accept_stream(self, arguments.get("args"), arguments["train_dataset"]):
-            super().__init__(**arguments)
-        self._preparations = None
-        isolate_gradient_state(self.accelerator)
-        for name, preparation, dataset in (
-            ("train_dataset", train, clients),
-            ("eval_dataset", evaluation, eval_clients),
-        ):
-            if dataset is not None and not is_remote and getattr(self, name) is not preparation.prepared:
-                raise constructor_data_error(type(self), f"the constructor replaced `{name}`")
+        train, evaluation = self._construct_parent(arguments, clients, eval_clients, is_remote)
         self.train_dataset = clients
+        first = {next(iter(clients)): train.prepared}
         self._setup = FederationSetup.build(
             trainer=self,
             config=federation,
@@ -165,7 +143,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             user_callbacks=user_callbacks,
             postprocessors=postprocessors,
             arguments={**user_arguments, **{name: arguments[name] for name in FROM_TASK if name in arguments}},
-            train_datasets=self._prepared_datasets(train, clients, participants, {first: train.prepared}),
+            train_datasets=self._prepared_datasets(train, clients, participants, first),
             eval_datasets=None
             if eval_clients is None
             else self._prepared_datasets(evaluation, eval_clients, participants, {}),
@@ -177,6 +155,37 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         self._until_announced = ExitStack()
         self._user_args = self.args
         self._resume_from: str | None = None
+
+    def _construct_parent(
+        self,
+        arguments: dict[str, Any],
+        clients: FederatedDataset,
+        eval_clients: FederatedDataset | None,
+        is_remote: bool,
+    ) -> tuple[Preparation, Preparation]:
+        """Call the constructor of the parent class. Return its preparations of the training and evaluation data."""
+        # A constructor that prepares its dataset gets the dataset of one client. The preparation is then repeated for
+        # the other clients.
+        if is_remote:
+            example = (
+                example_of_the_format(type(self), arguments.get("eval_dataset")) if self.prepares_data() else None
+            )
+            arguments["train_dataset"] = example
+        elif self.prepares_data():
+            arguments["train_dataset"] = clients[next(iter(clients))]
+        else:
+            arguments["train_dataset"] = DatasetPlaceholder(type(self), clients)
+        preparations = Preparation(arguments["train_dataset"]), Preparation(arguments.get("eval_dataset"))
+        self._preparations = list(preparations)
+        with accept_stream(self, arguments.get("args"), arguments["train_dataset"]):
+            super().__init__(**arguments)
+        self._preparations = None
+        isolate_gradient_state(self.accelerator)
+        names = ("train_dataset", "eval_dataset")
+        for name, preparation, dataset in zip(names, preparations, (clients, eval_clients), strict=True):
+            if dataset is not None and not is_remote and getattr(self, name) is not preparation.prepared:
+                raise constructor_data_error(type(self), f"the constructor replaced `{name}`")
+        return preparations
 
     def _prepared_datasets(
         self,

@@ -134,15 +134,9 @@ class FederationSetup:
         aggregation = _find_aggregation(user_callbacks, resolved, distillation)
         _install_anomaly_report(trainer, user_callbacks, resolved, aggregation)
         steps = [*postprocessors, *_algorithm_postprocessors(aggregation, resolved)]
-        if aggregation.trains_private_models and launched.world_size > 1 and resolved.parallelism != "clients":
-            raise ValueError(
-                f"aggregation={aggregation.name!r} trains a private model of each client, which several processes "
-                "cannot train together with parallelism='data'. Set parallelism='clients'."
-            )
-        check_arguments(trainer, resolved, aggregation, distillation)
+        _check_methods(trainer, resolved, aggregation, distillation, launched.world_size)
         check_participants(aggregation, distillation, participants, clients, postprocessors, args)
         check_given_models(participants, trainer.model)
-        is_raw = participants.task is not None
         deferred_errors: list[ValueError] = []
 
         def check_server(check: Callable[[], T], otherwise: T) -> T:
@@ -158,12 +152,9 @@ class FederationSetup:
         alone = ClientSampler(list(clients), 1.0, resolved.federation_seed or 0)
         sampler = check_server(lambda: sample_clients(clients, resolved), alone)
         check_server(lambda: check_server_dataset(aggregation, distillation, participants), None)
+        is_raw = participants.task is not None
         check_clients(trainer, clients, eval_clients, resolved, is_raw, distillation)
-        if resolved.freeze is not None:
-            freeze_layers(trainer.model, resolved.freeze)
-        if distillation is not None:
-            check_predictions(distillation, participants, trainer)
-            distillation.check_model(trainer.model)
+        _check_model(trainer, resolved, distillation, participants)
         setup = cls(
             trainer=trainer,
             config=resolved,
@@ -259,6 +250,33 @@ class FederationSetup:
             None if checkpoint is None else Path(checkpoint).name,
         )
         check_consistency(self.processes, label, description, datasets)
+
+
+def _check_methods(
+    trainer: Trainer,
+    config: FederatedConfig,
+    aggregation: Aggregation,
+    distillation: Distillation | None,
+    num_processes: int,
+) -> None:
+    """Check the training arguments and the launch against the algorithms."""
+    if aggregation.trains_private_models and num_processes > 1 and config.parallelism != "clients":
+        raise ValueError(
+            f"aggregation={aggregation.name!r} trains a private model of each client, which several processes "
+            "cannot train together with parallelism='data'. Set parallelism='clients'."
+        )
+    check_arguments(trainer, config, aggregation, distillation)
+
+
+def _check_model(
+    trainer: Trainer, config: FederatedConfig, distillation: Distillation | None, participants: Participants
+) -> None:
+    """Freeze parameters as `freeze` configures, and check the model against the distillation."""
+    if config.freeze is not None:
+        freeze_layers(trainer.model, config.freeze)
+    if distillation is not None:
+        check_predictions(distillation, participants, trainer)
+        distillation.check_model(trainer.model)
 
 
 def _find_distillation(user_callbacks: Sequence[TrainerCallback], config: FederatedConfig) -> Distillation | None:

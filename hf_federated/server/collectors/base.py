@@ -51,7 +51,7 @@ class CollectorContext:
     progress: RoundProgress
     bound: BoundUpdate
     deadline: float | None = None
-    fire: Callable[..., Any] = field(default=lambda event, **kwargs: None)
+    fire: Callable[..., Any] = field(default_factory=lambda: lambda event, **kwargs: None)
 
     def on_dispatch(self, client_id: str) -> None:
         """Call the event of a client whose message is sent."""
