@@ -32,6 +32,8 @@ class ClientModelBuilder:
         exchange (`str`): Which parameters of a model are trained and stored, as `exchange` of [`FederatedConfig`].
         freeze (`str`, *optional*): Which layers of every model are frozen, as `freeze` of [`FederatedConfig`].
         learning_rate (`float`, *optional*): Learning rate of distillation on clients.
+        same_vocabulary (`bool`, *optional*, defaults to `True`): Whether all models that predict tokens must have one
+            vocabulary.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class ClientModelBuilder:
         exchange: str,
         freeze: str | None,
         learning_rate: float | None,
+        same_vocabulary: bool = True,
     ) -> None:
         self._trainer = trainer
         self._arguments = arguments
@@ -53,6 +56,7 @@ class ClientModelBuilder:
         self._exchange = exchange
         self._freeze = freeze
         self._learning_rate = learning_rate
+        self._same_vocabulary = same_vocabulary
         # Clients with the same tokenizer share the encoded public examples.
         self._public: dict[int, tuple[Any, EncodedPublicDataset]] = {}
 
@@ -60,15 +64,16 @@ class ClientModelBuilder:
         spec = self._participants.clients.get(client_id) or ClientSpec()
         tokenizer = self._participants.tokenizer_of(client_id, self._trainer.processing_class)
         model = self._build_model(client_id, spec)
-        if self._participants.prediction_unit == "token":
+        predicts_tokens = self._participants.prediction_unit == "token"
+        if predicts_tokens and self._same_vocabulary:
             check_vocabulary(client_id, model, self._trainer.model)
-        else:
+        elif not predicts_tokens:
             check_labels(client_id, model, self._trainer.model)
         align_padding(model, tokenizer)
         trainer = self._build_trainer(model, tokenizer, spec)
         exchange = Exchange(trainer.model, self._exchange)
         public = self._encoded_public(tokenizer)
-        if public is not None and self._participants.prediction_unit == "token":
+        if public is not None and predicts_tokens and self._same_vocabulary:
             self._check_tokens(client_id, public)
         student = None if public is None else public.student(trainer, self._learning_rate)
         return trainer, exchange, student

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..utils.algorithm_names import DISTILLATION_NAMES, import_reference
 from .adafd import AdaFD
+from .alignment import Alignment
 from .base import Distillation
 from .client import DistillationPart
 from .client_reports import ClientReport, reports, summarize_logits
@@ -100,6 +101,7 @@ __all__ = [
     "ROBUST_MEANS",
     "WEIGHTINGS",
     "AdaFD",
+    "Alignment",
     "Ask",
     "ClientReport",
     "Cohort",

@@ -30,10 +30,11 @@ from torch import nn
 from ..messages import Distill, Feedback, Message, Predict, Predictions
 from ..methods import ClientPart, Method, Round
 from ..utils.weighted_mean import State, WeightedMean
+from .alignment import Alignment
 from .client import DistillationPart
 from .client_weights import weighted_mean
 from .codec import PredictionCodec
-from .cohort import Cohort, RunOnMain
+from .cohort import Cohort, EncodedTargets, RunOnMain
 from .encoding import Encoding, Targets
 from .lazy_rows import LazyRows
 from .losses import kl_divergence
@@ -122,6 +123,8 @@ class Distillation(Settings, Method):
     parameters: ClassVar[str] = "kept"
     # Kind of the targets that the clients learn: `"logits"` or `"probabilities"`.
     broadcasts: ClassVar[str] = "logits"
+    # How the predictions of a client correspond to those of the server's model.
+    alignment: ClassVar[Alignment] = Alignment()
     # Inherited settings that the method does not use. A value other than the default raises an error.
     ignores: ClassVar[tuple[str, ...]] = ()
 
@@ -320,7 +323,7 @@ class Distillation(Settings, Method):
             round=round.number,
             metrics=dict(round.metrics),
             ask=lambda phase, clients, message_for: round.ask(phase, message_for, clients),
-            decode=lambda values: self.encoding.decode(values, num_classes),
+            decode=lambda values, classes=num_classes: self.encoding.decode(values, classes),
             seed=server.seed,
             min_clients=round.min_clients,
             rejected=round.rejected,
@@ -328,6 +331,7 @@ class Distillation(Settings, Method):
             teachers=server.teachers,
             positions=student.positions,
             run_on_main=self._run_on_main,
+            alignment=self.alignment,
         )
         if server.teachers is not None:
             for client_id in round.rejected:
@@ -361,10 +365,16 @@ class Distillation(Settings, Method):
         if targets is not None:
             epochs_of_run = server.num_rounds * self.client_epochs
             losses = cohort.distill(
-                server.all_rows, self.encoding.encode_targets(targets), self.client_epochs, epochs_of_run
+                server.all_rows, self.encoded_for_clients(targets), self.client_epochs, epochs_of_run
             )
             logs["client_distillation_loss"] = sum(losses.values()) / len(losses)
         return logs
+
+    def encoded_for_clients(self, targets: Targets) -> EncodedTargets:
+        """Encode targets of the server for the clients: once for all clients, or a function of the client id."""
+        if self.alignment.is_identity or isinstance(targets, LazyRows):
+            return self.encoding.encode_targets(targets)
+        return lambda client_id: self.encoding.encode_targets(self.alignment.to_client(client_id, targets))
 
     def _ensemble_of_all(self, cohort: Cohort, server: DistillationServer) -> Targets:
         """
@@ -373,7 +383,8 @@ class Distillation(Settings, Method):
         For words and tokens with `top_k`, each block of targets is computed when it is needed.
         """
         rows = server.all_rows
-        if server.student.positions is None or self.top_k is None or not self.ensembles_rows_independently:
+        is_lazy = self.top_k is not None and self.ensembles_rows_independently and self.alignment.is_identity
+        if server.student.positions is None or not is_lazy:
             predictions = cohort.predict(rows, server.shape)
             cohort.check_num_positions(server.num_agreed(rows))
             return self.ensemble(predictions, cohort)

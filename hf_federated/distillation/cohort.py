@@ -27,6 +27,7 @@ from ..messages import (
 from ..utils.errors import RoundFailedError
 from ..utils.random import derived_seed
 from ..utils.weighted_mean import WeightedMean
+from .alignment import Alignment
 from .lazy_rows import LazyRows, decode_lazily
 from .public_rows import PublicRows
 from .teachers import Teachers
@@ -47,7 +48,10 @@ R = TypeVar("R")
 Reply = TypeVar("Reply", bound=Message)
 # `run_on_main(label, find)` calls `find` on the main process and returns its result on all processes.
 RunOnMain = Callable[[str, Callable[[], Any]], Any]
-Decode = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+# `decode(values)` decodes to the classes of the server, `decode(values, num_classes)` to another number of classes.
+Decode = Callable[..., torch.Tensor]
+# Encoded targets, the same for all clients or as a function of the client id.
+EncodedTargets = Mapping[str, torch.Tensor] | Callable[[str], Mapping[str, torch.Tensor]]
 
 
 @dataclass
@@ -71,6 +75,7 @@ class Cohort:
         positions ([`~hf_federated.clients.positions.Positions`], *optional*): Positions of the words or tokens that
             the server's model predicts. A row of predictions is then one position. Only positions that the tokenizers
             of the server and of all clients of the cohort keep are exchanged.
+        alignment ([`Alignment`], *optional*): How the predictions of a client correspond to those of the server.
         run_on_main (`Callable`, *optional*): `run_on_main(label, find)` calls `find` on the main process and returns
             its result on all processes. All processes run the same rounds. By default, there is one process.
     """
@@ -85,6 +90,7 @@ class Cohort:
     extra: WeightedMean = field(default_factory=WeightedMean)
     teachers: Teachers | None = None
     positions: Positions | None = None
+    alignment: Alignment = field(default_factory=Alignment)
     run_on_main: RunOnMain = field(default_factory=lambda: lambda label, find: find())
 
     @property
@@ -132,9 +138,9 @@ class Cohort:
             RoundFailedError: If fewer than `min_clients` clients sent valid predictions.
         """
         predictions, indices = self._ask_for_predictions(rows, shape, keeps_graph, self._unpack)
-        if self.positions is None:
-            return predictions
-        return {client_id: predictions[client_id][indices[client_id]] for client_id in predictions}
+        if self.positions is not None:
+            predictions = {client_id: predictions[client_id][indices[client_id]] for client_id in predictions}
+        return {client_id: self.alignment.to_server(client_id, logits) for client_id, logits in predictions.items()}
 
     def predict_lazily(self, rows: PublicRows, shape: tuple[int, ...]) -> dict[str, LazyRows]:
         """
@@ -171,7 +177,7 @@ class Cohort:
                 if self.positions is not None:
                     values, missing = self.positions.take_absent(rows.indices(self.positions.num_rows), values)
                 num_present = shape[0] - len(missing)
-                predictions = read(values, (num_present, *shape[1:]))
+                predictions = read(values, self.alignment.client_shape(client_id, (num_present, *shape[1:])))
                 if not keeps_graph and not num_present:
                     raise ValueError(
                         f"its tokenizer keeps none of the {shape[0]} words of the public examples, so no client could "
@@ -184,8 +190,9 @@ class Cohort:
         self.check_enough()
         return found, {} if self.positions is None else _narrow(self.positions, rows, absent)
 
-    def _with_absent(self, rows: PublicRows, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Add the numbers of the positions without targets to encoded targets, if there are any."""
+    def _with_absent(self, rows: PublicRows, targets: EncodedTargets, client_id: str) -> dict[str, torch.Tensor]:
+        """Return a client's encoded targets, with the numbers of the positions without targets, if there are any."""
+        targets = targets(client_id) if callable(targets) else targets
         if self.positions is None:
             return dict(targets)
         return self.positions.add_absent(rows.indices(self.positions.num_rows), targets)
@@ -193,7 +200,7 @@ class Cohort:
     def distill(
         self,
         rows: PublicRows,
-        targets: Mapping[str, torch.Tensor],
+        targets: EncodedTargets,
         num_epochs: int,
         num_training_epochs: int,
         settings: Mapping[str, Any] | None = None,
@@ -203,7 +210,8 @@ class Cohort:
 
         Args:
             rows ([`PublicRows`]): The public examples.
-            targets (`Mapping[str, torch.Tensor]`): Encoded targets, the same for all clients.
+            targets (`Mapping[str, torch.Tensor]` or `Callable`): Encoded targets, the same for all clients or a
+                function of the client id.
             num_epochs (`int`): Number of passes over the examples.
             num_training_epochs (`int`): Number of passes of a client over these examples in the whole run.
             settings (`Mapping[str, Any]`, *optional*): Settings of the algorithm, JSON scalars only.
@@ -218,7 +226,7 @@ class Cohort:
         def message(client_id: str) -> Message:
             return Distill(
                 **self._about(rows, client_id, "distillation"),
-                targets=self._with_absent(rows, targets),
+                targets=self._with_absent(rows, targets, client_id),
                 num_epochs=num_epochs,
                 num_training_epochs=num_training_epochs,
                 settings=dict(settings or {}),
@@ -229,7 +237,7 @@ class Cohort:
     def send_feedback(
         self,
         rows: PublicRows,
-        targets: Mapping[str, torch.Tensor],
+        targets: EncodedTargets,
         feedback: Mapping[str, Mapping[str, torch.Tensor]],
         settings: Mapping[str, Mapping[str, Any]],
         step: int,
@@ -240,7 +248,8 @@ class Cohort:
 
         Args:
             rows ([`PublicRows`]): The examples of the preceding call of [`~Cohort.predict`].
-            targets (`Mapping[str, torch.Tensor]`): Encoded targets, the same for all clients.
+            targets (`Mapping[str, torch.Tensor]` or `Callable`): Encoded targets, the same for all clients or a
+                function of the client id.
             feedback (`Mapping[str, Mapping[str, torch.Tensor]]`): Encoded feedback, by client.
             settings (`Mapping[str, Mapping[str, Any]]`): Settings by client, JSON scalars only.
             step (`int`): Number of feedback steps of the run before this step.
@@ -256,7 +265,7 @@ class Cohort:
         def message(client_id: str) -> Message:
             return Feedback(
                 **self._about(rows, client_id),
-                targets=self._with_absent(rows, targets),
+                targets=self._with_absent(rows, targets, client_id),
                 feedback=dict(feedback[client_id]),
                 step=step,
                 num_training_steps=num_training_steps,
@@ -332,7 +341,7 @@ class Cohort:
         return accepted
 
     def _unpack(self, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-        values = self.decode(encoded)
+        values = self.decode(encoded) if self.alignment.is_identity else self.decode(encoded, shape[-1])
         _check(values, values.shape, shape)
         return values
 

@@ -117,13 +117,15 @@ class Engine(ABC):
             TimeoutError: If too few clients join. The message names the absent clients.
         """
 
-    def stop(self, reason: str = "") -> None:  # noqa: B027 - most engines run here
+    def stop(self, reason: str = "") -> None:
         """
-        End a run.
+        End a run, and withdraw its open requests.
 
         Args:
             reason (`str`, *optional*): Why the run failed. Empty if the run is complete.
         """
+        for client_id in self.open_requests:
+            self.withdraw(client_id)
 
     def start(self, context: EngineContext) -> None:
         """
@@ -132,8 +134,7 @@ class Engine(ABC):
         Args:
             context ([`EngineContext`]): The federation to run.
         """
-        for client_id in self.open_requests:
-            self.withdraw(client_id)
+        Engine.stop(self)
         self.ledger = Ledger()
         self.last_error = None
         self.kinds = context.kinds

@@ -216,6 +216,7 @@ class NetworkEngine(Engine):
         self._saved_clients = context.saved_clients
 
     def stop(self, reason: str = "") -> None:
+        super().stop(reason)
         if self._is_open:
             self._is_open = False
             self.transport.stop(reason)

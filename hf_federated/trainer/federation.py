@@ -195,6 +195,7 @@ class Federation:
             exchange=setup.config.exchange,
             freeze=setup.config.freeze,
             learning_rate=None if distillation is None else distillation.client_lr,
+            same_vocabulary=distillation is None or not distillation.alignment.supports_other_vocabularies,
         )
 
     def _disk_store(self, folder: str) -> DiskStore:

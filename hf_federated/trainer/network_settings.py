@@ -167,7 +167,11 @@ def _data_settings(setup: FederationSetup, client_id: str | None) -> dict[str, s
         tokenizer = participants.tokenizer_of(client_id, tokenizer)
     # Parameters, and predictions of tokens, refer to the ids of tokens. Clients that predict labels or tags may have
     # other tokenizers.
-    predicts_tokens = distillation is not None and participants.prediction_unit == "token"
+    predicts_tokens = (
+        distillation is not None
+        and participants.prediction_unit == "token"
+        and not distillation.alignment.supports_other_vocabularies
+    )
     if isinstance(tokenizer, PreTrainedTokenizerBase) and (_sends_parameters(setup) or predicts_tokens):
         tokens = sorted(tokenizer.get_vocab().items())
         settings["tokenizer"] = f"{len(tokens)} tokens (SHA-256 {_digest(json.dumps(tokens).encode())})"

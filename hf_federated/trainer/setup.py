@@ -174,7 +174,7 @@ class FederationSetup:
             **fields,
         )
         check_server(lambda: aggregation.check_exchange(setup.exchange.tensors, sampler.num_sampled), None)
-        setup.collector.check(engine, setup.methods)
+        setup.collector.check(engine, setup.methods, resolved.evaluate_clients)
         # Processes with different `parallelism` would block at different collective operations.
         setup.check_consistency("construction of the trainer", args, None)
         return setup

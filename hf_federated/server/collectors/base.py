@@ -70,20 +70,26 @@ class UpdateCollector(ConstructorSettings, ABC):
     # Whether requests stay open after a round, which some engines do not support.
     holds_requests: ClassVar[bool] = False
 
-    def check(self, engine: Engine, methods: Sequence[Method]) -> None:
+    def check(self, engine: Engine, methods: Sequence[Method], evaluates_clients: bool = False) -> None:
         """
         Check that the collector works with an engine and with the methods. It is called when the trainer is built.
 
         Args:
             engine ([`Engine`]): The engine that runs the clients.
             methods (`Sequence[Method]`): The methods of the federation.
+            evaluates_clients (`bool`, *optional*, defaults to `False`): Whether all clients are evaluated in a round.
 
         Raises:
-            ValueError: If the engine or a method is not supported. The message names an alternative.
+            ValueError: If the engine, a method or the evaluation is not supported. The message names an alternative.
         """
         for method in methods if self.holds_requests else ():
             if not method.supports_late_updates:
                 raise ValueError(f"{method!r} needs all updates in their round. Set collector='synchronous'.")
+        if self.holds_requests and evaluates_clients:
+            raise ValueError(
+                f"evaluate_clients=True asks clients that still train with collector={self.name!r}. Leave "
+                "`evaluate_clients` out, and evaluate the clients after the training."
+            )
         if self.holds_requests and not engine.holds_requests:
             raise ValueError(
                 f"collector={self.name!r} leaves requests open after a round, which {type(engine).__name__} does not "

@@ -10,7 +10,7 @@ import torch
 from federations import build_federation
 from tiny import rows, same_weights
 
-from hf_federated import FederatedCallback, FederatedTrainer
+from hf_federated import FederatedCallback, FederatedDataset, FederatedTrainer
 from hf_federated.engines import LocalEngine, RankEngine
 from hf_federated.messages import ClientUpdate, Fit
 from hf_federated.server.collectors import BufferedCollector
@@ -41,6 +41,8 @@ class States(FederatedCallback):
         self.states: list[dict[str, torch.Tensor]] = []
         self.cohorts: list[tuple[str, ...]] = []
         self.accepted: list[list[str]] = []
+        self.engine: Any = None
+        self.num_open: list[int] = []
 
     def on_round_begin(self, args, state, control, round, **kwargs):
         self.states.append(round.state)
@@ -48,6 +50,8 @@ class States(FederatedCallback):
 
     def on_round_end(self, args, state, control, round, **kwargs):
         self.accepted.append(sorted(round.metrics))
+        if self.engine is not None:
+            self.num_open.append(len(self.engine.open_requests))
         if round.number == state.max_steps - 1:
             self.states.append(round.state)
 
@@ -92,8 +96,10 @@ def test_round_equals_the_formula_of_the_paper(tmp_path, serialize) -> None:
 
 def test_clients_start_until_all_slots_train(tmp_path) -> None:
     engine, states = RecordingEngine(), States()
+    states.engine = engine
     train(tmp_path, BufferedCollector(3), trainer={"engine": engine, "callbacks": [states]})
-    assert len(engine.open_requests) == 1  # four clients train, and three of them have replied
+    assert states.num_open == [1] * 4  # four clients train, and three of them have replied
+    assert not engine.open_requests
     assert {request.client_id for request in engine.requests} <= {name for cohort in states.cohorts for name in cohort}
     assert [len(accepted) for accepted in states.accepted] == [3] * 4
 
@@ -161,6 +167,16 @@ def test_methods_that_need_all_updates_are_refused(tmp_path, federation) -> None
     trainer = {"public_dataset": rows(4, seed=9)} if "distillation" in federation else {}
     with pytest.raises(ValueError, match="needs all updates in their round. Set collector='synchronous'"):
         train(tmp_path, BufferedCollector(2), federation=federation, trainer=trainer)
+
+
+def test_evaluation_of_clients_that_train_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="evaluate_clients=True asks clients that still train"):
+        train(
+            tmp_path,
+            BufferedCollector(2),
+            federation={"evaluate_clients": True},
+            trainer={"eval_dataset": FederatedDataset.from_dict(CLIENTS)},
+        )
 
 
 def test_order_of_another_run_is_refused(tmp_path) -> None:
