@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from .engines import NetworkEngine
     from .messages.ledger import Ledger
     from .methods import ClientPart, Method, Round
-    from .postprocessing import ClipUpdate, GaussianNoise, Postprocessor
+    from .postprocessing import ClipUpdate, GaussianNoise, Postprocessor, QuantizeChanges
     from .server.anomaly_report import AnomalyReport
     from .server.callbacks import AggregationCallback, DistillationCallback, FederatedCallback
     from .split import SplitModel
@@ -134,6 +134,7 @@ __all__ = [
     "PerClassDirichletPartitioner",
     "Postprocessor",
     "QuantityDirichletPartitioner",
+    "QuantizeChanges",
     "RobustAggregation",
     "Round",
     "RoundFailedError",
@@ -205,6 +206,7 @@ _MODULES = {
     "PerClassDirichletPartitioner": ".data",
     "Postprocessor": ".postprocessing",
     "QuantityDirichletPartitioner": ".data",
+    "QuantizeChanges": ".postprocessing",
     "RobustAggregation": ".aggregation",
     "Round": ".methods",
     "RoundFailedError": ".utils.errors",

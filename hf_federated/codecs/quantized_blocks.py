@@ -84,8 +84,8 @@ class QuantizedBlocks(Codec):
             reference (`Mapping[str, torch.Tensor]`): Tensors with the names and shapes of the encoded ones.
 
         Returns:
-            `dict[str, torch.Tensor]`: The decoded tensors, float32, on the CPU. A block with NaN or infinite values is
-            NaN.
+            `dict[str, torch.Tensor]`: The decoded tensors, float32, on the device of the received tensors. A block
+            with NaN or infinite values is NaN.
 
         Raises:
             ValueError: If the names, dtypes or shapes of `encoded` differ from [`~Codec.layout`].

@@ -1,4 +1,4 @@
-"""Postprocessing of updates between local training and aggregation: clipping, noise, narrower dtypes, custom steps."""
+"""Steps between local training and aggregation: clipping, noise, narrower dtypes, quantization, custom steps."""
 
 from .base import (
     Memories,
@@ -13,6 +13,7 @@ from .base import (
 from .clipping import ClipUpdate
 from .exchange_dtype import SendChanges, cast_floating, exchange_dtype
 from .gaussian_noise import GaussianNoise
+from .quantize_changes import QuantizeChanges
 
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Memories",
     "Memory",
     "Postprocessor",
+    "QuantizeChanges",
     "SendChanges",
     "cast_floating",
     "exchange_dtype",

@@ -75,7 +75,10 @@ class SendChanges(Postprocessor):
         # `check_update` rejects unexpected names and shapes later.
         values = {
             name: (state[name] + value).to(state[name].dtype)
-            if name in state and self._narrows(state[name]) and value.shape == state[name].shape
+            if value.is_floating_point()
+            and name in state
+            and self._narrows(state[name])
+            and value.shape == state[name].shape
             else value
             for name, value in update.state.items()
         }
