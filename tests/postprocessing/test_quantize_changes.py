@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny import arguments, rows, same_weights, tiny_model
 
-from hf_federated import ClipUpdate, QuantizeChanges
+from hf_federated import ClipUpdate, FederatedConfig, FederatedTrainer, QuantizeChanges
+from hf_federated.engines import LocalEngine
 from hf_federated.messages import ClientUpdate, Fit
 from hf_federated.messages.serialization import pack, unpack
 from hf_federated.messages.validation import InvalidUpdateError, check_update
@@ -390,3 +392,36 @@ def test_exchange_dtype_narrows_only_what_is_not_quantized(shape):
         before, change = talk.state, {"w": torch.randn(shape)}
         talk.run(change)
         torch.testing.assert_close(talk.state["w"] - before["w"], change["w"], rtol=0, atol=0.5)
+
+
+# ---- A run
+
+
+def trained(directory, store: str, *steps: Postprocessor, checkpoint: str | None = None) -> FederatedTrainer:
+    trainer = FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(directory, learning_rate=1e-2, save_strategy="steps", save_steps=1),
+        train_dataset={name: rows(4, seed=seed) for seed, name in enumerate("abc")},
+        postprocessors=steps,
+        engine=LocalEngine(serialize=True),
+        federation=FederatedConfig(num_rounds=4, clients_per_round=2, client_store=store),
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return trainer
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_resumed_run_ends_in_the_same_weights_as_an_uninterrupted_run(tmp_path, store):
+    plain = trained(tmp_path / "plain", store)
+    whole = trained(tmp_path / "whole", store, QuantizeChanges())
+    resumed = trained(
+        tmp_path / "resumed", store, QuantizeChanges(), checkpoint=str(tmp_path / "whole" / "checkpoint-2")
+    )
+    assert same_weights(whole.model, resumed.model)
+    assert whole.ledger.to_dict() == resumed.ledger.to_dict()
+    assert whole.ledger.bytes_up < plain.ledger.bytes_up / 2
+    start, exact, quantized = (
+        torch.cat([value.flatten() for value in model.state_dict().values()])
+        for model in (tiny_model(), plain.model, whole.model)
+    )
+    assert 0 < (quantized - exact).norm() < 0.1 * (exact - start).norm()
