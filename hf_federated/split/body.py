@@ -55,6 +55,8 @@ class BodyServer:
         num_targets (`int`): Number of target tokens of the gradients received since the last `average_gradients`.
         graphs ([`~split.server_state.OpenGraphs`]): The micro-batches whose gradient was not received yet.
         caches ([`~split.server_state.GenerationCaches`]): The key/value caches of unfinished generations.
+        draws_random_numbers (`bool`, *optional*): Whether a forward pass draws random numbers in training. `None`
+            before the first pass.
 
     Example: see [`SplitModel`], which creates a `BodyServer` if both parties are in one process.
     """
@@ -68,8 +70,7 @@ class BodyServer:
         self.graphs = OpenGraphs()
         self.caches = GenerationCaches()
         self._norms: dict[str, BoundaryNorms] = {}
-        # Whether a forward pass draws random numbers in training. `None` before the first one.
-        self._draws_random_numbers: bool | None = None
+        self.draws_random_numbers: bool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy. A copy has no graphs and no caches."""
@@ -155,14 +156,14 @@ class BodyServer:
         The first pass shows whether the body draws random numbers. If not, later passes neither seed the generators of
         the process nor wait for the passes of other bodies, which use the same generators.
         """
-        if self.seed is None or not message.training or self._draws_random_numbers is False:
+        if self.seed is None or not message.training or self.draws_random_numbers is False:
             yield
             return
         with _GENERATORS, isolated_rng(derived_seed(self.seed, "body", *message.micro_batch_id)):
             before = generator_states()
             yield
-            if self._draws_random_numbers is None:
-                self._draws_random_numbers = not are_equal_states(before, generator_states())
+            if self.draws_random_numbers is None:
+                self.draws_random_numbers = not are_equal_states(before, generator_states())
 
     def backward_batch(self, messages: Sequence[Backward]) -> list[Gradient]:
         """
@@ -202,7 +203,7 @@ class BodyServer:
             )
         self.graphs.drop(graph)
         # Activation checkpointing runs a part of the forward pass again, with the same random numbers.
-        with contextlib.nullcontext() if self._draws_random_numbers is False else _GENERATORS:
+        with contextlib.nullcontext() if self.draws_random_numbers is False else _GENERATORS:
             if self.trusts_clients:
                 graph.outputs.backward(gradient)
             else:

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a split trainer and of the clients of a networked run. The errors name alternatives."""
+"""Checks of the arguments of a split trainer. The errors name alternatives."""
 
 from __future__ import annotations
 
@@ -8,29 +8,24 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_utils import IntervalStrategy, SchedulerType
+from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
+from transformers.utils import logging
 
 from .._compat import LOSS_FUNCTION, check_trl_splits_sft_trainer
 from ..data import FederatedDataset
 from ..split.model import SplitModel
 from .config import SplitConfig
-from .messages import Join
+from .step_plan import SplitSteps
+
+
+logger = logging.get_logger(__name__)
 
 
 # Schedules whose learning rate depends on evaluation metrics.
 _METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 # Sampling methods of `Trainer`. A split trainer plans the examples of all clients together instead.
 _SAMPLING_METHODS = ("get_train_dataloader", "_get_train_sampler")
-# Methods of `Trainer` that create optimizers.
-_OPTIMIZER_METHODS = (
-    "create_optimizer",
-    "create_scheduler",
-    "get_decay_parameter_names",
-    "get_optimizer_cls_and_kwargs",
-)
-# Largest number of steps in an epoch that a client may report.
-MAX_STEPS_PER_EPOCH = 10_000_000
 
 
 def as_split_model(model: Any, config: SplitConfig) -> SplitModel:
@@ -100,8 +95,11 @@ def check_split_arguments(
                 f"The dataset of client {client_id!r} is a stream, so the client's number of steps is not known. Pass "
                 "a dataset with a length."
             )
-    if args is None:
-        return
+    if args is not None:
+        _check_training_arguments(args, config)
+
+
+def _check_training_arguments(args: TrainingArguments, config: SplitConfig) -> None:
     unsupported = [
         (args.world_size > 1 or args.n_gpu > 1, "several processes or GPUs", "one process with one GPU"),
         (args.fp16, "fp16=True", "bf16=True, because several parties cannot share one loss scale"),
@@ -154,7 +152,7 @@ def check_sampling(trainer_class: type, mixin: type) -> None:
     Raises:
         TypeError: If the class overrides a sampling method.
     """
-    overridden = _find_overrides(trainer_class, mixin, _SAMPLING_METHODS)
+    overridden = find_overrides(trainer_class, mixin, _SAMPLING_METHODS)
     if overridden:
         raise TypeError(
             f"{overridden[0]} overrides the sampling of training examples, which a split trainer plans for all "
@@ -162,9 +160,16 @@ def check_sampling(trainer_class: type, mixin: type) -> None:
         )
 
 
-def _find_overrides(trainer_class: type, mixin: type, names: Iterable[str]) -> list[str]:
-    """Return the methods among `names` that a trainer class overrides."""
-    owners = [owner for owner in trainer_class.__mro__ if owner not in (mixin, Trainer)]
+def find_overrides(trainer_class: type, mixin: type, names: Iterable[str]) -> list[str]:
+    """
+    Return the methods that a trainer class overrides.
+
+    Args:
+        trainer_class (`type`): The class of a split trainer.
+        mixin (`type`): The mixin that split trainers derive from.
+        names (`Iterable[str]`): Names of methods of `Trainer`.
+    """
+    owners = [owner for owner in trainer_class.__mro__ if owner not in (*mixin.__mro__, Trainer)]
     return [f"{owner.__name__}.{name}" for owner in owners for name in names if name in vars(owner)]
 
 
@@ -290,6 +295,26 @@ def check_loss(model: SplitModel, args: TrainingArguments, config: SplitConfig) 
         )
 
 
+def check_averaging_period(config: SplitConfig, steps: SplitSteps, max_steps: int) -> None:
+    """
+    Warn if most averages include the parts of a single client only.
+
+    Args:
+        config ([`SplitConfig`]): The configuration.
+        steps ([`SplitSteps`]): The steps of an epoch.
+        max_steps (`int`): Number of optimizer steps of the run.
+    """
+    if config.average_every is None or steps.num_clients == 1:
+        return
+    num_single, num_periods = steps.count_single_client_periods(config.average_every, max_steps)
+    if num_single > num_periods / 2:
+        logger.warning(
+            f"With average_every={config.average_every} a single client trains in {num_single} of the {num_periods} "
+            "averaging periods of an epoch. All clients then continue with the parts of this client, and nothing is "
+            "averaged. Lower steps_per_turn, or raise average_every."
+        )
+
+
 def select_own_dataset(client_id: str, train_dataset: Any) -> dict[str, Any]:
     """
     Return the training dataset of a client of a networked run, by client id.
@@ -305,62 +330,6 @@ def select_own_dataset(client_id: str, train_dataset: Any) -> dict[str, Any]:
             "run. Pass the dataset of this client only."
         )
     return {client_id: train_dataset[client_id]}
-
-
-def check_networked_evaluation(
-    args: TrainingArguments, config: SplitConfig, steps_per_client: Mapping[str, int] | None = None
-) -> None:
-    """
-    Reject evaluations during a networked run in which other clients could update the server's body.
-
-    An evaluation of a client delays the steps in which this client takes part. It does not delay other steps.
-
-    Args:
-        args (`transformers.TrainingArguments`): Training arguments of the client.
-        config ([`SplitConfig`]): The configuration.
-        steps_per_client (`Mapping[str, int]`, *optional*): Steps of every client in an epoch, if they are known.
-
-    Raises:
-        ValueError: If the training arguments request such evaluations.
-    """
-    if args.load_best_model_at_end:
-        raise ValueError(
-            "load_best_model_at_end=True is not supported in a networked run, because the clients have different "
-            "results. Set it to False."
-        )
-    if config.strategy == "serial" and args.eval_strategy != IntervalStrategy.NO:
-        raise ValueError(
-            "A client of a networked run with strategy='serial' cannot evaluate during training, because another "
-            "client updates the server's body meanwhile. Set eval_strategy='no', and evaluate after training."
-        )
-    if args.eval_strategy == IntervalStrategy.STEPS and len(set((steps_per_client or {}).values())) > 1:
-        raise ValueError(
-            "The clients have different numbers of steps in an epoch "
-            f"({', '.join(f'{name}: {steps}' for name, steps in (steps_per_client or {}).items())}). While a client "
-            "without remaining steps evaluates, other clients update the server's body. Set eval_strategy='epoch' or "
-            "'no'."
-        )
-
-
-def check_networked_optimizer(trainer: Trainer, mixin: type) -> None:
-    """
-    Reject a custom optimizer of a client. The server of a networked run could not use the same optimizer for its body.
-
-    Args:
-        trainer (`transformers.Trainer`): A split trainer.
-        mixin (`type`): The mixin that split trainers derive from.
-
-    Raises:
-        ValueError: If the trainer has `optimizer_cls_and_kwargs` or overrides a method that creates optimizers.
-    """
-    overrides = _find_overrides(type(trainer), mixin, _OPTIMIZER_METHODS)
-    if trainer.optimizer_cls_and_kwargs is not None:
-        overrides.append("optimizer_cls_and_kwargs")
-    if overrides:
-        raise ValueError(
-            f"{overrides[0]} of a client is not supported in a networked run, because the server creates its "
-            "optimizer from the training arguments. Use `optim`, `optim_args` and `lr_scheduler_type`."
-        )
 
 
 def check_same_run(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -380,31 +349,3 @@ def check_same_run(state: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
                 f"The checkpoint belongs to a run with {name}={state.get(name)}, but this run has {value}. Resume "
                 "with the settings of the checkpoint, or start a new run in another output directory."
             )
-
-
-def check_join(message: Join, digest: str) -> None:
-    """
-    Reject a client that cannot take part in a run.
-
-    Args:
-        message ([`Join`]): The message of the client.
-        digest (`str`): Digest of the settings that all parties share.
-
-    Raises:
-        ValueError: If the settings differ, or the number of steps in an epoch is 0 or too large.
-    """
-    if message.digest != digest:
-        raise ValueError(
-            "The settings of client and server differ (model, split, training or adapter). Their digests are "
-            f"{message.digest[:12]} and {digest[:12]}. Use the same recipe on both."
-        )
-    if not message.num_steps:
-        raise ValueError(
-            f"Client {message.client_id!r} has 0 steps in an epoch, because it has too few examples for a step. Add "
-            "examples, or lower the batch size."
-        )
-    if message.num_steps > MAX_STEPS_PER_EPOCH:
-        raise ValueError(
-            f"Client {message.client_id!r} reports {message.num_steps} steps in an epoch, but at most "
-            f"{MAX_STEPS_PER_EPOCH} are supported."
-        )

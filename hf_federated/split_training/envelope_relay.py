@@ -42,6 +42,8 @@ class EnvelopeRelay:
             continues without the sender, which is removed.
 
     Attributes:
+        state ([`RunState`]): The run.
+        envelopes (`dict[tuple[str, str, int], torch.Tensor]`): The stored messages, by sender, recipient and step.
         waiting_clients (`dict[str, tuple[str, int]]`): Clients that wait for a message, with its sender and step.
         trained_clients (`list[str]`): Clients that trained, in the order of their last steps.
         last_step (`int`): Number of optimizer steps of the run. Set when the run starts.
@@ -49,7 +51,7 @@ class EnvelopeRelay:
     """
 
     def __init__(self, state: RunState, split: SplitConfig, deadline: float | None) -> None:
-        self._state = state
+        self.state = state
         self._hands_over = split.hands_over
         self._average_every = split.average_every
         self._deadline = deadline
@@ -59,8 +61,7 @@ class EnvelopeRelay:
         self.plan = StepPlan({}, simultaneous=False)
         # Last step of the messages that were delivered or dropped, by sender and recipient.
         self._delivered: dict[tuple[str, str], int] = {}
-        # Keys: sender, recipient, step.
-        self._envelopes: dict[tuple[str, str, int], Any] = {}
+        self.envelopes: dict[tuple[str, str, int], Any] = {}
         # Recipients of the envelopes that a client sends to all others, by sender and step.
         self._broadcasts: dict[tuple[str, int], set[str]] = {}
         self._complete_broadcasts: set[tuple[str, int]] = set()
@@ -83,22 +84,22 @@ class EnvelopeRelay:
             ValueError: If the recipient is not another client of the run, or the message was sent before.
         """
         sender, recipient = message.client_id, message.recipient
-        if recipient not in self._state.client_ids or recipient == sender:
+        if recipient not in self.state.client_ids or recipient == sender:
             raise ValueError(f"Client {sender!r} sent a message to {recipient!r}, which is not a client of this run.")
-        if recipient in self._state.removed:
+        if recipient in self.state.removed:
             return PeerRemovedReply(sender, message.step, recipient)
-        if (sender, recipient, message.step) in self._envelopes:
+        if (sender, recipient, message.step) in self.envelopes:
             raise ValueError(f"Client {sender!r} sent its message of step {message.step} to {recipient!r} twice.")
-        for key in [key for key in self._envelopes if key[:2] == (sender, recipient)]:
+        for key in [key for key in self.envelopes if key[:2] == (sender, recipient)]:
             # The sender must not fail because of a recipient that is late or hostile.
             logger.warning(f"Client {recipient!r} did not fetch the message of client {sender!r} of step {key[2]}.")
-            del self._envelopes[key]
+            del self.envelopes[key]
             self._delivered[sender, recipient] = key[2]
-        self._envelopes[sender, recipient, message.step] = message.sealed
+        self.envelopes[sender, recipient, message.step] = message.sealed
         if message.is_broadcast:
             self._broadcasts.setdefault((sender, message.step), set()).add(recipient)
         self._wanted.get(sender, {}).pop(recipient, None)
-        self._state.condition.notify_all()
+        self.state.condition.notify_all()
         return SendEnvelopeReply(sender, message.step)
 
     def deliver(self, message: FetchEnvelope) -> FetchEnvelopeReply | PeerRemovedReply | ResendReply:
@@ -115,7 +116,7 @@ class EnvelopeRelay:
             ValueError: If the sender is not another client of the run, or does not send such a message in a run.
         """
         client_id, sender, step = message.client_id, message.sender, message.step
-        if sender not in self._state.client_ids or sender == client_id:
+        if sender not in self.state.client_ids or sender == client_id:
             raise ValueError(
                 f"Client {client_id!r} requested a message of {sender!r}, which is not another client of this run."
             )
@@ -123,12 +124,12 @@ class EnvelopeRelay:
         started_at = time.monotonic()
         try:
             while not self._is_deliverable(sender, client_id, step):
-                self._state.check(client_id)
+                self.state.check(client_id)
                 if (resend := self.resend_request(client_id)) is not None:
                     return resend
-                if sender in self._state.finished_clients:
+                if sender in self.state.finished_clients:
                     self._remove_finished(sender, client_id)
-                elif sender in self._state.removed:
+                elif sender in self.state.removed:
                     if not self._hands_over:
                         return PeerRemovedReply(client_id, step, sender)
                     substitute = self._substitute(client_id)
@@ -141,14 +142,14 @@ class EnvelopeRelay:
                     else:
                         # After the last step all other clients need the parts of this client, which may leave.
                         self._broadcasts[client_id, step] = set()
-                        others = [name for name in self._state.active_clients if name != client_id]
+                        others = [name for name in self.state.active_clients if name != client_id]
                         self._request_parts(client_id, others, step)
                 else:
                     self._wait(client_id, sender, step, started_at)
         finally:
             self.waiting_clients.pop(client_id, None)
         self._delivered[sender, client_id] = step
-        return FetchEnvelopeReply(client_id, step, sender, self._envelopes.pop((sender, client_id, step)))
+        return FetchEnvelopeReply(client_id, step, sender, self.envelopes.pop((sender, client_id, step)))
 
     def _check_request(self, client_id: str, sender: str, step: int) -> None:
         """
@@ -177,8 +178,8 @@ class EnvelopeRelay:
 
     def _may_average(self, client_id: str) -> bool:
         """Whether all clients before a client were removed."""
-        clients = self._state.client_ids
-        return all(name in self._state.removed for name in clients[: clients.index(client_id)])
+        clients = self.state.client_ids
+        return all(name in self.state.removed for name in clients[: clients.index(client_id)])
 
     def _check_undelivered(self, client_id: str, sender: str, step: int) -> None:
         if step <= self._delivered.get((sender, client_id), -1):
@@ -192,7 +193,7 @@ class EnvelopeRelay:
         wanted = {
             recipient: step
             for recipient, step in self._wanted.get(client_id, {}).items()
-            if recipient not in self._state.removed
+            if recipient not in self.state.removed
         }
         if not wanted:
             return None
@@ -206,24 +207,24 @@ class EnvelopeRelay:
         The messages that a client sends to all others are delivered after the last of them has arrived. If the sender
         is removed earlier, no client continues with its parts while another client lacks them.
         """
-        if (sender, recipient, step) not in self._envelopes:
+        if (sender, recipient, step) not in self.envelopes:
             return False
         key = sender, step
         if key in self._broadcasts and key not in self._complete_broadcasts:
-            others = {client_id for client_id in self._state.active_clients if client_id != sender}
-            if sender in self._state.removed or not others <= self._broadcasts[key]:
+            others = {client_id for client_id in self.state.active_clients if client_id != sender}
+            if sender in self.state.removed or not others <= self._broadcasts[key]:
                 return False
             self._complete_broadcasts.add(key)
         return True
 
     def _remove_finished(self, sender: str, client_id: str) -> None:
         """Remove a client that finished without sending its parts."""
-        self._state.finished_clients.discard(sender)
-        self._state.remove(sender, f"client {sender!r} left before it sent its parameters to {client_id!r}")
+        self.state.finished_clients.discard(sender)
+        self.state.remove(sender, f"client {sender!r} left before it sent its parameters to {client_id!r}")
 
     def _substitute(self, client_id: str) -> str | None:
         """Return the client that trained last and is still in the run, or `None` if it is the client itself."""
-        state = self._state
+        state = self.state
         active = [
             name for name in self.trained_clients if name not in state.removed and name not in state.finished_clients
         ]
@@ -231,9 +232,9 @@ class EnvelopeRelay:
 
     def _request_parts(self, sender: str, recipients: Sequence[str], step: int) -> None:
         for recipient in recipients:
-            if (sender, recipient, step) not in self._envelopes:
+            if (sender, recipient, step) not in self.envelopes:
                 self._wanted.setdefault(sender, {})[recipient] = step
-        self._state.condition.notify_all()
+        self.state.condition.notify_all()
 
     def _wait(self, client_id: str, sender: str, step: int, started_at: float) -> None:
         """
@@ -244,11 +245,11 @@ class EnvelopeRelay:
         self.waiting_clients[client_id] = sender, step
         awaited, awaited_step = self.waiting_clients.get(sender, (client_id, step + 1))
         is_held_up = awaited_step <= step and (awaited != client_id or self._may_average(sender))
-        if self._deadline is None or is_held_up or self._state.step < step:
-            self._state.condition.wait()
+        if self._deadline is None or is_held_up or self.state.step < step:
+            self.state.condition.wait()
             return
-        remaining = max(started_at, self._state.last_message_at[sender]) + self._deadline - time.monotonic()
+        remaining = max(started_at, self.state.last_message_at[sender]) + self._deadline - time.monotonic()
         if remaining <= 0:
-            self._state.remove(sender, f"client {sender!r} did not send its parameters within {self._deadline:g} s")
+            self.state.remove(sender, f"client {sender!r} did not send its parameters within {self._deadline:g} s")
         else:
-            self._state.condition.wait(remaining)
+            self.state.condition.wait(remaining)

@@ -10,12 +10,10 @@ import torch
 from transformers.utils import logging
 
 from ..messages.ledger import Ledger
-from ..messages.serialization import packed_kind
 from ..security.encrypted_link import EncryptedLink
 from ..security.peer_envelopes import PeerEnvelopes
 from ..split.model import SplitModel
 from ..utils.random import isolated_rng, seed_generators
-from .averaging import InvalidPartsError, PartAverage, change_limit, change_norm, check_handover
 from .checks import check_same_run
 from .config import SplitConfig
 from .in_process import ClientParty, TrainClient, seed_of_micro_batch
@@ -25,21 +23,16 @@ from .messages import (
     BeginStepReply,
     EndStep,
     EndStepReply,
-    FetchEnvelope,
-    FetchEnvelopeReply,
     Finish,
     Join,
     JoinReply,
-    PartParameters,
-    ResendReply,
-    SendEnvelope,
-    SendEnvelopeReply,
     as_bytes,
     as_tensor,
 )
 from .micro_batches import MicroBatchLink, MicroBatchRunner
 from .optimization import JointOptimizer, Party, total_norm
-from .run_link import LateError, PeerRemovedError, RunLink
+from .part_exchange import PartExchange
+from .run_link import LateError, RunLink
 from .step_plan import StepPlan
 
 
@@ -60,6 +53,10 @@ class NetworkedFederation:
         examples_per_step (`int`): Number of examples of a client in an optimizer step, at most.
 
     Attributes:
+        client ([`ClientParty`]): This client.
+        link ([`RunLink`]): The link to the server.
+        parts ([`PartExchange`]): Exchanges the parts with other clients.
+        steps_per_epoch (`dict[str, int]`): Optimizer steps of each client in an epoch. Empty before the client joins.
         num_late (`int`): Number of steps that continued without this client after a deadline.
     """
 
@@ -76,31 +73,23 @@ class NetworkedFederation:
         self.config = config
         self.seed = seed
         self.ledger = ledger
-        self.envelopes = envelopes
-        self.examples_per_step = examples_per_step
         self.client_id = model.boundary.client_id
         self.step = 0
-        self.max_steps = 0
-        self.client_ids: list[str] = []
         self.num_late = 0
         self._is_sealed = isinstance(model.boundary.link, EncryptedLink)
-        self._link = RunLink(
+        self.link = RunLink(
             with_byte_counting(model.boundary.link, self.client_id, self._record_bytes), self.client_id
         )
-        self._micro_batches = MicroBatchRunner(self._link, model)
-        model.boundary.link = MicroBatchLink(self._link, self._micro_batches)
+        self._micro_batches = MicroBatchRunner(self.link, model)
+        model.boundary.link = MicroBatchLink(self.link, self._micro_batches)
         model.boundary.defers_backward = config.strategy == "client_batch"
         self.client = ClientParty(self.client_id, model)
-        # Optimizer steps of each client in an epoch.
+        self.parts = PartExchange(self.client, config, self.link, envelopes, examples_per_step)
         self.steps_per_epoch: dict[str, int] = {}
-        self.plan = StepPlan({}, simultaneous=False)
         # Losses of the steps in which this client took part: since the last log, and of the whole run.
         self._recent_losses: list[torch.Tensor] = []
         self._all_losses: list[float] = []
-        self._averaged_at = -1
         self._is_late = False
-        self._period_start: Mapping[str, torch.Tensor] = {}
-        self._is_finished = False
         self._has_left = False
 
     def _record_bytes(self, client_id: str, bytes_up: int, bytes_down: int) -> None:
@@ -122,31 +111,53 @@ class NetworkedFederation:
             ValueError: If the server rejects the client, names inconsistent clients, or `envelopes` is missing in a
                 run with several clients.
         """
-        introduction = b"" if self.envelopes is None else self.envelopes.signed_public_key(digest)
+        parts = self.parts
+        introduction = b"" if parts.envelopes is None else parts.envelopes.signed_public_key(digest)
         message = Join(self.client_id, digest, num_steps, sorted(checkpoints), as_tensor(introduction))
-        reply: JoinReply = self._link.request(message, JoinReply)
-        self.client_ids = list(reply.steps_of)
+        reply: JoinReply = self.link.request(message, JoinReply)
+        parts.client_ids = list(reply.steps_of)
         if self.client_id not in reply.steps_of or reply.introductions.keys() != reply.steps_of.keys():
             raise ValueError(
-                f"The server names the clients {self.client_ids} with introductions of {list(reply.introductions)}, "
+                f"The server names the clients {parts.client_ids} with introductions of {list(reply.introductions)}, "
                 f"but both lists must be equal and contain this client, {self.client_id!r}. Start the server with the "
                 "ids of all clients."
             )
-        if len(self.client_ids) > 1:
-            self._require_envelopes().register_peers(
+        if len(parts.client_ids) > 1:
+            parts.require_envelopes().register_peers(
                 digest, {client_id: as_bytes(value) for client_id, value in reply.introductions.items()}
             )
         self.steps_per_epoch = reply.steps_of
-        self.plan = StepPlan(reply.steps_of, self.config.strategy != "serial", self.config.steps_per_turn)
+        parts.plan = StepPlan(reply.steps_of, self.config.strategy != "serial", self.config.steps_per_turn)
         return reply.resume_step
+
+    def begin_training(self, step: int, max_steps: int) -> None:
+        """
+        Set the position in the run.
+
+        Args:
+            step (`int`): Number of completed optimizer steps.
+            max_steps (`int`): Number of optimizer steps of the run.
+        """
+        self.step, self.parts.max_steps = step, max_steps
+
+    def exchange_first_parts(self, is_resumed: bool) -> None:
+        """
+        Exchange the parts before the first step.
+
+        Args:
+            is_resumed (`bool`): Whether the run resumes from a checkpoint. The parts that were in transfer when the
+                run was interrupted are then sent again.
+        """
+        if is_resumed:
+            self.parts.hand_over(self.step)
+            if self.step >= self.parts.max_steps:
+                self.parts.finish(self.step)
+        self.parts.start_period(self.step)
 
     @property
     def parties(self) -> dict[str, Party]:
         """This client, by name."""
         return {self.client.name: self.client}
-
-    def _participants(self, step: int) -> list[str]:
-        return list(self.plan[step % len(self.plan)])
 
     def run_step(
         self,
@@ -168,10 +179,10 @@ class NetworkedFederation:
             return torch.zeros(())
         boundary = self.model.boundary
         try:
-            self._receive_parts()
+            self.parts.receive(step)
             own_batches = batches[self.client_id]
             begin = BeginStep(self.client_id, step, len(own_batches), num_examples[self.client_id])
-            self._link.defer(begin, BeginStepReply)
+            self.link.defer(begin, BeginStepReply)
             boundary.begin_step(step, num_targets[self.client_id] if boundary.defers_backward else None)
             with isolated_rng(self.seed):
                 loss = train(self.client, own_batches)
@@ -226,10 +237,10 @@ class NetworkedFederation:
             norm = total_norm([norm_of_body, squared_norm])
             # The server ends the run if the norm is not finite.
             if math.isfinite(norm):
-                self._link.defer(message, EndStepReply, lambda reply: self._check_norm(reply, norm))
+                self.link.defer(message, EndStepReply, lambda reply: self._check_norm(reply, norm))
                 return norm
         try:
-            reply: EndStepReply = self._link.request(message, EndStepReply)
+            reply: EndStepReply = self.link.request(message, EndStepReply)
         except LateError:
             self._skip_step()
             return None
@@ -246,216 +257,35 @@ class NetworkedFederation:
         """Run the forward and backward passes of the micro-batches of a step, whose messages travel together."""
         return self._micro_batches.run_all(functions, self.config.micro_batches_in_flight)
 
-    def _request_or_send_parts(self, message: Any, answer: type[Any]) -> Any:
-        """Send a request that waits for other clients, and send them this client's parts if they need them."""
-        while True:
-            blob = self._link.exchange(message.to_bytes())
-            if packed_kind(blob) != ResendReply.kind:
-                return answer.from_bytes(blob)
-            request = ResendReply.from_bytes(blob)
-            for recipient in request.recipients:
-                self._send_parameters(recipient, self.client.state(), request.step)
-
-    def _receive_parts(self) -> None:
-        """If `hands_over` is set, load the parts of the previous client."""
-        if self.config.hands_over and self.step > 0:
-            (previous,) = self._participants(self.step - 1)
-            if previous != self.client_id:
-                self._load_parts(previous)
-
-    def _load_parts(self, sender: str) -> None:
-        """Load the parts of a client, or of the client that trained before it if it was removed from the run."""
-        try:
-            message = self._fetch_parameters(sender)
-            if message is None:
-                return
-            check_handover(message, self.client.state())
-        except InvalidPartsError as error:
-            logger.warning(f"{error} This client continues with its own parts.")
-            return
-        self.client.load(message.state)
-
-    def send_parts(self) -> None:
-        """If `hands_over` is set, send the parts to the client that continues."""
-        if not self.config.hands_over or self.step in (0, self.max_steps):
-            return
-        (previous,), (following,) = self._participants(self.step - 1), self._participants(self.step)
-        if previous == self.client_id != following:
-            self._send_parameters(following, self.client.state())
-
     def end_step(self, num_steps: int) -> None:
         """Send or average the parts if the turn or the averaging period ends."""
         self.step = num_steps
-        if self._is_late or self.client_id not in self._participants(num_steps - 1):
+        parts = self.parts
+        if self._is_late or self.client_id not in parts.participants(num_steps - 1):
             # Wait for the step. The client then evaluates and saves the server's body of this step.
             self._is_late = False
-            self._request_or_send_parts(BeginStep(self.client_id, num_steps, 0, 0), BeginStepReply)
-        if num_steps == self.max_steps or self.client_id not in self._participants(num_steps):
+            parts.request(BeginStep(self.client_id, num_steps, 0, 0), BeginStepReply)
+        if num_steps == parts.max_steps or self.client_id not in parts.participants(num_steps):
             # The other clients wait for the end of the step.
-            self._link.flush()
+            self.link.flush()
         average_every = self.config.average_every
         if average_every is not None and num_steps % average_every == 0:
-            self.average()
-        self.send_parts()
-        if num_steps == self.max_steps:
-            self.finish()
-
-    def average(self) -> None:
-        """
-        Replace all clients' parts by their mean, weighted by the number of examples.
-
-        The first client that is still in the run computes the mean. The server must not receive the parts of single
-        clients.
-        """
-        for leader in self.client_ids:
-            if leader == self.client_id:
-                self._average_as_leader()
-                break
-            try:
-                self._send_parameters(leader, self.client.state(), raise_if_removed=True)
-                message = self._fetch_parameters(leader)
-                if message is not None:
-                    self._check_mean(message.state, leader)
-                    self.client.load(message.state)
-            except PeerRemovedError:
-                continue
-            except InvalidPartsError as error:
-                logger.warning(f"{error} This client continues with its own parts.")
-            break
-        self._averaged_at = self.step
-        self.client.num_examples = 0
-        self.start_period()
-
-    def start_period(self) -> None:
-        """
-        Keep the parameters at the start of an averaging period, which are equal for all clients.
-
-        After a resume within a period they are not known, and the changes of the period are not checked.
-        """
-        average_every = self.config.average_every
-        is_start = (
-            not self.step or self._averaged_at == self.step or bool(average_every and not self.step % average_every)
-        )
-        if is_start and not self.config.hands_over and len(self.client_ids) > 1:
-            self._period_start = {name: value.clone() for name, value in self.client.state().items()}
-        else:
-            self._period_start = {}
-
-    def _check_mean(self, mean: Mapping[str, torch.Tensor], leader: str) -> None:
-        """Reject a mean that changed much more than the parameters of this client."""
-        if not self._period_start:
-            return
-        change = change_norm(mean, self._period_start)
-        limit = change_limit(change_norm(self.client.state(), self._period_start))
-        if limit is not None and not change <= limit:
-            raise InvalidPartsError(
-                f"The average of client {leader!r} changed the parameters by {change:.3g} at step {self.step}, but at "
-                f"most {limit:.3g} is expected from the change on this client."
-            )
-
-    def _max_examples(self) -> int:
-        """Number of examples that a client can have trained in the averaging period."""
-        average_every = self.config.average_every
-        num_steps = self.step if average_every is None else (self.step - 1) % average_every + 1
-        return num_steps * self.examples_per_step
-
-    def _average_as_leader(self) -> None:
-        own = PartParameters(self.client_id, self.step, self.client.num_examples, self.client.state())
-        average = PartAverage(self._period_start, self._max_examples(), own)
-        for client_id in self.client_ids:
-            if client_id != self.client_id:
-                try:
-                    message = self._fetch_parameters(client_id)
-                except PeerRemovedError:
-                    continue
-                except InvalidPartsError as error:
-                    logger.warning(f"{error} The average is computed without this client.")
-                    continue
-                if message is not None:
-                    average.add(message)
-        state = average.finalize(self.client_ids)
-        for client_id in self.client_ids:
-            if client_id != self.client_id:
-                self._send_parameters(client_id, state, is_broadcast=True)
-        self.client.load(state)
-
-    def finish(self) -> None:
-        """Give all clients the parts of the last client, or the mean of all parts, after the last step."""
-        if self._is_finished:
-            return
-        self._is_finished = True
-        if not self.config.hands_over:
-            if self._averaged_at != self.step:
-                self.average()
-        else:
-            (last_client,) = self._participants(self.max_steps - 1)
-            if last_client == self.client_id:
-                for client_id in self.client_ids:
-                    if client_id != last_client:
-                        self._send_parameters(client_id, self.client.state(), is_broadcast=True)
-            else:
-                self._load_parts(last_client)
+            parts.average(num_steps)
+        parts.hand_over(num_steps)
+        if num_steps == parts.max_steps:
+            parts.finish(num_steps)
 
     def leave(self) -> None:
         """Report that this client has finished. Before the last step, the server removes it from the run."""
         if not self._has_left:
             self._has_left = True
-            self._link.exchange(Finish(self.client_id, self.step).to_bytes())
-
-    def _require_envelopes(self) -> PeerEnvelopes:
-        if self.envelopes is None:
-            raise ValueError(
-                "The run has several clients, which encrypt their parameters for each other. Pass `envelopes` with "
-                "the fingerprints of the other clients."
-            )
-        return self.envelopes
-
-    def _send_parameters(
-        self,
-        recipient: str,
-        state: Mapping[str, torch.Tensor],
-        step: int | None = None,
-        is_broadcast: bool = False,
-        raise_if_removed: bool = False,
-    ) -> None:
-        step = self.step if step is None else step
-        payload = PartParameters(self.client_id, step, self.client.num_examples, dict(state)).to_bytes()
-        encrypted = self._require_envelopes().seal(recipient, f"step {step}", payload)
-        message = SendEnvelope(self.client_id, step, recipient, as_tensor(encrypted), is_broadcast)
-        try:
-            self._link.request(message, SendEnvelopeReply)
-        except PeerRemovedError:
-            if raise_if_removed:
-                raise
-
-    def _fetch_parameters(self, sender: str) -> PartParameters | None:
-        """Return the parameters of a client, or `None` if no other client has newer parameters than this client."""
-        reply: FetchEnvelopeReply = self._request_or_send_parts(
-            FetchEnvelope(self.client_id, self.step, sender), FetchEnvelopeReply
-        )
-        if reply.sender == self.client_id and self.config.hands_over:
-            return None
-        if reply.sender != sender and not self.config.hands_over:
-            raise ValueError(f"The server sent the parameters of {reply.sender!r} instead of {sender!r}.")
-        try:
-            payload = self._require_envelopes().open(reply.sender, f"step {self.step}", as_bytes(reply.sealed))
-            message = PartParameters.from_bytes(payload)
-            if message.client_id != reply.sender:
-                raise ValueError(
-                    f"The envelope of client {reply.sender!r} holds parameters that claim to be from client "
-                    f"{message.client_id!r}."
-                )
-            # A mean would broadcast a parameter with a wrong shape.
-            self.client.check(message.state, f"the message of client {reply.sender!r}")
-        except ValueError as error:
-            raise InvalidPartsError(f"The parameters of client {reply.sender!r} were refused: {error}") from error
-        return message
+            self.link.exchange(Finish(self.client_id, self.step).to_bytes())
 
     def facts(self) -> dict[str, Any]:
         """Return the values of the run that the model card states."""
         return {
-            "num_clients": len(self.client_ids),
-            "is_finished": self._is_finished,
+            "num_clients": len(self.parts.client_ids),
+            "is_finished": self.parts.is_finished,
             "num_late": self.num_late,
             "is_sealed": self._is_sealed,
         }
@@ -465,11 +295,11 @@ class NetworkedFederation:
 
     def state(self) -> dict[str, Any]:
         """Return the state of the run for a checkpoint, in addition to the state of the client."""
-        self._link.flush()  # The server saves its checkpoint at the end of the step.
+        self.link.flush()  # The server saves its checkpoint at the end of the step.
         return {
             "config": self.config.shared_settings(),
             "client_id": self.client_id,
-            "clients": self.client_ids,
+            "clients": self.parts.client_ids,
             "num_rows": self.client.num_examples,
         }
 
@@ -480,6 +310,7 @@ class NetworkedFederation:
         Raises:
             ValueError: If the checkpoint belongs to a run with another configuration, another client or other clients.
         """
-        expected = {"config": self.config.shared_settings(), "client_id": self.client_id, "clients": self.client_ids}
+        clients = self.parts.client_ids
+        expected = {"config": self.config.shared_settings(), "client_id": self.client_id, "clients": clients}
         check_same_run(state, expected)
         self.client.num_examples = state["num_rows"]

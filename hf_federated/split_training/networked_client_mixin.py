@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from transformers.utils import logging
 
 from ..security.peer_envelopes import PeerEnvelopes
-from .checks import check_networked_evaluation
 from .config import run_digest
+from .data_loader_mixin import SplitDataMixin
+from .networked_checks import check_networked_evaluation
 from .networked_client import NetworkedFederation
-from .saving import SplitSavingMixin, check_checkpoint, resumable_checkpoints
+from .saving import check_checkpoint, resumable_checkpoints
 from .step_plan import count_steps
 
 
 logger = logging.get_logger(__name__)
 
 
-class NetworkedClientMixin(SplitSavingMixin):
+class NetworkedClientMixin(SplitDataMixin):
     """Networked run of a split trainer on a client."""
 
-    # The prepared training dataset of each client.
-    _client_datasets: Mapping[str, Any]
-    _envelopes: PeerEnvelopes | None
+    envelopes: PeerEnvelopes | None
 
     def _join(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """
@@ -35,7 +31,7 @@ class NetworkedClientMixin(SplitSavingMixin):
         Raises:
             ValueError: If the client cannot join, or a file of the checkpoint is missing or damaged.
         """
-        if self._networked is not None:
+        if self.networked_run is not None:
             raise ValueError("This trainer has joined a networked run before. Create a new trainer with a new link.")
         check_networked_evaluation(self.args, self.split)
         if not isinstance(resume_from_checkpoint, (bool, type(None))):
@@ -48,22 +44,22 @@ class NetworkedClientMixin(SplitSavingMixin):
         num_steps = count_steps(
             num_examples, args.train_batch_size, args.gradient_accumulation_steps, args.dataloader_drop_last
         )
-        self._networked = NetworkedFederation(
+        self.networked_run = NetworkedFederation(
             self.model,
             self.split,
             self.split.resolve_seed(args),
             self.ledger,
-            self._envelopes,
+            self.envelopes,
             args.train_batch_size * args.gradient_accumulation_steps,
         )
         digest = run_digest(self.model.config, self.split, args, self.model.adapter_config)
-        step = self._networked.join(digest, num_steps, list(paths))
+        step = self.networked_run.join(digest, num_steps, list(paths))
         try:
-            check_networked_evaluation(args, self.split, self._networked.steps_per_epoch)
+            check_networked_evaluation(args, self.split, self.networked_run.steps_per_epoch)
             if step:
                 check_checkpoint(paths[step])
         except ValueError:
-            self._networked.leave()
+            self.networked_run.leave()
             raise
         if paths and not step:
             logger.warning(
@@ -75,5 +71,5 @@ class NetworkedClientMixin(SplitSavingMixin):
         """
         Report to the server of a networked run that this client sends no further requests, including evaluations.
         """
-        if self._networked is not None:
-            self._networked.leave()
+        if self.networked_run is not None:
+            self.networked_run.leave()

@@ -2,6 +2,7 @@
 
 - [`StepProgress`]: The micro-batches that each client announced for a step, and which of them arrived.
 - [`RequestBatch`]: Requests of several clients that the server answers together.
+- [`Silence`]: The number of steps in which a client sent nothing.
 
 For each micro-batch a client sends hidden states and then their gradient. After the last micro-batch it ends the
 step. The server rejects any other order at once. With `"client_batch"` all clients would otherwise wait for a client
@@ -130,6 +131,30 @@ class StepProgress:
             self._with_gradient.setdefault(message.client_id, set()).add(message.micro_step)
 
 
+class Silence:
+    """Counts the successive steps in which a client was late without sending a message."""
+
+    def __init__(self) -> None:
+        # The number of steps, and the time of the last message, by client.
+        self._steps: dict[str, tuple[int, float]] = {}
+
+    def count(self, client_id: str, last_message_at: float) -> int:
+        """
+        Count a step in which a client is late.
+
+        Args:
+            client_id (`str`): The client.
+            last_message_at (`float`): Time of the last message of the client.
+
+        Returns:
+            `int`: Number of successive steps without a message.
+        """
+        num_steps, previous = self._steps.get(client_id, (0, last_message_at))
+        num_steps = num_steps + 1 if previous == last_message_at else 1
+        self._steps[client_id] = num_steps, last_message_at
+        return num_steps
+
+
 class RequestBatch:
     """
     Requests of one kind, at most one per client, that the server answers together.
@@ -173,3 +198,9 @@ class RequestBatch:
         if self._error is not None:
             raise ValueError(self._error)
         return self._answers[client_id]
+
+
+def repeated_error(client_id: str, kind: str, message: Any) -> ValueError:
+    """Return the error of a client that sends a message again, whose kind is `kind`."""
+    number = getattr(message, "micro_step", 0)
+    return ValueError(f"Client {client_id!r} sent {kind} {number} of step {message.step} twice.")

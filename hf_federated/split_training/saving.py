@@ -226,15 +226,15 @@ class SplitSavingMixin(LoopArgumentsMixin):
     clients: FederatedDataset | None
     ledger: Ledger
     _resume_from: str | None
-    _federation: SplitFederation | NetworkedFederation | None = None
-    _networked: NetworkedFederation | None = None
+    active_run: SplitFederation | NetworkedFederation | None = None
+    networked_run: NetworkedFederation | None = None
     # Whether the parties trained since the last update of the evaluated and saved model.
     _model_is_stale = False
 
     @property
     def _num_kept_checkpoints(self) -> int | None:
         args = self._user_args
-        return args.save_total_limit if self._networked is None else num_kept_checkpoints(args)
+        return args.save_total_limit if self.networked_run is None else num_kept_checkpoints(args)
 
     @property
     def network(self) -> dict[str, Any] | None:
@@ -244,7 +244,7 @@ class SplitSavingMixin(LoopArgumentsMixin):
         """
         if self.model.server_body is not None:
             return None
-        return {} if self._networked is None else self._networked.facts()
+        return {} if self.networked_run is None else self.networked_run.facts()
 
     def sync_model(self) -> None:
         """
@@ -252,8 +252,8 @@ class SplitSavingMixin(LoopArgumentsMixin):
 
         `model` then has the mean of all parts, or the parts of the client that trained last.
         """
-        if self._model_is_stale and self._federation is not None:
-            self._federation.copy_into_model()
+        if self._model_is_stale and self.active_run is not None:
+            self.active_run.copy_into_model()
             self._model_is_stale = False
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -270,7 +270,7 @@ class SplitSavingMixin(LoopArgumentsMixin):
             self.split.save_pretrained(output_dir)
             if not is_checkpoint:
                 self.ledger.save(output_dir)
-        if self._networked is None:
+        if self.networked_run is None:
             with self._arguments(self._user_args):
                 super().save_model(output_dir, _internal_call)
         elif self.args.should_save:
@@ -303,7 +303,7 @@ class SplitSavingMixin(LoopArgumentsMixin):
 
         The files are written to a staging directory, which a single rename publishes.
         """
-        if self._federation is None:
+        if self.active_run is None:
             super()._save_checkpoint(model, trial)
             return
         final = name_checkpoint(self.args.output_dir, self.state)
@@ -315,7 +315,7 @@ class SplitSavingMixin(LoopArgumentsMixin):
             self.state.best_model_checkpoint = best
             self.state.save_to_json(os.fspath(staged / "trainer_state.json"))
             if not self.args.save_only_model:
-                save_parties(self._federation, staged, self._run_and_step())
+                save_parties(self.active_run, staged, self._run_and_step())
             write_manifest(staged)
             publish(staged, final)
             rotate(self.args.output_dir, self._num_kept_checkpoints, best, self.state.global_step)
@@ -325,19 +325,19 @@ class SplitSavingMixin(LoopArgumentsMixin):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # `load_parties` loads adapters from the trained parameters of the parties.
-        if self._networked is None and (self._resume_from is None or self.model.adapter_config is None):
+        if self.networked_run is None and (self._resume_from is None or self.model.adapter_config is None):
             positional = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
             super()._load_from_checkpoint(*positional)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if best is not None and self._federation is not None:
+        if best is not None and self.active_run is not None:
             check_manifest(best)
-        if best is None or self.model.adapter_config is None or self._federation is None:
+        if best is None or self.model.adapter_config is None or self.active_run is None:
             super()._load_best_model()
             return
         if self.args.save_only_model:
             load_adapter(self.model.parts, load_file(Path(best) / SAFETENSORS_WEIGHTS_NAME))
             return
-        load_parties(self._federation, best)
-        self._federation.copy_into_model()
+        load_parties(self.active_run, best)
+        self.active_run.copy_into_model()

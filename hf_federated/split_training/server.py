@@ -23,7 +23,6 @@ from transformers.utils import logging
 
 from ..messages.serialization import packed_kind
 from ..split.messages import Backward, Forget, Forward
-from .checks import check_join
 from .envelope_relay import EnvelopeRelay
 from .messages import (
     STOPPING_KINDS,
@@ -39,6 +38,7 @@ from .messages import (
     as_view,
     read_message,
 )
+from .networked_checks import check_join
 from .run_state import ClientRemovedError, RunFailedError, RunState
 from .server_model import ServerModel
 from .step_coordinator import StepCoordinator
@@ -65,6 +65,12 @@ class TrainingServer:
             The step then continues without the missing clients. A client that sends nothing in three successive steps,
             or does not send the parameters that another client waits for, is removed. By default the server waits
             without a limit.
+
+    Attributes:
+        state ([`RunState`]): The locks, the step, and the clients that were removed.
+        steps ([`StepCoordinator`]): Answers the messages of the steps.
+        relay ([`EnvelopeRelay`]): Relays encrypted messages between clients.
+        resume_step (`int`): The step from which the run resumed; 0 if it started from scratch.
     """
 
     def __init__(self, server_model: ServerModel, digest: str, deadline: float | None = None) -> None:
@@ -77,22 +83,22 @@ class TrainingServer:
         self.state = RunState(self.client_ids, split.resolve_min_clients(len(self.client_ids)))
         self.state.share_bodies(server_model.party_names)
         self.finished = self.state.finished
-        self._relay = EnvelopeRelay(self.state, split, deadline)
-        self._steps = StepCoordinator(self.state, server_model, self._relay, deadline)
+        self.relay = EnvelopeRelay(self.state, split, deadline)
+        self.steps = StepCoordinator(self.state, server_model, self.relay, deadline)
         self._joined: dict[str, Join] = {}
-        self._resume_step = 0
+        self.resume_step = 0
         self._is_starting = False
         self._num_rejections: dict[str, int] = {}
         self._handlers: dict[type[Any], Callable[[Any], Any]] = {
             Join: self._join_run,
-            BeginStep: self._steps.begin_step,
-            EndStep: self._steps.end_step,
-            SendEnvelope: self._relay.store,
-            FetchEnvelope: self._relay.deliver,
+            BeginStep: self.steps.begin_step,
+            EndStep: self.steps.end_step,
+            SendEnvelope: self.relay.store,
+            FetchEnvelope: self.relay.deliver,
             Finish: self._finish_run,
-            Forward: self._steps.forward,
-            Backward: self._steps.backward,
-            Forget: self._steps.forget,
+            Forward: self.steps.forward,
+            Backward: self.steps.backward,
+            Forget: self.steps.forget,
         }
 
     @property
@@ -196,14 +202,14 @@ class TrainingServer:
     def _awaited_clients(self) -> list[str]:
         """Clients whose next message the run requires. Empty while the server computes."""
         active = self.state.active_clients
-        if not self._steps.plan:
+        if not self.steps.plan:
             return [client_id for client_id in active if client_id not in self._joined]
         if self.step >= self.server_model.max_steps:
             missing = [client_id for client_id in active if client_id not in self.state.finished_clients]
         else:
-            missing = self._steps.clients_without_request(self._steps.participants())
+            missing = self.steps.clients_without_request(self.steps.participants())
         # A client that waits for the parameters of another client does not hold up the run.
-        return [client_id for client_id in missing if client_id not in self._relay.waiting_clients]
+        return [client_id for client_id in missing if client_id not in self.relay.waiting_clients]
 
     def client_lost(self, client_id: str) -> None:
         """Report that a client is disconnected. The run continues without it if enough clients are left."""
@@ -220,7 +226,7 @@ class TrainingServer:
             raise ValueError(f"Client {client_id!r} joined this run before. Restart the server to resume the run.")
         self._joined[client_id] = message
         state.condition.notify_all()
-        while not self._steps.plan:
+        while not self.steps.plan:
             state.check(client_id)
             if not self._is_starting and all(name in self._joined for name in state.active_clients):
                 self._start_run(client_id)
@@ -229,7 +235,7 @@ class TrainingServer:
         state.check(client_id)
         return JoinReply(
             client_id,
-            self._resume_step,
+            self.resume_step,
             dict(self._num_steps),
             {name: self._joined[name].introduction for name in self._num_steps},
         )
@@ -248,12 +254,12 @@ class TrainingServer:
             if common_steps:
                 model.load_checkpoint(checkpoints[max(common_steps)])
         if common_steps:
-            state.step = self._resume_step = max(common_steps)
+            state.step = self.resume_step = max(common_steps)
         elif any(join.checkpoints for join in joined):
             logger.warning(
                 "The server and the clients have no checkpoint of a common step. The run starts from scratch."
             )
-        self._steps.start(plan)
+        self.steps.start(plan)
         logger.info(
             f"{len(joined)} clients joined, with these steps in an epoch: {self._num_steps}. Training from step "
             f"{state.step} to step {model.max_steps}."
@@ -266,7 +272,7 @@ class TrainingServer:
             raise ValueError(
                 f"Client {client_id!r} finished at step {message.step}, but the current step is {self.step}."
             )
-        if not self._steps.plan:
+        if not self.steps.plan:
             state.remove(client_id, f"client {client_id!r} left before all clients joined")
         elif message.step < max_steps:
             state.remove(
@@ -282,7 +288,7 @@ class TrainingServer:
     def _finish_if_complete(self, client_id: str) -> None:
         """Save the bodies after all clients of the run have finished."""
         state = self.state
-        if state.is_over or not self._steps.plan or not state.finished_clients >= set(state.active_clients):
+        if state.is_over or not self.steps.plan or not state.finished_clients >= set(state.active_clients):
             return
         with state.end_on_error(client_id), state.computing():
             self.server_model.save()

@@ -47,6 +47,7 @@ class ServerModel:
         party_names (`dict[str, str]`): Name of the body of each client, by client id.
         body_servers (`dict[str, BodyServer]`): The server of each client's messages, by client id.
         max_steps (`int`): Number of optimizer steps of the run; 0 before `prepare`.
+        num_examples (`dict[str, int]`): Examples of each client since the last average of the bodies.
     """
 
     def __init__(
@@ -74,8 +75,7 @@ class ServerModel:
         servers = {name: BodyServer(part, wire, split.resolve_seed(args)) for name, part in parts.items()}
         self.parties = {name: Party(name, part, None) for name, part in parts.items()}
         self.body_servers = {client_id: servers[name] for client_id, name in self.party_names.items()}
-        # Examples trained since the last average of the bodies.
-        self._num_examples = dict.fromkeys(client_ids, 0)
+        self.num_examples = dict.fromkeys(client_ids, 0)
         # Squared norms of the gradients of the bodies that the clients of the step have received, by body.
         self._squared_norms: dict[str, float] = {}
 
@@ -184,7 +184,7 @@ class ServerModel:
         for scheduler in self._schedulers:
             scheduler.step()
         for client_id in squared_norms:
-            self._num_examples[client_id] += num_examples[client_id]
+            self.num_examples[client_id] += num_examples[client_id]
         num_steps, average_every = step + 1, self.split.average_every
         # After the last step the clients evaluate the average, which is also saved.
         if len(self.parties) > 1 and (
@@ -193,13 +193,13 @@ class ServerModel:
             mean = self._average_bodies()
             for party in self.parties.values():
                 party.load(mean)
-            self._num_examples = dict.fromkeys(self._num_examples, 0)
+            self.num_examples = dict.fromkeys(self.num_examples, 0)
         return norms
 
     def _average_bodies(self) -> dict[str, Any]:
         """Return the mean of all bodies, weighted by the examples of their clients since the last average."""
         mean = WeightedMean()
-        for client_id, num_examples in averaging_weights(self._num_examples).items():
+        for client_id, num_examples in averaging_weights(self.num_examples).items():
             mean.add(self.parties[self.party_names[client_id]].state(), num_examples)
         return mean.finalize()
 
@@ -218,7 +218,7 @@ class ServerModel:
         """Save a checkpoint if the training arguments request one at this step."""
         if not is_save_step(self.args, step, self.max_steps, self._steps_per_epoch):
             return
-        state = {"rows": self._num_examples, "schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
+        state = {"rows": self.num_examples, "schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
         run = self._run_and_step(step)
         with staged_directory(self._directory) as staging:
             for party in self.parties.values():
@@ -238,7 +238,7 @@ class ServerModel:
         state: Mapping[str, Any] = {}
         for party in self.parties.values():
             state = load_party(party, party_directory(checkpoint, party.name), self.adapter is not None)
-        self._num_examples = dict(state["rows"])
+        self.num_examples = dict(state["rows"])
         for scheduler, scheduler_state in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(scheduler_state)
 

@@ -31,7 +31,7 @@ from ..split.messages import Backward, Forget, Forward, Gradient
 from .envelope_relay import EnvelopeRelay
 from .gradient_bounds import GradientBounds
 from .messages import BeginStep, BeginStepReply, EndStep, EndStepReply, LateReply, ResendReply
-from .pending_messages import BatchHandler, RequestBatch, StepProgress
+from .pending_messages import BatchHandler, RequestBatch, Silence, StepProgress, repeated_error
 from .run_state import RunState
 from .server_model import ServerModel
 from .step_plan import StepPlan
@@ -55,6 +55,8 @@ class StepCoordinator:
 
     Attributes:
         plan ([`StepPlan`]): The clients of each step. Empty before the run starts.
+        batches (`dict[tuple[str, int], RequestBatch]`): Requests of the current step that the server answers together,
+            by kind and micro-step.
     """
 
     def __init__(
@@ -70,15 +72,14 @@ class StepCoordinator:
         self._window = server_model.split.micro_batches_in_flight if self._is_batched else None
         self._progress = StepProgress(self._window)
         self._late_clients: set[str] = set()
-        self._batches: dict[tuple[str, int], RequestBatch] = {}
+        self.batches: dict[tuple[str, int], RequestBatch] = {}
         # Clients with a message that a body processes outside of a batch.
         self._computing_clients: set[str] = set()
         self._is_ending = False
         self._active_at = time.monotonic()
         # Last step that each client ended.
         self._last_steps: dict[str, int] = {}
-        # Number of successive steps in which a client was late, and the time of its last message at that moment.
-        self._silent_steps: dict[str, tuple[int, float]] = {}
+        self._silence = Silence()
 
     def start(self, plan: StepPlan) -> None:
         """Start the run with the clients of each step."""
@@ -99,7 +100,7 @@ class StepCoordinator:
     def clients_without_request(self, clients: Sequence[str]) -> list[str]:
         """Clients without a pending request for a micro-batch or the end of a step."""
         pending = {
-            client_id for batch in self._batches.values() if not batch.is_answered for client_id in batch.messages
+            client_id for batch in self.batches.values() if not batch.is_answered for client_id in batch.messages
         }
         pending |= self._computing_clients
         return [client_id for client_id in clients if client_id not in pending]
@@ -219,7 +220,7 @@ class StepCoordinator:
             if remaining > 0:
                 self._state.condition.wait(remaining)
             else:
-                self._continue_without(missing)
+                self.continue_without(missing)
 
     def _run_body(self, kind: str, message: Any, check: Callable[[Any], object], handler: BatchHandler) -> Any:
         """
@@ -256,7 +257,7 @@ class StepCoordinator:
     def _exclusively(self, client_id: str, kind: str, message: Any) -> Iterator[None]:
         """Reject a second message of a client while a body processes the first message."""
         if client_id in self._computing_clients:
-            raise _repeated_error(client_id, kind, message)
+            raise repeated_error(client_id, kind, message)
         self._computing_clients.add(client_id)
         try:
             yield
@@ -268,9 +269,9 @@ class StepCoordinator:
     def _answer_as_batch(self, kind: str, message: Any, handler: BatchHandler) -> Any:
         """Wait until all clients of the step sent the request or the deadline passed, then answer all requests."""
         client_id, micro_step = message.client_id, getattr(message, "micro_step", 0)
-        batch = self._batches.setdefault((kind, micro_step), RequestBatch())
+        batch = self.batches.setdefault((kind, micro_step), RequestBatch())
         if batch.is_answered or client_id in batch.messages:
-            raise _repeated_error(client_id, kind, message)
+            raise repeated_error(client_id, kind, message)
         batch.messages[client_id] = message
         self._active_at = time.monotonic()
         self._state.condition.notify_all()
@@ -287,7 +288,7 @@ class StepCoordinator:
                 continue
             remaining = None if self._deadline is None else batch.started_at + self._deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
-                self._continue_without(self.clients_without_request(expected))
+                self.continue_without(self.clients_without_request(expected))
                 continue
             self._state.condition.wait(remaining)
         # The batch keeps all answers, even if the client whose thread computed the answers has disconnected.
@@ -328,13 +329,16 @@ class StepCoordinator:
         if self._is_batched and not fault.is_recoverable:
             self._late_clients.update(self.participants())
 
-    def _continue_without(self, missing: Sequence[str]) -> None:
+    def continue_without(self, missing: Sequence[str]) -> None:
         """
         Continue the step without the clients that have no pending request.
 
         A client with a pending request is not late, even if the request is for another micro-batch. All clients
         process their micro-batches in order (see [`StepProgress`]), so at least one client is missing: the clients
         with the least progress wait for no other client. If no client is missing, the run ends.
+
+        Args:
+            missing (`Sequence[str]`): The clients that have no pending request.
         """
         step = self._state.step
         if not missing:
@@ -343,14 +347,11 @@ class StepCoordinator:
         logger.warning(f"The deadline of step {step} passed. The step continues without {', '.join(missing)}.")
         self._late_clients.update(missing)
         for client_id in missing:
-            last_message_at = self._state.last_message_at[client_id]
-            num_steps, previous = self._silent_steps.get(client_id, (0, last_message_at))
-            num_steps = num_steps + 1 if previous == last_message_at else 1
-            self._silent_steps[client_id] = num_steps, last_message_at
+            num_steps = self._silence.count(client_id, self._state.last_message_at[client_id])
             if num_steps >= MAX_SILENT_STEPS:
                 self._state.remove(client_id, f"client {client_id!r} sent no message in {num_steps} successive steps")
         # Restart the deadline of all batches that waited for the missing clients.
-        for batch in self._batches.values():
+        for batch in self.batches.values():
             batch.started_at = time.monotonic()
         self._state.condition.notify_all()
 
@@ -383,7 +384,7 @@ class StepCoordinator:
             self._last_steps[client_id] = self._state.step
         self._state.step += 1
         self._active_at = time.monotonic()
-        self._late_clients, self._batches = set(), {}
+        self._late_clients, self.batches = set(), {}
         self._progress = StepProgress(self._window)
         self._state.condition.notify_all()
 
@@ -396,8 +397,3 @@ class StepCoordinator:
             self._finish_step([])
         finally:
             self._is_ending = False
-
-
-def _repeated_error(client_id: str, kind: str, message: Any) -> ValueError:
-    number = getattr(message, "micro_step", 0)
-    return ValueError(f"Client {client_id!r} sent {kind} {number} of step {message.step} twice.")

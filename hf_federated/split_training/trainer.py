@@ -39,6 +39,15 @@ class SplitFederatedTrainer(SplitMixin, Trainer):
         peft_config (`PeftConfig`, *optional*): Config of adapters for the model, as in TRL's `SFTTrainer`. See
             `SplitModel.add_adapter`.
 
+    Attributes:
+        active_run ([`~split_training.in_process.SplitFederation`] or
+            [`~split_training.networked_client.NetworkedFederation`], *optional*): The parties of the run in progress.
+            `None` outside of `train`.
+        networked_run ([`~split_training.networked_client.NetworkedFederation`], *optional*): The run that this client
+            has joined, if the server is not in this process.
+        envelopes ([`~hf_federated.security.peer_envelopes.PeerEnvelopes`], *optional*): Encrypts the parts of this
+            client for the other clients of a networked run.
+
     Raises:
         ValueError: If an argument or a combination of arguments is not supported. The message names an alternative.
 

@@ -8,7 +8,6 @@ client that takes part (`step_plan.py`). `training_step` trains these clients th
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -17,8 +16,7 @@ from typing import Any
 import torch
 from peft import PeftConfig, PeftModel
 from torch import nn
-from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import TrainOutput, set_seed
 from transformers.utils import logging
 
@@ -41,10 +39,10 @@ from ..trainer.output_lock import output_dir_lock
 from .checks import (
     accepts_model_name,
     as_split_model,
+    check_averaging_period,
     check_forward,
     check_gradients,
     check_loss,
-    check_networked_optimizer,
     check_revision,
     check_sampling,
     check_split_arguments,
@@ -53,10 +51,13 @@ from .checks import (
 from .config import SplitConfig
 from .in_process import ClientParty, SplitFederation
 from .loading import load_model_by_name
+from .networked_checks import check_networked_optimizer
+from .networked_client import NetworkedFederation
 from .networked_client_mixin import NetworkedClientMixin
 from .optimization import JointOptimizer
 from .saving import check_checkpoint, load_parties
-from .step_plan import SplitSteps, StepBatches, collate_single_step
+from .step_callback import StepCallback, step_arguments
+from .step_plan import StepBatches
 
 
 logger = logging.get_logger(__name__)
@@ -68,7 +69,6 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
     """
 
     _joint_optimizer: JointOptimizer | None = None
-    _signature_columns: list[str] | None
 
     def __init__(
         self,
@@ -106,11 +106,11 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         self.clients = clients
         self.train_dataset = clients
         self.ledger = Ledger()
-        self._envelopes = envelopes
-        self._networked = None
+        self.envelopes = envelopes
+        self.networked_run = None
         self._resume_from = None
         self._user_args = self.args
-        self.add_callback(_StepCallback(self))
+        self.add_callback(StepCallback(self))
 
     def _construct(
         self,
@@ -194,11 +194,11 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         try:
             with self._arguments(step_arguments(self._user_args)):
                 output = super().train(self._resume_from, trial, ignore_keys_for_eval)
-            if self._networked is not None and self.state.global_step < self.state.max_steps:
+            if self.networked_run is not None and self.state.global_step < self.state.max_steps:
                 logger.warning(
                     f"Training stopped after {self.state.global_step} steps. The server continues without this client."
                 )
-                self._networked.leave()
+                self.networked_run.leave()
             if self.args.should_save:
                 clear_staging(self.args.output_dir)
                 best = self.state.best_model_checkpoint
@@ -209,99 +209,36 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
             self.sync_model()
             raise
         finally:
-            self._federation = self._joint_optimizer = None
+            self.active_run = self._joint_optimizer = None
             self._model_is_stale = False
             self.is_in_train = False
 
-    # ---- Data loader
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Data loader with one item per optimizer step: the batches of every client that takes part."""
-        if self.clients is None:
-            return super().get_train_dataloader()
-        datasets: dict[str, Any] = {}
-        collate: dict[str, Any] = {}
-        try:
-            for client_id in self.clients:
-                self.train_dataset = self._client_datasets[client_id]
-                if not len(self.train_dataset):
-                    raise ValueError(
-                        f"{type(self).__name__} removed all examples of client {client_id!r}. Check its dataset."
-                    )
-                loader = super().get_train_dataloader()
-                datasets[client_id], collate[client_id] = loader.dataset, loader.collate_fn
-        finally:
-            self.train_dataset = self.clients
-        args = self._user_args
-        steps = SplitSteps(
-            datasets,
-            collate,
-            args.train_batch_size,
-            args.gradient_accumulation_steps,
-            simultaneous=self.split.strategy != "serial",
-            steps_per_turn=self.split.steps_per_turn,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            shuffle=args.train_sampling_strategy == "random",
-            drop_last=args.dataloader_drop_last,
-            steps_per_client=None if self._networked is None else self._networked.steps_per_epoch,
-        )
-        workers = args.dataloader_num_workers
-        return self.accelerator.prepare(
-            DataLoader(
-                steps,
-                batch_size=1,
-                collate_fn=collate_single_step,
-                num_workers=workers,
-                prefetch_factor=args.dataloader_prefetch_factor if workers else None,
-                pin_memory=args.dataloader_pin_memory,
-            )
-        )
-
-    def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Number of examples of a data loader. For the training data loader, the sum over all clients."""
-        steps = dataloader.dataset
-        return steps.num_examples if isinstance(steps, SplitSteps) else super().num_examples(dataloader)
-
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Number of examples in a step when all eligible clients participate."""
-        batch_size = super().get_total_train_batch_size(self._user_args)
-        if self.clients is None or self.split.strategy == "serial":
-            return batch_size
-        return batch_size * len(self.clients)
-
-    def _set_signature_columns_if_needed(self) -> None:
-        # Keep columns that the full model accepts. The split model raises an error if it does not support a column.
-        if self._signature_columns is None:
-            super()._set_signature_columns_if_needed()
-            signature = inspect.signature(self.model.client_tail.model.forward)
-            self._signature_columns = list(dict.fromkeys([*(self._signature_columns or []), *signature.parameters]))
+    # ---- Steps
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
         """`Trainer.get_batch_samples`. Target tokens are counted per client in `training_step`."""
-        if self._federation is None:
+        if self.active_run is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         return [next(epoch_iterator)], None
-
-    # ---- Steps
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Create one optimizer per party, and the joint optimizer that steps them together."""
         if not self.is_in_train or self.clients is None:
             return super().create_optimizer() if model is None else super().create_optimizer(model)
-        if self._networked is not None:
-            self._federation = self._networked
+        if self.networked_run is not None:
+            self.active_run = self.networked_run
         else:
             seed = self.split.resolve_seed(self.args)
-            self._federation = SplitFederation(self.model, list(self.clients), self.split, seed, self.ledger)
-        parties = self._federation.parties
+            self.active_run = SplitFederation(self.model, list(self.clients), self.split, seed, self.ledger)
+        parties = self.active_run.parties
         for party in parties.values():
             self.optimizer = None
             if party.trained_parameters():
                 super().create_optimizer(party.module)
                 party.optimizer = self.optimizer
-        norm = math.sqrt if self._networked is None else self._networked.shared_norm
+        norm = math.sqrt if self.networked_run is None else self.networked_run.shared_norm
         self.optimizer = self._joint_optimizer = JointOptimizer(parties, self._user_args.max_grad_norm, norm)
         return self.optimizer
 
@@ -312,16 +249,16 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         Raises:
             TypeError: If an overridden `create_optimizer` created no optimizers for the parties.
         """
-        federation, optimizer = self._federation, self._joint_optimizer
+        federation, optimizer = self.active_run, self._joint_optimizer
         if federation is None or optimizer is None:
             raise TypeError(
                 f"{type(self).__name__}.create_optimizer created no optimizers for the parties. Override "
                 "create_optimizer in the class that is passed to split_federate(): it is then called once for each "
                 "party, with the party's part as `model`."
             )
-        self._check_averaging_period()
-        if self._networked is not None:
-            self._networked.max_steps, self._networked.step = self.state.max_steps, self.state.global_step
+        check_averaging_period(self.split, self.callback_handler.train_dataloader.dataset, self.state.max_steps)
+        if self.networked_run is not None:
+            self.networked_run.begin_training(self.state.global_step, self.state.max_steps)
         if self._resume_from is not None:
             join_ledger, self.ledger = self.ledger, load_parties(federation, self._resume_from)
             self.ledger.add(join_ledger)  # the bytes of the messages with which a networked client joined again
@@ -329,32 +266,14 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
             optimizer.load_state_dict({})
             # Adapters were loaded into the parties only. Without a remaining step, no step would update the model.
             federation.copy_into_model()
-            if self._networked is not None:
-                # Send the parts again that were in transfer when the run was interrupted.
-                self._networked.send_parts()
-                if self.state.global_step >= self.state.max_steps:
-                    self._networked.finish()
-        if self._networked is not None:
-            self._networked.start_period()
-
-    def _check_averaging_period(self) -> None:
-        """Warn if most averages include the parts of a single client only."""
-        average_every, steps = self.split.average_every, self.callback_handler.train_dataloader.dataset
-        if average_every is None or steps.num_clients == 1:
-            return
-        num_single, num_periods = steps.count_single_client_periods(average_every, self.state.max_steps)
-        if num_single > num_periods / 2:
-            logger.warning(
-                f"With average_every={average_every} a single client trains in {num_single} of the {num_periods} "
-                "averaging periods of an epoch. All clients then continue with the parts of this client, and nothing "
-                "is averaged. Lower steps_per_turn, or raise average_every."
-            )
+        if self.networked_run is not None:
+            self.networked_run.exchange_first_parts(is_resumed=self._resume_from is not None)
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Run the forward and backward passes of all clients that take part in a step."""
-        federation, optimizer = self._federation, self._joint_optimizer
+        federation, optimizer = self.active_run, self._joint_optimizer
         if federation is None or optimizer is None:
             return super().training_step(model, inputs, num_items_in_batch)
         batches: StepBatches = inputs
@@ -378,10 +297,12 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
             batches,
             steps.num_examples_of_step(self.state.global_step % len(steps)),
             {client_id: None if count is None else int(count) for client_id, count in num_items.items()},
-            lambda client, client_batches: self._train_client(client, client_batches, num_items[client.client_id]),
+            lambda client, client_batches: self._train_client(
+                federation, client, client_batches, num_items[client.client_id]
+            ),
             optimizer,
         )
-        if self._networked is None:
+        if self.networked_run is None:
             check_gradients(type(self), self.model)
         return loss
 
@@ -389,13 +310,17 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         """
         Enable mixed precision for the models of the clients. `Trainer` enables it for the prepared full model only.
         """
-        if self._federation is None:
+        if self.active_run is None:
             return super().autocast_smart_context_manager(cache_enabled)
         return self.accelerator.autocast()
 
-    def _train_client(self, client: ClientParty, batches: list[Any], num_items: torch.Tensor | int | None) -> Any:
-        federation = self._federation
-        assert federation is not None
+    def _train_client(
+        self,
+        federation: SplitFederation | NetworkedFederation,
+        client: ClientParty,
+        batches: list[Any],
+        num_items: torch.Tensor | int | None,
+    ) -> Any:
         training_step = super().training_step
 
         def make_task(number: int, batch: Any) -> Callable[[], torch.Tensor]:
@@ -421,12 +346,12 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
 
     def end_step(self) -> None:
         """Finish the step after the optimizers: average the parts if the averaging period ends."""
-        if self._federation is not None:
-            self._federation.end_step(self.state.global_step)
+        if self.active_run is not None:
+            self.active_run.end_step(self.state.global_step)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """`Trainer.floating_point_ops`, summed over all batches of a step."""
-        if self._federation is None:
+        if self.active_run is None:
             return super().floating_point_ops(inputs)
         return sum(
             super(SplitMixin, self).floating_point_ops(batch)
@@ -442,8 +367,8 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
             logs.update(transferred)
             if "loss" in logs:
                 logs["grad_norm"] = self._joint_optimizer.norm
-        if self._networked is not None:
-            self._networked.replace_logged_losses(logs)
+        if self.networked_run is not None:
+            self.networked_run.replace_logged_losses(logs)
         # The training arguments decide whether token counts are logged; this loop does not count tokens.
         with self._arguments(self._user_args):
             super().log(logs, start_time)
@@ -468,36 +393,3 @@ def _concatenate_clients(dataset: Any) -> Any:
     if isinstance(dataset, dict):
         return {name: _concatenate_clients(value) for name, value in dataset.items()}
     return dataset.to_dataset() if isinstance(dataset, FederatedDataset) else dataset
-
-
-def step_arguments(args: TrainingArguments) -> TrainingArguments:
-    """Return the arguments for the loop of `Trainer` when each item of the data loader is an optimizer step."""
-    loop_args = copy.copy(args)
-    loop_args.gradient_accumulation_steps = 1
-    # The joint optimizer clips the gradients.
-    loop_args.max_grad_norm = 0.0
-    loop_args.include_num_input_tokens_seen = "no"
-    loop_args.save_total_limit = None
-    return loop_args
-
-
-class _StepCallback(TrainerCallback):
-    """Callback that runs the federation's part of a step before other callbacks see the model."""
-
-    def __init__(self, trainer: SplitMixin) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._trainer.start_training()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._trainer.end_step()
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._trainer.sync_model()

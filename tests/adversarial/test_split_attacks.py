@@ -184,7 +184,7 @@ def test_hostile_parameters_are_left_out_by_name(name, strategy, honest_runs, tm
         pytest.skip("clients that continue with the parts of the previous client do not average")
 
     def attack_parameters(run: Run) -> None:
-        envelopes = run.trainers[HOSTILE]._envelopes
+        envelopes = run.trainers[HOSTILE].envelopes
         seal = envelopes.seal
 
         def seal_hostile(recipient: str, purpose: str, payload: bytes) -> bytes:

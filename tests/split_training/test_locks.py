@@ -102,7 +102,7 @@ def test_only_a_body_that_draws_random_numbers_holds_the_generators(dropout):
     server.seed = 0
     tokens = torch.tensor([[3, 4, 5]])
     model(tokens, labels=tokens).loss.backward()
-    assert server._draws_random_numbers is (dropout > 0)
+    assert server.draws_random_numbers is (dropout > 0)
 
 
 def test_parallel_bodies_give_the_weights_of_bodies_in_turn(tmp_path):

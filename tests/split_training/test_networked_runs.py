@@ -112,7 +112,7 @@ def test_resume_after_kill_gives_identical_weights(strategy, tmp_path):
 
     again = Run(tmp_path / "broken", clients, split, LORA, **changes)
     again.train(resume=True)
-    assert not again.errors and again.server._resume_step == 4
+    assert not again.errors and again.server.resume_step == 4
     whole_values, resumed_values = whole.values(), again.values()
     for party in whole_values:
         for name, value in whole_values[party].items():
@@ -189,7 +189,7 @@ def test_finished_run_can_be_resumed(strategy, tmp_path):
         run = Run(tmp_path, clients_of(4, 4), SplitConfig(strategy=strategy), LORA, **changes)
         run.train(resume)
         assert not run.errors and run.server.finished.is_set()
-    assert run.server._resume_step == run.server.server_model.max_steps
+    assert run.server.resume_step == run.server.server_model.max_steps
 
 
 def test_save_only_model_checkpoint_is_not_resumed(tmp_path):
@@ -198,7 +198,7 @@ def test_save_only_model_checkpoint_is_not_resumed(tmp_path):
     for resume in (False, True):
         run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, **changes)
         run.train(resume)
-        assert not run.errors and run.server._resume_step == 0
+        assert not run.errors and run.server.resume_step == 0
 
 
 def test_checkpoint_missing_on_server_starts_run_from_scratch_with_warning(tmp_path, caplog):
@@ -208,7 +208,7 @@ def test_checkpoint_missing_on_server_starts_run_from_scratch_with_warning(tmp_p
     shutil.rmtree(tmp_path / "server")
     run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, **changes)
     run.train(resume=True)
-    assert not run.errors and run.server._resume_step == 0
+    assert not run.errors and run.server.resume_step == 0
     assert "server and the clients have no checkpoint of a common step. The run starts from scratch." in caplog.text
     assert caplog.text.count("No checkpoint of the steps [") == 2
 
@@ -325,7 +325,7 @@ def test_server_stores_one_encrypted_message_per_pair_of_clients(tmp_path, caplo
     for step, blob in enumerate((b"old", b"new")):
         server.answer("client 0", SendEnvelope("client 0", step, "client 1", as_tensor(blob)).to_bytes())
     assert "Client 'client 1' did not fetch the message of client 'client 0' of step 0." in caplog.text
-    assert list(server._relay._envelopes) == [("client 0", "client 1", 1)]
+    assert list(server.relay.envelopes) == [("client 0", "client 1", 1)]
     with pytest.raises(ValueError, match="sent its message of step 1 to 'client 1' twice"):
         server.answer("client 0", SendEnvelope("client 0", 1, "client 1", as_tensor(b"again")).to_bytes())
 
@@ -347,7 +347,7 @@ def test_server_relays_parameters_encrypted(tmp_path):
     assert not run.errors
     sent = [message for message in map(read_message, seen) if isinstance(message, SendEnvelope)]
     assert len(sent) == 4
-    trained = [value.detach() for value in run.trainers["client 0"]._networked.client.trained_parameters().values()]
+    trained = [value.detach() for value in run.trainers["client 0"].networked_run.client.trained_parameters().values()]
     for message in sent:
         blob = message.sealed.numpy().tobytes()
         assert all(value.numpy().tobytes()[:32] not in blob for value in trained)
@@ -363,7 +363,7 @@ def test_networked_client_rejects_arguments_for_other_clients(tmp_path):
     with pytest.raises(ValueError, match="min_clients=2, but the run has 1 clients"):
         Run(tmp_path, {"a": rows_of(0)}, SplitConfig(min_clients=2))
     single_client_run = Run(tmp_path, {"a": rows_of(0)}, config_of("serial"))
-    single_client_run.trainers["a"]._envelopes = None
+    single_client_run.trainers["a"].envelopes = None
     single_client_run.train()
     assert not single_client_run.errors
 

@@ -27,7 +27,7 @@ from hf_federated.split_training.messages import (
     as_tensor,
     read_message,
 )
-from hf_federated.split_training.networked_client import NetworkedFederation
+from hf_federated.split_training.part_exchange import PartExchange
 
 
 def config_of(strategy):
@@ -86,7 +86,7 @@ def test_nan_gradient_norm_is_rejected_before_the_step(tmp_path):
 @pytest.mark.parametrize("state", ["names", "shapes"])
 def test_parameters_with_wrong_names_or_shapes_are_not_averaged(state, tmp_path, caplog, monkeypatch):
     def send_others(run, trainer, *args):
-        client = trainer._federation.client
+        client = trainer.active_run.client
         wrong_state = {"w": torch.ones(1)} if state == "names" else dict.fromkeys(client.state(), torch.ones(1))
         client.state = lambda: wrong_state
         return type(trainer).training_step(trainer, *args)
@@ -114,17 +114,17 @@ def test_more_micro_batches_than_announced_are_rejected(tmp_path):
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
 def test_client_cannot_report_more_examples_than_it_sent(strategy, tmp_path):
     def report_more(run, trainer, *args):
-        run_step = trainer._federation.run_step
+        run_step = trainer.active_run.run_step
 
         def run_step_with_more(step, batches, num_rows, *rest):
             return run_step(step, batches, {client_id: rows + 1 for client_id, rows in num_rows.items()}, *rest)
 
-        trainer._federation.run_step = run_step_with_more
+        trainer.active_run.run_step = run_step_with_more
         return type(trainer).training_step(trainer, *args)
 
     run = train_with_attack(tmp_path, strategy, report_more)
     assert "began step 0 with 3 examples, but sent 2" in str(run.errors["client 1"])
-    assert not any(run.server.server_model._num_examples.values()) and run.server.step == 0
+    assert not any(run.server.server_model.num_examples.values()) and run.server.step == 0
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,9 @@ def test_control_messages_validate_their_fields():
 
 def send_micro_batch(trainer, num_batches, backward):
     """Begin a step of `num_batches` micro-batches, and send one of them with or without its gradient."""
-    networked, boundary = trainer._networked, trainer.model.train().boundary
+    networked, boundary = trainer.networked_run, trainer.model.train().boundary
     step, tokens = trainer.state.global_step, torch.tensor([[3, 4, 5], [3, 4, 5]])
-    networked._link.exchange(BeginStep(networked.client_id, step, num_batches, 2).to_bytes())
+    networked.link.exchange(BeginStep(networked.client_id, step, num_batches, 2).to_bytes())
     boundary.begin_step(step, 6 if boundary.defers_backward else None)
     loss = trainer.model(tokens, labels=tokens).loss
     if backward:
@@ -314,17 +314,17 @@ def test_server_error_ends_run_and_details_stay_in_server_log(where, tmp_path, c
 
 def test_parameters_in_the_name_of_another_client_are_refused(tmp_path, monkeypatch, caplog):
     """They would replace the parameters of the other client in the mean."""
-    send = NetworkedFederation._send_parameters
+    send = PartExchange.send
 
-    def send_as_client_2(federation, recipient, state, *args, **kwargs):
-        if federation.client_id != "client 1":
-            return send(federation, recipient, state, *args, **kwargs)
-        payload = PartParameters("client 2", federation.step, 1, dict(state)).to_bytes()
-        encrypted = federation._require_envelopes().seal(recipient, f"step {federation.step}", payload)
-        message = SendEnvelope("client 1", federation.step, recipient, as_tensor(encrypted))
-        return federation._link.request(message, SendEnvelopeReply)
+    def send_as_client_2(parts, recipient, state, step, **kwargs):
+        if parts.client.client_id != "client 1":
+            return send(parts, recipient, state, step, **kwargs)
+        payload = PartParameters("client 2", step, 1, dict(state)).to_bytes()
+        encrypted = parts.require_envelopes().seal(recipient, f"step {step}", payload)
+        message = SendEnvelope("client 1", step, recipient, as_tensor(encrypted))
+        return parts.link.request(message, SendEnvelopeReply)
 
-    monkeypatch.setattr(NetworkedFederation, "_send_parameters", send_as_client_2)
+    monkeypatch.setattr(PartExchange, "send", send_as_client_2)
     run = Run(
         tmp_path, clients_of(2, 2, 2), SplitConfig(strategy="client_batch", average_every=1, min_clients=1.0), LORA
     )
@@ -337,7 +337,7 @@ def test_parameters_in_the_name_of_another_client_are_refused(tmp_path, monkeypa
 def test_missing_fingerprint_of_peer_is_reported_before_the_first_step(tmp_path):
     run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch", min_clients=1.0), LORA)
     elsewhere = {"client 7": identity("client 7").fingerprint}
-    run.trainers["client 1"]._envelopes = PeerEnvelopes(identity("client 1"), elsewhere, 2048)
+    run.trainers["client 1"].envelopes = PeerEnvelopes(identity("client 1"), elsewhere, 2048)
     run.train()
     assert "The fingerprint of client 'client 0' of this run is not known" in str(run.errors["client 1"])
     assert "--peer client 0=FINGERPRINT" in str(run.errors["client 1"])
@@ -348,6 +348,6 @@ def test_fingerprints_of_clients_outside_the_run_are_ignored(tmp_path):
     run = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA)
     for client_id, trainer in run.trainers.items():
         fingerprints = {name: identity(name).fingerprint for name in ("client 0", "client 1", "client 7")}
-        trainer._envelopes = PeerEnvelopes(identity(client_id), fingerprints, 2048)
+        trainer.envelopes = PeerEnvelopes(identity(client_id), fingerprints, 2048)
     run.train()
     assert not run.errors

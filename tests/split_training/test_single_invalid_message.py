@@ -83,7 +83,7 @@ def test_client_cannot_begin_a_step_twice(strategy, tmp_path):
     run = train_with_replaced_messages(tmp_path, strategy, begin_again)
     assert "'client 1' began step" in str(run.errors["client 1"]) and "twice" in str(run.errors["client 1"])
     assert "client 'client 1' disconnected" in str(run.errors["client 0"])
-    assert max(run.server.server_model._num_examples.values()) <= 4
+    assert max(run.server.server_model.num_examples.values()) <= 4
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -131,7 +131,7 @@ def test_client_with_overflowing_gradients_is_named_to_all_clients(disconnects_a
         blob = dataclasses.replace(message, gradient=huge).to_bytes()
         if not disconnects_at_once:
             return server.answer("client 1", blob)
-        while "client 0" not in server._steps._batches.get(("backward", 0), RequestBatch()).messages:
+        while "client 0" not in server.steps.batches.get(("backward", 0), RequestBatch()).messages:
             time.sleep(0.01)
         # With the lock held, no other thread continues before client 1 is disconnected.
         with server.state.condition:
@@ -202,7 +202,7 @@ def test_pending_message_cannot_be_sent_again(tmp_path):
     def hold(server, message):
         # Client 1 sends its message again while its first message waits for client 0.
         def send_again():
-            while ("step", 0) not in server._steps._batches:
+            while ("step", 0) not in server.steps.batches:
                 time.sleep(0.001)
             try:
                 server.answer("client 1", message.to_bytes())
@@ -232,9 +232,9 @@ def test_run_ends_if_all_clients_wait_at_the_deadline(tmp_path):
     """The protocol excludes this state. If it occurred, the server would restart the deadline forever."""
     server = Run(tmp_path, clients_of(2, 2), SplitConfig(strategy="client_batch"), LORA, deadline=1.0).server
     for number, client_id in enumerate(server.client_ids):
-        server._steps._batches["forward", number] = RequestBatch()
-        server._steps._batches["forward", number].messages[client_id] = None
+        server.steps.batches["forward", number] = RequestBatch()
+        server.steps.batches["forward", number].messages[client_id] = None
     with server.state.condition:
-        server._steps.plan = StepPlan({"client 0": 1, "client 1": 1}, simultaneous=True)
-        server._steps._continue_without([])
+        server.steps.plan = StepPlan({"client 0": 1, "client 1": 1}, simultaneous=True)
+        server.steps.continue_without([])
     assert server.wait() == "client 0, client 1 wait for each other at step 0"

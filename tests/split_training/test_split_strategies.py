@@ -148,7 +148,7 @@ def test_serial_clients_train_one_model_sequentially(tmp_path):
 def test_next_client_continues_after_steps_per_turn(tmp_path):
     clients_by_step = []
     trainer = split_trainer(tmp_path, clients_of(6, 4), SplitConfig(steps_per_turn=1))
-    with_step_callback(trainer, lambda trainer, step: clients_by_step.append(trainer._federation.last_client))
+    with_step_callback(trainer, lambda trainer, step: clients_by_step.append(trainer.active_run.last_client))
     trainer.train()
     assert clients_by_step == ["client 0", "client 1", "client 0", "client 1", "client 0"]
 
@@ -159,7 +159,7 @@ def test_parts_are_averaged_every_period_or_never(strategy, every, expected, tmp
     equal_at = []
 
     def callback_function(trainer, step):
-        values = [values_of(party) for party in trainer._federation.clients.values()]
+        values = [values_of(party) for party in trainer.active_run.clients.values()]
         if all(torch.equal(values[0][name], other_values[name]) for other_values in values[1:] for name in values[0]):
             equal_at.append(step)
 
@@ -209,7 +209,7 @@ def test_average_is_weighted_by_number_of_examples(split, kinds, tmp_path, monke
 @pytest.mark.parametrize(("steps_per_turn", "has_warning"), [(None, True), (3, True), (2, False)])
 def test_averages_over_a_single_client_log_a_warning(steps_per_turn, has_warning, tmp_path, monkeypatch):
     warnings = []
-    monkeypatch.setattr("hf_federated.split_training.trainer_mixin.logger.warning", warnings.append)
+    monkeypatch.setattr("hf_federated.split_training.checks.logger.warning", warnings.append)
     split_trainer(tmp_path, clients_of(6, 6), SplitConfig(average_every=3, steps_per_turn=steps_per_turn)).train()
     assert any("nothing is averaged" in text for text in warnings) == has_warning
 
@@ -232,7 +232,7 @@ def test_client_batch_clips_by_joint_norm_of_server_and_clients(tmp_path):
 
     class Norms(TrainerCallback):
         def on_pre_optimizer_step(self, *args, **kwargs):
-            for name, party in trainer._federation.parties.items():
+            for name, party in trainer.active_run.parties.items():
                 gradients = [
                     parameter.grad.double().flatten()
                     for parameter in party.module.parameters()
@@ -253,7 +253,7 @@ def test_random_numbers_of_a_client_do_not_depend_on_other_clients(tmp_path):
         clients = {"a": rows_of(seed, 4), "b": rows_of(1, 4)}
         config = SplitConfig(strategy="server_hierarchical")
         trainer = split_trainer(tmp_path, clients, config, model=whole_model(attention_dropout=0.5))
-        with_step_callback(trainer, lambda trainer, step: values.append(values_of(trainer._federation.clients["b"])))
+        with_step_callback(trainer, lambda trainer, step: values.append(values_of(trainer.active_run.clients["b"])))
         trainer.train()
     assert len(values) == 4
     assert all(torch.equal(values[1][name], values[3][name]) for name in values[1])
@@ -310,7 +310,7 @@ def test_only_trained_parameters_are_copied_and_exchanged(tmp_path):
     seen = []
 
     def callback_function(trainer, step):
-        first, second = trainer._federation.clients.values()
+        first, second = trainer.active_run.clients.values()
         frozen = [p for p in first.module.parameters() if not p.requires_grad]
         second_ids = {id(p) for p in second.module.parameters()}
         seen.append(

@@ -115,7 +115,7 @@ def test_client_with_nan_weights_is_named_before_averaging(strategy, tmp_path):
 
     def poisoned(*args):
         optimizer = create(*args)
-        client = trainer._federation.clients["client 1"]
+        client = trainer.active_run.clients["client 1"]
         next(iter(client.trained_parameters().values())).data.fill_(float("nan"))
         return optimizer
 
@@ -261,7 +261,7 @@ def test_custom_create_optimizer_is_used_for_every_party(tmp_path):
 
     class RecordOptimizers(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            optimizer_types.append([type(party.optimizer) for party in trainer._federation.parties.values()])
+            optimizer_types.append([type(party.optimizer) for party in trainer.active_run.parties.values()])
 
     trainer = split_federate(CustomTrainer)(whole_model(), arguments(tmp_path), train_dataset=clients_of(2, 2))
     trainer.add_callback(RecordOptimizers())

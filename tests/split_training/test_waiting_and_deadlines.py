@@ -125,10 +125,11 @@ def test_step_continues_without_late_client_after_deadline(tmp_path):
     run = Run(tmp_path, clients, SplitConfig(strategy="client_batch"), LORA, deadline=0.5, links=links)
     run.train()
     assert not run.errors
-    assert run.trainers["client 1"]._networked.num_late >= 1 and run.trainers["client 0"]._networked.num_late == 0
-    assert run.server.step == 4 and run.server.server_model._num_examples["client 0"] == 8
+    num_late = {client_id: trainer.networked_run.num_late for client_id, trainer in run.trainers.items()}
+    assert num_late["client 1"] >= 1 and num_late["client 0"] == 0
+    assert run.server.step == 4 and run.server.server_model.num_examples["client 0"] == 8
     # Examples of skipped steps are not counted.
-    assert run.server.server_model._num_examples["client 1"] == 8 - 2 * run.trainers["client 1"]._networked.num_late
+    assert run.server.server_model.num_examples["client 1"] == 8 - 2 * num_late["client 1"]
 
 
 def test_clients_that_wait_for_a_late_client_are_not_late(tmp_path):
@@ -145,16 +146,16 @@ def test_clients_that_wait_for_a_late_client_are_not_late(tmp_path):
 
     split, step_ended = SplitConfig(strategy="client_batch"), threading.Event()
     run = Run(tmp_path, clients, split, LORA, deadline=1.5, links=links, gradient_accumulation_steps=2)
-    end_step = run.server._steps._train_step
+    train_step = run.server.server_model.train_step
 
-    def end_step_and_signal(messages):
+    def train_step_and_signal(*args):
         step_ended.set()
-        return end_step(messages)
+        return train_step(*args)
 
-    run.server._steps._train_step = end_step_and_signal
+    run.server.server_model.train_step = train_step_and_signal
     run.train()
     assert not run.errors
-    assert {client_id: trainer._networked.num_late for client_id, trainer in run.trainers.items()} == {
+    assert {client_id: trainer.networked_run.num_late for client_id, trainer in run.trainers.items()} == {
         "client 0": 0,
         "client 1": 0,
         "client 2": 1,
@@ -169,12 +170,12 @@ def relay_at(step: int, strategy: str) -> EnvelopeRelay:
     split = SplitConfig(strategy=strategy, average_every=None if strategy == "serial" else 2)
     relay = EnvelopeRelay(RunState(CLIENTS, min_clients=1), split, deadline=0.05)
     relay.plan, relay.last_step = StepPlan(dict.fromkeys(CLIENTS, 2), strategy != "serial"), 6
-    relay._state.step = step
+    relay.state.step = step
     return relay
 
 
 def request(relay: EnvelopeRelay, step: int, sender: str, recipient: str) -> Any:
-    with relay._state.condition:
+    with relay.state.condition:
         return relay.deliver(FetchEnvelope(recipient, step, sender))
 
 
@@ -196,7 +197,7 @@ def test_request_for_parameters_that_no_client_sends_is_refused(strategy, step, 
     relay = relay_at(4, strategy)
     with pytest.raises(ValueError, match=rf"requested a message of client '{sender}' of step {step}, but the clients"):
         request(relay, step, sender, "client 2")
-    assert not relay._state.removed
+    assert not relay.state.removed
 
 
 def test_client_is_not_removed_before_it_can_send_its_parameters():
@@ -204,10 +205,10 @@ def test_client_is_not_removed_before_it_can_send_its_parameters():
     thread = threading.Thread(target=request, args=(relay, 4, "client 0", "client 2"))
     thread.start()
     time.sleep(0.2)
-    with relay._state.condition:
+    with relay.state.condition:
         relay.store(SendEnvelope("client 0", 4, "client 2", as_tensor(b"x")))
     thread.join(10)
-    assert not thread.is_alive() and not relay._state.removed
+    assert not thread.is_alive() and not relay.state.removed
     with pytest.raises(ValueError, match="of step 4 again"):
         request(relay, 4, "client 0", "client 2")
 
@@ -226,7 +227,7 @@ def test_client_that_waits_for_the_average_without_sending_its_parameters_is_rem
     thread.start()
     assert isinstance(request(relay, 4, "client 2", "client 0"), PeerRemovedReply)
     thread.join(10)
-    assert list(relay._state.removed) == ["client 2"] and len(errors) == 1
+    assert list(relay.state.removed) == ["client 2"] and len(errors) == 1
 
 
 def test_deadline_counts_after_a_computation_of_the_awaited_client(tmp_path):
