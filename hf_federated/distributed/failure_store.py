@@ -9,16 +9,21 @@ it has read.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from typing import Any
 
 import torch.distributed as dist
 
+from .ranks import format_ranks
+
 
 PREFIX = "hf_federated/"
 FAILURE_KEY = f"{PREFIX}failure"
 POLL_INTERVAL_SECONDS = 0.25
+# Gloo raises plain RuntimeErrors, and so does DistributedDataParallel for its process group.
+LOST_CONNECTION = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|process group", re.IGNORECASE)
 
 
 class FailureStore:
@@ -84,6 +89,32 @@ class FailureStore:
             self.post("acknowledged")
         return self.known_failure
 
+    def explain(self, error: RuntimeError, where: str = "") -> str:
+        """
+        Explain the error of a lost connection.
+
+        Args:
+            error (`RuntimeError`): The error of a communication library.
+            where (`str`, *optional*, defaults to `""`): When the connection was lost, after a space.
+
+        Returns:
+            `str`: The error of the process that failed, if it reported one, or the process that ended.
+        """
+        failure = self.get_failure()
+        if failure is not None:
+            return describe_failure(failure)
+        missing = self.ranks_without("finished")
+        finished = [rank for rank in self._peers if rank not in missing]
+        if finished:
+            return (
+                f"{format_ranks(finished).capitalize()} reached the end of the script{where}. Build, train, evaluate "
+                "and save in every process."
+            )
+        return (
+            f"A process of the launch ended without a report{where}. It may have been killed, run out of memory or "
+            f"reached the end of the script: {error}"
+        )
+
     def start_watching(self) -> None:
         """Poll for a failure in a thread, so that `known_failure` is updated while this process waits in a library."""
         self._watcher = threading.Thread(target=self._watch, name="hf_federated-failures", daemon=True)
@@ -110,3 +141,13 @@ class FailureStore:
         except RuntimeError:
             self._store = None
             return None
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Whether an error of a communication library is about a lost connection."""
+    return isinstance(error, dist.DistError) or LOST_CONNECTION.search(str(error)) is not None
+
+
+def describe_failure(failure: dict[str, Any]) -> str:
+    """Return the text for a failure that [`FailureStore.get_failure`] returned."""
+    return f"Process {failure['rank']} failed: {failure['error']}"

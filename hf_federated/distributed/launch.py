@@ -1,8 +1,15 @@
-"""`check_launch`: refuse a launch of several processes that do not communicate."""
+"""The processes of a launch: refuse processes that do not communicate, and let a process work as the only one."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate.state import DistributedType
+
+from .._compat import process_states
 
 
 # Environment variables from which accelerate reads the number of processes of a launch.
@@ -37,3 +44,26 @@ def check_launch(num_processes: int) -> None:
         "with `torchrun`, with `distributed_type: MULTI_GPU` (with `use_cpu: true` on machines without GPUs), or with "
         "`--mpirun_hostfile` for `distributed_type: MULTI_CPU`."
     )
+
+
+@contextmanager
+def single_process(as_main: bool) -> Iterator[None]:
+    """
+    Make accelerate and transformers treat this process as the only process of the launch.
+
+    Args:
+        as_main (`bool`): Whether this process also becomes the main process.
+    """
+    alone: dict[str, Any] = {"num_processes": 1, "distributed_type": DistributedType.NO}
+    if as_main:
+        alone |= {"process_index": 0, "local_process_index": 0}
+    # All instances of a state class of accelerate share one dictionary. accelerate has no public method to set it.
+    shared = process_states()
+    before = [{name: state[name] for name in alone if name in state} for state in shared]
+    for state, values in zip(shared, before, strict=True):
+        state.update({name: alone[name] for name in values})
+    try:
+        yield
+    finally:
+        for state, values in zip(shared, before, strict=True):
+            state.update(values)

@@ -8,23 +8,25 @@ Each process then ends with the first error of the launch instead of a lost conn
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate.state import DistributedType, PartialState
+from accelerate.state import PartialState
 
-from .._compat import default_store, process_states
+from .._compat import default_store
 from ..messages.serialization import pack, unpack
 from .buckets import buckets
-from .failure_store import FailureStore
+from .failure_store import FailureStore, describe_failure, is_lost_connection
+from .launch import single_process
+from .ranks import check_same_point, format_ranks
 
 
 T = TypeVar("T")
@@ -34,8 +36,6 @@ T = TypeVar("T")
 COLLECTIVE_TIMEOUT = timedelta(days=30)
 # The main process waits this long before it ends, so that the other processes can read its error.
 SHUTDOWN_WAIT_SECONDS = 5.0
-# Gloo raises plain RuntimeErrors, and so does DistributedDataParallel for its process group.
-LOST_CONNECTION = re.compile(r"gloo|NCCL|Connection (closed|reset|refused)|process group", re.IGNORECASE)
 
 
 class PeerFailedError(RuntimeError):
@@ -44,13 +44,6 @@ class PeerFailedError(RuntimeError):
 
 class LaunchFailedError(RuntimeError):
     """An earlier run of this launch failed, and its processes are disconnected."""
-
-
-class OutOfStepError(RuntimeError):
-    """The processes of the launch called a collective operation at different points of the program.
-
-    The message lists the point of each process.
-    """
 
 
 class ProcessGroup:
@@ -93,22 +86,8 @@ class ProcessGroup:
                 Whether this process also becomes the main process. By default the process keeps its rank, so that only
                 the main process of the launch writes files and logs.
         """
-        if self.world_size == 1:
+        with contextlib.nullcontext() if self.world_size == 1 else single_process(as_main):
             yield
-            return
-        alone: dict[str, Any] = {"num_processes": 1, "distributed_type": DistributedType.NO}
-        if as_main:
-            alone |= {"process_index": 0, "local_process_index": 0}
-        # All instances of a state class of accelerate share one dictionary. accelerate has no public method to set it.
-        shared = process_states()
-        before = [{name: state[name] for name in alone if name in state} for state in shared]
-        for state, values in zip(shared, before, strict=True):
-            state.update({name: alone[name] for name in values})
-        try:
-            yield
-        finally:
-            for state, values in zip(shared, before, strict=True):
-                state.update(values)
 
     def initialize(self, timeout: float) -> None:
         """
@@ -177,14 +156,7 @@ class ProcessGroup:
             unpack(received[:length].numpy().tobytes())
             for received, length in zip(blobs, lengths.tolist(), strict=True)
         ]
-        ranks_by_label = group_ranks_by_value([message["label"] for message in messages])
-        if len(ranks_by_label) > 1:
-            raise OutOfStepError(
-                "The processes of this launch are at different points of the program: "
-                + "; ".join(f"{format_ranks(ranks)} at {label!r}" for label, ranks in ranks_by_label.items())
-                + ". Build, train, evaluate and save in every process: put none of these calls under `if "
-                "trainer.is_world_process_zero()`, and catch the same errors in every process."
-            )
+        check_same_point([message["label"] for message in messages])
         return [message["tree"] for message in messages]
 
     def run_on_main(self, label: str, function: Callable[[], T]) -> T:
@@ -309,8 +281,8 @@ class ProcessGroup:
         if first is None:
             self._store.report_failure(own)
         elif not isinstance(shown, PeerFailedError) and first["rank"] != self.rank and first["error"] != own:
-            shown = PeerFailedError(_describe(first))
-        self.failed = own if first is None else _describe(first)
+            shown = PeerFailedError(describe_failure(first))
+        self.failed = own if first is None else describe_failure(first)
         self._close_group()
         self._store.post("acknowledged")
         self._wait_for_readers("acknowledged", "finished")
@@ -338,7 +310,7 @@ class ProcessGroup:
             PeerFailedError: If another process has failed. The message contains the error of that process.
         """
         if self.world_size > 1 and self._store.known_failure is not None:
-            raise PeerFailedError(_describe(self._store.known_failure))
+            raise PeerFailedError(describe_failure(self._store.known_failure))
 
     def to_peer_failed_error(self, error: BaseException | None) -> PeerFailedError | None:
         """
@@ -353,26 +325,7 @@ class ProcessGroup:
         """
         if self.world_size == 1 or not isinstance(error, RuntimeError) or isinstance(error, PeerFailedError):
             return None
-        if not isinstance(error, dist.DistError) and not LOST_CONNECTION.search(str(error)):
-            return None
-        return self._to_peer_failed_error(error)
-
-    def _to_peer_failed_error(self, error: RuntimeError, where: str = "") -> PeerFailedError:
-        failure = self._store.get_failure()
-        if failure is not None:
-            return PeerFailedError(_describe(failure))
-        finished = [
-            rank for rank in range(self.world_size) if rank not in (self.rank, *self._store.ranks_without("finished"))
-        ]
-        if finished:
-            return PeerFailedError(
-                f"{format_ranks(finished).capitalize()} reached the end of the script{where}. Build, train, evaluate "
-                "and save in every process."
-            )
-        return PeerFailedError(
-            f"A process of the launch ended without a report{where}. It may have been killed, run out of memory or "
-            f"reached the end of the script: {error}"
-        )
+        return PeerFailedError(self._store.explain(error)) if is_lost_connection(error) else None
 
     @contextmanager
     def _explain_lost_connection(self) -> Iterator[None]:
@@ -381,7 +334,7 @@ class ProcessGroup:
             yield
         except RuntimeError as error:
             where = f" while process {self.rank} waited for it at {self._label!r}"
-            raise self._to_peer_failed_error(error, where) from error
+            raise PeerFailedError(self._store.explain(error, where)) from error
 
     def _finish(self) -> None:
         if self.failed is None:
@@ -432,20 +385,3 @@ def fail_together_during_init() -> Iterator[None]:
             raise
         with process_group().fail_together():
             raise
-
-
-def group_ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
-    """Map each value to the ranks of the processes that passed it. `values` is in the order of the ranks."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ranks
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return the text for ranks in an error message."""
-    return f"process {ranks[0]}" if len(ranks) == 1 else f"processes {', '.join(map(str, ranks))}"
-
-
-def _describe(failure: dict[str, Any]) -> str:
-    return f"Process {failure['rank']} failed: {failure['error']}"

@@ -24,7 +24,8 @@ from ..aggregation import Aggregation
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..distillation import Distillation
-from ..distributed.process_group import ProcessGroup, format_ranks, group_ranks_by_value
+from ..distributed.process_group import ProcessGroup
+from ..distributed.ranks import format_ranks, group_ranks_by_value
 
 
 # Training arguments that do not change the result: devices, directories, logging and uploads.
