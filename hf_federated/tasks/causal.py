@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .base import row_name
+from .columns import row_name
 from .token_positions import TokenPositions
 
 

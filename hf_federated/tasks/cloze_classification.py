@@ -13,18 +13,10 @@ import numpy as np
 from datasets import Dataset
 from transformers import EvalPrediction
 
-from .base import (
-    Batch,
-    ComputeMetrics,
-    check_length,
-    check_names,
-    is_blank,
-    read_column,
-    read_labels,
-    read_texts,
-)
+from .base import ComputeMetrics
 from .candidates import NO_ANSWER, CandidateTask, append_example, candidate_log_loss, candidate_sums, check_features
 from .causal import tokenize_answers, tokenize_prompts
+from .columns import Batch, check_length, check_names, is_blank, read_column, read_labels, read_texts
 from .metrics import F1, Accuracy
 
 

@@ -25,18 +25,8 @@ from transformers import (
 
 from ..utils.arguments import require_one_of
 from ..utils.remote_code import code_arguments
-from .base import (
-    IGNORED,
-    NUM_POSITIONS,
-    Batch,
-    ComputeMetrics,
-    Task,
-    check_length,
-    first_output,
-    is_blank,
-    read_column,
-    read_texts,
-)
+from .base import IGNORED, NUM_POSITIONS, ComputeMetrics, Task, first_output
+from .columns import Batch, check_length, is_blank, read_column, read_texts
 from .metrics import Perplexity
 
 

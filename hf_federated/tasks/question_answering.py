@@ -16,7 +16,8 @@ import numpy as np
 from datasets import Dataset
 from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding, EvalPrediction, PreTrainedModel
 
-from .base import Batch, ComputeMetrics, Task, check_length, is_blank, read_column, read_texts, row_name, rows_by_id
+from .base import ComputeMetrics, Task
+from .columns import Batch, check_length, is_blank, read_column, read_texts, row_name, rows_by_id
 from .metrics import ExactMatch, TokenF1
 
 

@@ -20,19 +20,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from .base import (
-    IGNORED,
-    NUM_POSITIONS,
-    Batch,
-    ComputeMetrics,
-    Task,
-    check_length,
-    first_output,
-    is_blank,
-    read_column,
-    read_texts,
-    row_name,
-)
+from .base import IGNORED, NUM_POSITIONS, ComputeMetrics, Task, first_output
+from .columns import Batch, check_length, is_blank, read_column, read_texts, row_name
 from .metrics import Rouge
 
 

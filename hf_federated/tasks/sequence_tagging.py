@@ -20,20 +20,8 @@ from transformers import (
 )
 
 from ..data.column_values import check_columns
-from .base import (
-    IGNORED,
-    NUM_POSITIONS,
-    Batch,
-    ComputeMetrics,
-    Task,
-    check_length,
-    check_names,
-    first_output,
-    is_blank,
-    label_maps,
-    read_column,
-    row_name,
-)
+from .base import IGNORED, NUM_POSITIONS, ComputeMetrics, Task, first_output
+from .columns import Batch, check_length, check_names, is_blank, label_maps, read_column, row_name
 from .metrics import Accuracy, SpanF1
 from .metrics.span_f1 import has_position
 

@@ -18,7 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from .base import Batch, ComputeMetrics, Task, check_length, first_output, is_blank, read_column, read_texts, row_name
+from .base import ComputeMetrics, Task, first_output
 from .causal import (
     IGNORED,
     CausalCollator,
@@ -28,6 +28,7 @@ from .causal import (
     tokenize_answers,
     tokenize_prompts,
 )
+from .columns import Batch, check_length, is_blank, read_column, read_texts, row_name
 from .metrics import Rouge
 from .seq2seq import check_num_rows, is_empty_target, read_targets
 

@@ -18,19 +18,8 @@ from transformers import (
 
 from ..data.column_values import check_columns
 from ..utils.arguments import require_one_of
-from .base import (
-    Batch,
-    ComputeMetrics,
-    Task,
-    check_length,
-    check_names,
-    first_output,
-    is_blank,
-    label_maps,
-    read_column,
-    read_labels,
-    read_texts,
-)
+from .base import ComputeMetrics, Task, first_output
+from .columns import Batch, check_length, check_names, is_blank, label_maps, read_column, read_labels, read_texts
 from .metrics import F1, Accuracy, MatthewsCorrelation
 
 

@@ -14,18 +14,10 @@ import numpy as np
 from datasets import Dataset
 from transformers import EvalPrediction
 
-from ..base import (
-    Batch,
-    ComputeMetrics,
-    check_length,
-    is_blank,
-    read_column,
-    read_texts,
-    row_name,
-    rows_by_id,
-)
+from ..base import ComputeMetrics
 from ..candidates import NO_ANSWER, CandidateTask, append_example, candidate_log_loss, candidate_sums, check_features
 from ..causal import end_token, tokenize_answers, tokenize_prompts
+from ..columns import Batch, check_length, is_blank, read_column, read_texts, row_name, rows_by_id
 from .cloze_templates import MASK, WORDS
 from .scores import superglue_scores
 from .templates import LABELS, check_task

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from datasets import Dataset, Features, List, Value
 from transformers.utils import logging
 
-from ..base import is_blank
 from ..candidates import NO_ANSWER
+from ..columns import is_blank
 from .raw import HIGHLIGHT, PLACEHOLDER, multirc_answers, read_text, read_value, record_queries
 from .templates import LABELS, clean, find_span, raw_label_names, read_label
 

@@ -26,7 +26,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from ..base import Batch, ComputeMetrics, Task, check_length, first_output, is_blank, read_column, row_name
+from ..base import ComputeMetrics, Task, first_output
+from ..columns import Batch, check_length, is_blank, read_column, row_name
 from ..seq2seq import Seq2Seq, decode_ids, generated_ids
 from ..text_classification import TextClassification
 from .scores import superglue_scores

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..base import is_blank
+from ..columns import is_blank
 
 
 HIGHLIGHT = re.compile(r"\s*@highlight\s*")  # separates a news text and its summary points in ReCoRD
