@@ -15,10 +15,10 @@ import torch
 from peft import PeftConfig
 from transformers import PretrainedConfig, TrainingArguments
 
-from ..config import SavedConfig
 from ..split.server_state import MAX_GRAPHS
 from ..split.wire import WIRE_DTYPES
 from ..utils.fields import ShareOrCount
+from ..utils.saved_config import SavedConfig
 
 
 STRATEGIES = ("serial", "client_batch", "server_hierarchical")
