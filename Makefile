@@ -1,6 +1,6 @@
 # make demo   federated fine-tuning of MiniLM on movie reviews, with everything it needs
 # make test   the suite; make test PYTEST_ARGS="-m slow" for the long tests
-# make lint   ruff, mypy and tests/check_prose.py
+# make lint   ruff, mypy, tests/check_prose.py and tests/check_structure.py
 # make docs   the documentation site, in outputs/site; a warning is an error
 # Each target makes its own virtual environment in .venv; after that nothing is downloaded.
 
@@ -30,6 +30,7 @@ lint: .venv/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tests/check_prose.py
+	$(BIN)/python tests/check_structure.py
 
 docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
