@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from buffers import SHIFTS, ShiftedEngine
 from rank_troubles import SIZES
 from tiny import rows, tiny_model
 from torch import nn
@@ -34,6 +35,7 @@ from hf_federated.postprocessing import ClipUpdate, Postprocessor
 ENGINES: dict[str, tuple[Callable[[], Engine | None], int]] = {
     "local": (LocalEngine, 1),
     "serialized": (lambda: LocalEngine(serialize=True), 1),
+    "serialized at any address": (lambda: ShiftedEngine(*SHIFTS), 1),
     "1 rank": (RankEngine, 1),
     "2 ranks": (RankEngine, 2),
     "2 serialized ranks": (lambda: RankEngine(serialize=True), 2),

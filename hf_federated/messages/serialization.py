@@ -21,6 +21,8 @@ import safetensors
 import safetensors.torch
 import torch
 
+from ..utils.buffers import ALIGNMENT
+
 
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _to_utf8_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
@@ -206,7 +208,8 @@ def unpack(blob: bytes | memoryview) -> Any:
             to. Otherwise they are copies.
 
     Returns:
-        `Any`: The tree, with its tensors on the CPU.
+        `Any`: The tree, with its tensors on the CPU. Floating-point tensors are at multiples of 16 bytes, so that
+        matrix products with them give the same bytes for each address of the blob.
 
     Raises:
         ValueError: If the blob is damaged, is incomplete or was not written by `pack`.
@@ -217,7 +220,7 @@ def unpack(blob: bytes | memoryview) -> Any:
             tensors = safetensors.torch.load(bytes(blob))
         else:
             tensors = _tensors_in(blob, header, data)
-        return _unflatten(_skeleton(header), tensors)
+        return _unflatten(_skeleton(header), {name: _aligned(tensor) for name, tensor in tensors.items()})
     except _DAMAGES as error:
         raise ValueError(f"Not a packed tree: {error}. The file or message is damaged or of another kind.") from error
 
@@ -239,6 +242,12 @@ def _can_be_shared(blob: memoryview) -> bool:
     header_length = int.from_bytes(blob[:_LENGTH_BYTES], "little")
     address = np.frombuffer(blob, np.uint8).ctypes.data
     return not blob.readonly and (address + header_length) % _LENGTH_BYTES == 0
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor whose address would change the last digits of matrix products."""
+    is_rounded = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.clone() if is_rounded and tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def _tensors_in(blob: memoryview, header: dict[str, Any], data: int) -> dict[str, torch.Tensor]:

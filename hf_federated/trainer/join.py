@@ -21,6 +21,7 @@ from ..engines import ClientEngine, raise_common_failure
 from ..messages import Announcement, ClientFailure, ClientUpdate, Message, read_message
 from ..server import RoundSummary
 from ..transport import Connector
+from ..utils.buffers import aligned_buffer
 from ..utils.client_names import escape_client_id
 from ..utils.errors import UserError
 from .client_requests import ClientRequests, Request
@@ -132,7 +133,9 @@ class JoinedClient:
         if self._next is None:
             self._next = requests.receive()
         while self._next is not None:
-            message = read_message(memoryview(bytearray(self._next.content)), self._engine.kinds)
+            content = aligned_buffer(len(self._next.content))
+            content[:] = self._next.content
+            message = read_message(content, self._engine.kinds)
             if round is not None and message.round != round:
                 # The request belongs to the next step of the loop.
                 break
@@ -141,7 +144,7 @@ class JoinedClient:
             self._history.prune([self._next.state, *self._next.keep])
             # Free the memory before the next request arrives.
             self._next = None
-            del message
+            del message, content
             self._next = requests.receive(reply)
             del reply
         if self._next is None:

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
-import numpy as np
 from transformers.utils import logging
 
+from ..utils.buffers import aligned_buffer
 from ..utils.fields import Count, checks_of, problems_of
 from .errors import RequestRejectedError, ServerFailedError
 
@@ -136,7 +136,7 @@ def join_chunks(chunks: Iterable[bytes], num_bytes: int, on_chunk: Callable[[], 
         else:
             if not buffer:
                 # The system provides the memory when it is written, so a false announcement costs nothing.
-                buffer = np.empty(num_bytes, np.uint8).data
+                buffer = aligned_buffer(num_bytes)
                 buffer[:start] = first
             buffer[start:num_received] = chunk
         if on_chunk is not None:

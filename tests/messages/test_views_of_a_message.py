@@ -49,7 +49,7 @@ def test_every_tree_is_read_from_a_view(name):
 
 
 def test_tensors_share_the_memory_of_the_view():
-    view = writable(pack({"first": torch.arange(5), "second": torch.ones(3)}))
+    view = writable(pack({"first": torch.arange(5), "second": torch.ones(3, dtype=torch.int32)}))
     tree = unpack(view)
     before = bytes(view)
     tree["second"].zero_()
