@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 from federations import build_federation
+from packaging.version import Version
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from tiny import rows, tiny_model
 
 from hf_federated import FederatedCallback
+from hf_federated._compat import CACHE_NAME
 from hf_federated.messages import ClientUpdate, read_message
 
 
@@ -46,6 +49,8 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_update_of_peft_model_contains_no_base_weights(tmp_path, adapter) -> None:
+    if adapter == "prefix" and CACHE_NAME == "cache" and Version(peft.__version__) < Version("0.22.dev0"):
+        pytest.skip("PEFT before 0.22 does not find the cache of a classifier of transformers 5.24.")
     base = tiny_model()
     model = get_peft_model(base, ADAPTERS[adapter])
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
