@@ -1,19 +1,23 @@
-# make demo   federated fine-tuning of MiniLM on movie reviews, with everything it needs
-# make test   the suite; make test PYTEST_ARGS="-m slow" for the long tests
-# make lint   ruff, mypy, tests/check_prose.py and tests/check_structure.py
-# make docs   the documentation site, in outputs/site; a warning is an error
-# Each target makes its own virtual environment in .venv; after that nothing is downloaded.
+# make demo          federated fine-tuning of MiniLM on movie reviews, with everything it needs
+# make test          the suite; make test PYTEST_ARGS="-m slow" for the long tests
+# make test-newest   the suite with the newest versions that pyproject.toml allows; it takes PYTEST_ARGS too
+# make lint          ruff, mypy, tests/check_prose.py and tests/check_structure.py
+# make docs          the documentation site, in outputs/site; a warning is an error
+# Each target makes its own virtual environment in .venv; after that nothing is downloaded. Only test-newest, whose
+# environment is .venv-newest, installs newer versions at each call.
 
 PYTHON ?= python3
 BIN := .venv/bin
 # Not by setup.py, as older pips do without wheel: what a package needs to be built is then not installed whole.
-PIP := $(BIN)/python -m pip install --use-pep517 --quiet --quiet --disable-pip-version-check --constraint constraints.txt
+INSTALL := -m pip install --use-pep517 --quiet --quiet --disable-pip-version-check
+PIP := $(BIN)/python $(INSTALL) --constraint constraints.txt
+NEWEST := .venv-newest
 PYTEST_ARGS ?= -n 2
 
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test test-newest lint docs clean
 
 demo: .venv/demo.stamp
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python recipes/quickstart/prepare_data.py --output-dir outputs/quickstart-inputs
@@ -24,6 +28,15 @@ demo: .venv/demo.stamp
 
 test: .venv/test.stamp
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-newest: $(NEWEST)/bin/python
+	# constraints.txt explains why torch is pinned.
+	grep ^torch== constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python $(INSTALL) --upgrade --upgrade-strategy eager --constraint $(NEWEST)/constraints.txt \
+		--editable '.[test]'
+	$(NEWEST)/bin/python $(INSTALL) --no-deps flwr-datasets==0.6.1
+	$(NEWEST)/bin/python -m pip freeze --exclude-editable
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(NEWEST)/bin/python -m pytest $(PYTEST_ARGS)
 
 lint: .venv/test.stamp
 	$(BIN)/ruff check .
@@ -36,10 +49,10 @@ docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf .venv outputs
+	rm -rf .venv $(NEWEST) outputs
 
-.venv/bin/python:
-	$(PYTHON) -m venv .venv
+.venv/bin/python $(NEWEST)/bin/python:
+	$(PYTHON) -m venv $(@:/bin/python=)
 
 .venv/test.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(PIP) --editable '.[test]'
