@@ -109,6 +109,33 @@ class Method(ConstructorSettings):
         """
         return {}
 
+    def state_for(self, client_id: str, state: State) -> State:
+        """
+        Return the state that the `Fit` message of a client contains. By default, all clients receive the global state.
+
+        It may have other names and shapes than the global state, which the client half of the method writes into the
+        client's model. Messages of other kinds contain the global state.
+
+        Args:
+            client_id (`str`): Id of the client.
+            state (`dict[str, torch.Tensor]`): The global state.
+        """
+        return state
+
+    def expected_for(self, client_id: str, state: State) -> State:
+        """
+        Return the state that the server expects of a client, with the values from which the client starts.
+
+        The server rejects an update with other names, shapes or dtypes. It measures the change of the client, and
+        postprocessors that send changes are undone, with the values. Defaults to [`~Method.state_for`]. The sums of
+        the updates ([`~Method.accumulator`]) have the names and shapes of the global state.
+
+        Args:
+            client_id (`str`): Id of the client.
+            state (`dict[str, torch.Tensor]`): The global state.
+        """
+        return self.state_for(client_id, state)
+
     def update_extra(self, state: State) -> State:
         """
         Return tensors with the names, shapes and dtypes that this method expects in `extra` of an update.

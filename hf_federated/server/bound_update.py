@@ -136,12 +136,14 @@ class BoundUpdate:
             typical = TYPICAL_VALUE * math.sqrt(sum(value.numel() for value in self._state.values()))
             self._state_norm = max(_norm(list(self._state.values())), typical)
 
-    def measure(self, update: ClientUpdate) -> Magnitude:
+    def measure(self, update: ClientUpdate, state: State | None = None) -> Magnitude:
         """
         Return the magnitude of an update.
 
         Args:
             update ([`ClientUpdate`]): An update whose tensors were checked.
+            state (`Mapping[str, torch.Tensor]`, *optional*): The state from which the client started. Defaults to the
+                global state.
 
         Raises:
             InvalidUpdateError: If the change is out of all proportion to the global state.
@@ -150,8 +152,9 @@ class BoundUpdate:
             return {}
         magnitude: Magnitude = {}
         if self._state:
-            values = [update.state[name] for name in self._state]
-            norm = _norm(values) if self._sends_changes else _norm(values, list(self._state.values()))
+            start = self._state if state is None else {k: v for k, v in state.items() if v.is_floating_point()}
+            values = [update.state[name] for name in start]
+            norm = _norm(values) if self._sends_changes else _norm(values, list(start.values()))
             if norm > MAX_RATIO_TO_STATE * self._state_norm:
                 raise InvalidUpdateError(
                     f"Client {update.client_id!r}, round {update.round + 1}: the norm of its change is {norm:.3g}, "

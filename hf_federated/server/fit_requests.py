@@ -55,17 +55,21 @@ class FitRequests:
 
     Args:
         settings ([`FitSettings`]): Settings of the requests.
-        round ([`Round`]): The round. The messages of all clients share the tensors of its state.
+        round ([`Round`]): The round. The messages of all clients share the tensors of its state, unless a method
+            overrides [`Method.state_for`].
 
     Attributes:
-        expected_state (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of an update's state.
+        expected_state (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of an update's state, if
+            no method gives clients different states.
         expected_extra (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of an update's `extra`.
+        individual (`list[Method]`): The methods that give clients different states.
     """
 
     settings: FitSettings
     round: Round
     expected_state: State = field(init=False)
     expected_extra: State = field(init=False)
+    individual: list[Method] = field(init=False)
 
     def __post_init__(self) -> None:
         # A reply can arrive when the round has another state.
@@ -77,6 +81,11 @@ class FitRequests:
         self._extra = cast_floating(_merged([method.fit_extra(state) for method in settings.methods]), settings.dtype)
         self._settings = {name: value for method in settings.methods for name, value in method.fit_settings().items()}
         self._max_rows = settings.row_limit(self.round.cohort)
+        self.individual = [
+            method
+            for method in settings.methods
+            if type(method).state_for is not Method.state_for or type(method).expected_for is not Method.expected_for
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs to send the requests again, as scalars and tensors."""
@@ -98,13 +107,37 @@ class FitRequests:
             self.round.number,
             client_id,
             client_seed(self.settings.seed, client_id, self.round.number),
-            self._state,
+            self._state_for(client_id) if self.individual else self._state,
             self._extra,
             self._settings,
             self.settings.returns_state,
             self._max_rows,
         )
         return self.settings.steps.send(message)
+
+    def _state_for(self, client_id: str) -> State:
+        """Return the state that a client receives, if it may differ between clients."""
+        if not self.settings.sends_state:
+            return {}
+        state = self.round.state
+        for method in self.individual:
+            state = method.state_for(client_id, state)
+        return cast_floating(state, self.settings.dtype)
+
+    def expected_for(self, client_id: str, state: State | None = None) -> State:
+        """
+        Return tensors with the names, shapes and dtypes of a client's state, and the values from which it starts.
+
+        Args:
+            client_id (`str`): Id of the client.
+            state (`dict[str, torch.Tensor]`, *optional*): The global state. Defaults to the state of the round.
+        """
+        if not self.settings.returns_state:
+            return {}
+        state = self.round.state if state is None else state
+        for method in self.individual:
+            state = method.expected_for(client_id, state)
+        return state
 
     def receive(self, reply: Message) -> ClientUpdate:
         """
@@ -126,15 +159,16 @@ class FitRequests:
         if not isinstance(reply, ClientUpdate):  # The engine refuses another reply to a `Fit`.
             raise TypeError(f"{where}: the reply is a {type(reply).__name__}, expected a ClientUpdate.")
         check_claims(reply, settings.limits(reply.client_id, self._max_rows))
+        expected = self.expected_for(reply.client_id) if self.individual else self.expected_state
         try:
             seed = client_seed(settings.seed, reply.client_id, self.round.number)
-            update = settings.steps.receive(reply.to(settings.device), self.expected_state, seed)
+            update = settings.steps.receive(reply.to(settings.device), expected, seed)
         except InvalidUpdateError:
             raise
         except Exception as error:
             raise InvalidUpdateError(f"{where}, postprocessing: {type(error).__name__}: {error}") from error
         checks = [method.check_extra for method in settings.methods]
-        check_update(update, self.expected_state, self.expected_extra, checks)
+        check_update(update, expected, self.expected_extra, checks)
         for method in settings.methods:
             try:
                 method.check(self.round, update)
@@ -159,9 +193,10 @@ class FitRequests:
         if round.number == self.round.number:
             return update
         state = dict(update.state)
-        for name, value in round.state.items():
+        start = self.expected_for(update.client_id)
+        for name, value in self.expected_for(update.client_id, round.state).items():
             if value.is_floating_point():
-                change = update.state[name].double() - self.round.state[name].double()
+                change = update.state[name].double() - start[name].double()
                 state[name] = (value.double() + scale * change).to(value.dtype)
         return replace(update, state=state)
 

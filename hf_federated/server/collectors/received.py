@@ -40,6 +40,7 @@ class ReceivedUpdates:
     def __init__(self, context: CollectorContext, round: Round, requests: FitRequests) -> None:
         self._context = context
         self._round = round
+        self._requests = requests
         self._methods = context.fit.methods
         first = self._methods[0]
         averaged = first.update_extra(round.state)
@@ -66,7 +67,8 @@ class ReceivedUpdates:
         context, round = self._context, self._round
         try:
             update = receive(reply)
-            magnitude = context.bound.measure(update)
+            start = self._requests.expected_for(update.client_id) if self._requests.individual else None
+            magnitude = context.bound.measure(update, start)
         except InvalidUpdateError as error:
             self._first_error = self._first_error or context.engine.last_error or error
             self._reject(reply.client_id, str(error))
