@@ -17,9 +17,12 @@ from .utils.algorithm_names import AGGREGATION_NAMES, COLLECTOR_NAMES, DISTILLAT
 from .utils.arguments import require, require_one_of
 from .utils.fields import ShareOrCount
 from .utils.saved_config import SavedConfig
+from .utils.selection import SAVED_FUNCTION, check_selection
 
 
 EXCHANGES = ("auto", "trainable", "adapter", "all")
+# The word of `keep_local`.
+HEAD = "head"
 EXCHANGE_DTYPES = ("float32", "bfloat16", "float16")
 OPTIMIZER_STATES = ("reset", "carry")
 LR_SCHEDULES = ("global", "round")
@@ -126,10 +129,25 @@ class FederatedConfig(SavedConfig):
             reference to a class, or an instance of [`~hf_federated.server.collectors.UpdateCollector`].
         collector_kwargs (`dict`, *optional*):
             Arguments of the collector if `collector` is a name. On a command line, a JSON text.
-        exchange (`str`, *optional*, defaults to `"auto"`):
+        exchange (`str`, `list[str]` or `Callable`, *optional*, defaults to `"auto"`):
             Tensors that the server and the clients exchange. `"auto"`: the adapter of a PEFT model, otherwise the
-            trainable parameters. `"trainable"`: the trainable parameters. `"adapter"`: the adapter of a PEFT model.
-            `"all"`: trainable and frozen parameters and buffers.
+            trainable parameters. `"trainable"`: the trainable parameters, and the buffers of their modules.
+            `"adapter"`: the adapter of a PEFT model. `"all"`: trainable and frozen parameters and buffers. Another
+            text is a pattern: those tensors of `"trainable"` are exchanged whose complete name it matches, such as
+            `"bert.*"`. `*` matches any text including dots, `?` one character and `[ab]` one of the characters; upper
+            and lower case differ. The tensors of a list match one of its patterns. A function is called with the name
+            and the tensor of each tensor of `"trainable"`, and returns whether it is exchanged. A saved configuration
+            contains the name of the function, and cannot be loaded. `keep_local` must select all trainable parameters
+            that are not exchanged.
+        keep_local (`str`, `list[str]` or `Callable`, *optional*):
+            Tensors that each client trains and keeps: a pattern, a list of patterns or a function as in `exchange`, of
+            the trainable parameters and of all buffers that `state_dict()` contains. `"head"`: the parameters that the
+            class of a transformers model adds to its base model, or `modules_to_save` of a PEFT model. `keep_local`
+            has precedence over `exchange`. These tensors never leave a client. They are in the client's state, also in
+            checkpoints, and the client trains and evaluates with them. Before its first training, a client has the
+            values of its model. The server's model, which [`~FederatedTrainer.save_model`] saves and
+            [`~FederatedTrainer.evaluate`] evaluates on the server's examples, keeps its initial values.
+            `evaluate_clients` evaluates each client with its own tensors.
         exchange_dtype (`str`, *optional*):
             Dtype of the exchanged floating tensors in both directions: `"float32"`, `"bfloat16"` or `"float16"`. By
             default tensors keep their dtypes. The server keeps its values unrounded. Clients start from the rounded
@@ -234,9 +252,14 @@ class FederatedConfig(SavedConfig):
     collector_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Arguments of the collector, as JSON on a command line."}
     )
-    exchange: str = field(
+    exchange: str | list[str] = field(
         default="auto",
-        metadata={"help": "Tensors that the server and the clients exchange.", "choices": list(EXCHANGES)},
+        metadata={"help": "Exchanged tensors: 'auto', 'trainable', 'adapter', 'all', or patterns of their names."},
+    )
+    # `HfArgumentParser` takes the first type if the second one is `None`: a list of patterns.
+    keep_local: list[str] | None | str = field(
+        default=None,
+        metadata={"help": "Tensors that clients train and do not send: 'head', or patterns of their names."},
     )
     exchange_dtype: str | None = field(
         default=None,
@@ -333,7 +356,15 @@ class FederatedConfig(SavedConfig):
             require("max_resident_clients", self.max_resident_clients, self.max_resident_clients >= 1, "at least 1")
         if self.round_deadline is not None and not self.round_deadline > 0:
             raise ValueError(f"`round_deadline` is {self.round_deadline}; it must be a positive number of seconds.")
-        require_one_of("exchange", self.exchange, EXCHANGES)
+        # Without the option on a command line, `HfArgumentParser` passes `None` for a field that may be a list.
+        self.exchange = check_selection("exchange", "auto" if self.exchange is None else self.exchange)
+        if isinstance(self.exchange, str) and self.exchange not in EXCHANGES and not set("*?[.") & set(self.exchange):
+            raise ValueError(
+                f"`exchange` is {self.exchange!r}; allowed are {', '.join(map(repr, EXCHANGES))}, or a pattern of "
+                "names such as 'bert.*'."
+            )
+        if self.keep_local is not None:
+            self.keep_local = check_selection("keep_local", self.keep_local)
         if self.exchange_dtype is not None:
             require_one_of("exchange_dtype", self.exchange_dtype, EXCHANGE_DTYPES)
         require_one_of("client_optimizer_state", self.client_optimizer_state, OPTIMIZER_STATES)
@@ -366,4 +397,6 @@ class FederatedConfig(SavedConfig):
                 values[names.field] = names.name_of(algorithm)
                 values[f"{names.field}_kwargs"] = algorithm.non_default_settings()
         values["distillation_kwargs"] = name_functions(values["distillation_kwargs"])
+        selections = {name: values[name] for name in ("exchange", "keep_local") if callable(values[name])}
+        values |= {name: SAVED_FUNCTION + text for name, text in name_functions(selections).items()}
         return values

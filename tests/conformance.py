@@ -248,6 +248,8 @@ SLOW_SCENARIOS |= {f"distillation {name}" for name in SLOW_DISTILLATIONS}
 # Settings without which an algorithm does not run, or runs too long.
 FEDERATIONS: dict[str, dict[str, Any]] = {
     "fedkd": {"num_rounds": 1},
+    # Each client evaluates with its own head.
+    "fedper": {"evaluate_clients": True, "client_store": "disk"},
     "feddrs": {"distillation_kwargs": {"num_samples": 3, "sample_length": 4, "num_steps": 2}},
     "fedopt": {"aggregation_kwargs": {"server_optimizer": "adam", "server_lr": 0.01}},
     # A cohort of four clients allows no hostile client.
@@ -291,6 +293,8 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         own_model = algorithm in AGGREGATIONS and AGGREGATIONS[algorithm].trains_private_models
         is_own = algorithm == EveryAggregationHook.name
         federation["aggregation"] = f"{__name__}:EveryAggregationHook" if is_own else algorithm
+        if algorithm == "fedper":
+            others["eval_dataset"] = FederatedDataset.from_dict({name: rows(5, seed=9) for name in clients})
         if algorithm in AGGREGATIONS and AGGREGATIONS[algorithm].trains_on_server:
             others["server_dataset"] = rows(6, seed=21)
     else:

@@ -99,6 +99,10 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         trainer_kwargs = {"train_dataset": streams}
     elif name == "lora":
         model = with_adapter(LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query", "value"]))
+    elif name == "local_head":
+        # One client trains for the first time in each round.
+        model = with_adapter(LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))
+        federation |= {"keep_local": "head", "client_store": "disk"}
     elif name == "p_tuning":
         model = with_adapter(PromptEncoderConfig(task_type="SEQ_CLS", num_virtual_tokens=3, encoder_hidden_size=8))
     elif name in ("fedid", "adafd"):

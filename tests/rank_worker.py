@@ -180,6 +180,14 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
     elif name == "buffers":
         model = BatchNormModel()
         federation |= {"exchange": "all"}
+    elif name == "local buffers":
+        model = BatchNormModel()
+        federation |= {"exchange": "*", "keep_local": ["normalisation.*", "classifier.*"], "evaluate_clients": True}
+        trainer_args["eval_dataset"] = FederatedDataset.from_dict({name: eval_clients[name] for name in clients})
+    elif name == "local lora":
+        model = build_differently(lambda: tiny_lora(BertForSequenceClassification(tiny_model().config)))
+        federation |= {"keep_local": "head", "aggregation": "scaffold", "client_store": "disk"}
+        args |= {"optim": "sgd", "learning_rate": 0.05}
     elif name == "lora":
         with torch.random.fork_rng():
             torch.manual_seed(1)
@@ -231,14 +239,16 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         federation |= {"distillation": name} | ({"num_rounds": 1} if name == "fedkd" else {})
         trainer_args |= {"public_dataset": rows(10, seed=20), "client_model_init": client_model}
         trainer_args["server_dataset"] = rows(6, seed=21)
-    elif name in ("two data clients", "two data distillation clients"):
+    elif name in ("two data clients", "two data distillation clients", "two data clients with local heads"):
         federation = {"parallelism": "data", "client_optimizer_state": "carry"}
         clients = {name: clients[name] for name in list(clients)[:2]}
         args["eval_strategy"] = "no"
-        if name == "two data clients":
+        if name != "two data distillation clients":
             federation |= {"evaluate_clients": True, "aggregation_kwargs": {"weighting": "tokens"}}
             args["eval_strategy"] = "steps"
             trainer_args["eval_dataset"] = FederatedDataset.from_dict({name: eval_clients[name] for name in clients})
+            if name == "two data clients with local heads":
+                federation["keep_local"] = "head"
         else:
             federation["distillation"] = "dsfl"
             trainer_args |= {"public_dataset": rows(10, seed=20), "client_model_init": client_model}

@@ -29,6 +29,7 @@ def test_config_parses_together_with_training_arguments():
         *("--aggregation", "fedopt", "--aggregation_kwargs", '{"server_lr": 0.1, "server_betas": [0.9, 0.99]}'),
         *("--client_optimizer_state", "carry", "--evaluate_clients", "--freeze", "embeddings+2"),
         *("--client_store", "disk", "--federation_seed", "11"),
+        *("--exchange", "bert.*", "--keep_local", "head*", "*norm*"),
     )
     assert args.seed == 7
     assert config == FederatedConfig(
@@ -44,6 +45,8 @@ def test_config_parses_together_with_training_arguments():
         freeze="embeddings+2",
         client_store="disk",
         federation_seed=11,
+        exchange="bert.*",
+        keep_local=["head*", "*norm*"],
     )
 
 
@@ -94,6 +97,30 @@ def test_config_survives_a_file(tmp_path):
     assert list(values) == sorted(item.name for item in dataclasses.fields(FederatedConfig))
 
 
+@pytest.mark.parametrize(
+    ("exchange", "keep_local"), [("auto", None), ("bert.*", ["head*", "*norm*"]), (["a*", "b*"], "head")]
+)
+def test_selections_of_tensors_survive_a_file(tmp_path, exchange, keep_local):
+    config = FederatedConfig(exchange=exchange, keep_local=keep_local)
+    config.save_pretrained(tmp_path)
+    loaded = FederatedConfig.from_pretrained(tmp_path)
+    assert loaded == config and (loaded.exchange, loaded.keep_local) == (exchange, keep_local)
+    assert FederatedConfig(exchange=[exchange] if isinstance(exchange, str) else exchange).exchange == exchange
+
+
+def is_head(name, parameter):
+    return name.startswith("head.")
+
+
+@pytest.mark.parametrize("field", ["exchange", "keep_local"])
+def test_function_is_saved_by_name_and_refused_when_it_is_loaded(tmp_path, field):
+    config = FederatedConfig(**{field: is_head})
+    assert config.to_dict()[field] == f"function {__name__}.is_head"
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"`{field}` is 'function .*is_head'.*Pass the function in code, or use patt"):
+        FederatedConfig.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("share", [1, 1.0, 7, 0.3])
 def test_file_distinguishes_count_and_share(tmp_path, share):
     FederatedConfig(clients_per_round=share).save_pretrained(tmp_path)
@@ -140,6 +167,9 @@ def test_instance_is_saved_as_name_and_settings(tmp_path):
         ("balance", "max", "`balance` is 'max'; allowed are 'min'"),
         ("min_clients", 0, "`min_clients` is 0; it must be at least 1"),
         ("exchange", "everything", "`exchange` is 'everything'; allowed are 'auto', 'trainable', 'adapter', 'all'"),
+        ("exchange", [], "`exchange` is []; set a pattern such as 'classifier*', a list of patterns, or a function"),
+        ("keep_local", "", "`keep_local` is ''; set a pattern"),
+        ("keep_local", ["head*", 3], "`keep_local` is ['head*', 3]; set a pattern"),
         ("client_optimizer_state", "keep", "`client_optimizer_state` is 'keep'; allowed are 'reset', 'carry'"),
         ("lr_schedule", "local", "`lr_schedule` is 'local'; allowed are 'global', 'round'"),
         ("parallelism", "gpu", "`parallelism` is 'gpu'; allowed are 'data', 'clients'"),

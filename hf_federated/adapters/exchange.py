@@ -6,18 +6,23 @@ encoder (p-tuning, prefix tuning with `prefix_projection`) exchange the weights 
 materialized prompts from `get_peft_model_state_dict` cannot be trained further. The prompts are materialized when the
 model is saved.
 
-Training can also change buffers that are not exchanged. Every write restores these buffers. On a model that several
-clients share in memory, the buffers of one client therefore never reach the next client.
+Clients can train further parameters and buffers that stay with them (`keep_local`). Training can also change buffers
+that are neither exchanged nor local. Every write restores both. On a model that several clients share in memory, the
+values of one client therefore never reach the next client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import nn
+from transformers import PreTrainedModel
+
+from ..config import EXCHANGES, HEAD
+from ..utils.selection import Selection, select
 
 
 class ModelMismatchError(ValueError):
@@ -38,12 +43,19 @@ class Exchange:
     Args:
         model (`torch.nn.Module`):
             The model, which can be a `PeftModel`. After replacing parameters of the model, create a new `Exchange`.
-        mode (`str`, *optional*, defaults to `"auto"`):
-            `"auto"`, `"trainable"`, `"adapter"` or `"all"`, as described in [`FederatedConfig`].
+        mode (`str`, `Sequence[str]` or `Callable`, *optional*, defaults to `"auto"`):
+            The exchanged tensors, as `exchange` of [`FederatedConfig`].
+        keep_local (`str`, `Sequence[str]` or `Callable`, *optional*):
+            The local tensors, as `keep_local` of [`FederatedConfig`].
+
+    Attributes:
+        kind (`str`): `"adapter"`, `"trainable"`, `"all"`, or `"selected"` for patterns and functions.
+        parameters (`dict[str, torch.nn.Parameter]`): The exchanged parameters by name.
+        local_parameters (`dict[str, torch.nn.Parameter]`): The trainable local parameters by name.
 
     Raises:
-        ValueError: If there is nothing to exchange, if the mode is `"adapter"` and the model has no adapter, or if
-            trainable parameters are outside the adapter and not exchanged.
+        ValueError: If there is nothing to exchange, if the mode is `"adapter"` and the model has no adapter, if a
+            pattern matches no tensor, or if trainable parameters are neither exchanged nor local.
 
     Example:
 
@@ -57,35 +69,65 @@ class Exchange:
     >>> exchange.write({name: torch.zeros_like(value) for name, value in state.items()})
     >>> model.weight.sum().item()
     0.0
+    >>> Exchange(model, keep_local="bias").names
+    ['weight']
     ```
     """
 
-    def __init__(self, model: nn.Module, mode: str = "auto") -> None:
-        is_adapter = isinstance(model, PeftModel)
-        if mode == "adapter" and not is_adapter:
+    def __init__(self, model: nn.Module, mode: Selection = "auto", keep_local: Selection | None = None) -> None:
+        self.kind = _kind_of(model, mode)
+        self._model = model
+        parameters = dict(model.named_parameters())
+        buffers = dict(model.named_buffers())
+        # Training must not change which parameters these are.
+        self._trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        saved = model.state_dict(keep_vars=True).keys()
+        persistent = [name for name in buffers if name in saved]
+        candidates = self._candidates(parameters, persistent)
+        if self.kind == "selected":
+            tensors = {**self._trained, **buffers}
+            candidates = select("exchange", mode, {name: tensors[name] for name in candidates})
+        local = _find_local(model, keep_local, self._trained, {name: buffers[name] for name in persistent})
+        exchanged = [name for name in candidates if name not in local]
+        self.parameters: dict[str, nn.Parameter] = {name: parameters[name] for name in exchanged if name in parameters}
+        self.local_parameters = {name: self._trained[name] for name in local if name in self._trained}
+        self._buffers = [name for name in exchanged if name in buffers]
+        self._local_buffers = [name for name in local if name in buffers]
+        self._check_all_trained(model)
+        # The initial values of the local tensors, and of the buffers that are neither exchanged nor local.
+        kept = {*self._buffers, *self._local_buffers}
+        self._restored_buffers = [name for name in buffers if name not in kept]
+        self._initial = {name: tensor.clone() for name, tensor in self._restored.items()}
+
+    def _candidates(self, parameters: Mapping[str, nn.Parameter], persistent: Sequence[str]) -> list[str]:
+        """Return the names of the parameters and buffers that are exchanged if they are not local."""
+        if self.kind == "all":
+            return [*parameters, *persistent]
+        owners = {name.rpartition(".")[0] for name in self._trained} if self.kind != "adapter" else set()
+        return [*self._trained, *(name for name in persistent if name.rpartition(".")[0] in owners)]
+
+    def _check_all_trained(self, model: nn.Module) -> None:
+        """Check that there are exchanged trainable parameters, and that all others are local."""
+        left_out = [
+            name for name in self._trained if name not in self.parameters and name not in self.local_parameters
+        ]
+        if left_out:
             raise ValueError(
-                f"exchange='adapter' needs a PEFT model, got {type(model).__name__}. Wrap it with "
-                "`peft.get_peft_model`, or use exchange='trainable'."
+                f"{len(left_out)} trainable parameters are not selected by `exchange`, for example {left_out[0]!r}. "
+                "Select them with `exchange`, keep them on the clients with `keep_local`, or freeze them."
             )
-        self.kind = (
-            "adapter" if mode == "adapter" or (mode == "auto" and is_adapter) else mode.replace("auto", "trainable")
-        )
-        self.parameters: dict[str, nn.Parameter] = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if self.kind == "all" or parameter.requires_grad
-        }
         if self.kind == "adapter":
             self._check_only_adapter_trains(model)
-        if not any(parameter.requires_grad for parameter in self.parameters.values()):
+        if self._trained and not self.trainable:
+            raise ValueError(
+                f"`keep_local` selects all {len(self._trained)} trainable parameters, so nothing is left to exchange. "
+                "Select fewer of them, or use aggregation='local_only'."
+            )
+        if not self.trainable:
             raise ValueError(
                 "No parameter of the model requires a gradient, so no client can train. Unfreeze parameters, or load "
                 "the adapter with `is_trainable=True`."
             )
-        self._trained = list(self.trainable)
-        self._model = model
-        self._buffers, local_buffers = self._find_buffers(model)
-        self._local_buffers = {name: model.get_buffer(name).clone() for name in local_buffers}
 
     @property
     def names(self) -> list[str]:
@@ -123,7 +165,7 @@ class Exchange:
         Raises:
             ValueError: If the trainable parameters changed. The message names a parameter.
         """
-        expected = {name: self.parameters[name] for name in self._trained}
+        expected = self._trained
         now = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if now.keys() == expected.keys():
             return
@@ -147,22 +189,68 @@ class Exchange:
         if outside:
             raise ValueError(
                 f"{len(outside)} parameters outside the adapter are trainable but not exchanged, for example "
-                f"{outside[0]!r}. Freeze them, list their module in `modules_to_save`, or use exchange='trainable'."
+                f"{outside[0]!r}. Freeze them, list their module in `modules_to_save`, keep them on the clients with "
+                "`keep_local`, or use exchange='trainable'."
             )
 
-    def _find_buffers(self, model: nn.Module) -> tuple[list[str], list[str]]:
-        """Return the names of exchanged buffers, and the names of local buffers, which every write restores."""
-        persistent = model.state_dict(keep_vars=True).keys()
-        owners = {name.rpartition(".")[0] for name in self.parameters}
-        exchanged: list[str] = []
-        local: list[str] = []
-        for name, _ in model.named_buffers():
-            is_exchanged = self.kind == "all" or (self.kind == "trainable" and name.rpartition(".")[0] in owners)
-            if is_exchanged and name in persistent:
-                exchanged.append(name)
-            else:
-                local.append(name)
-        return exchanged, local
+    @property
+    def _local(self) -> dict[str, torch.Tensor]:
+        """The local parameters and buffers by name."""
+        return {
+            **{name: parameter.detach() for name, parameter in self.local_parameters.items()},
+            **{name: self._model.get_buffer(name).detach() for name in self._local_buffers},
+        }
+
+    @property
+    def _restored(self) -> dict[str, torch.Tensor]:
+        """The tensors that every write restores."""
+        return {**self._local, **{name: self._model.get_buffer(name) for name in self._restored_buffers}}
+
+    @property
+    def num_local_values(self) -> int:
+        """The number of scalars that a client trains and keeps."""
+        return sum(tensor.numel() for tensor in self._local.values())
+
+    @property
+    def local_names(self) -> list[str]:
+        """Names of the local parameters and buffers, in the order of the model."""
+        return [*self.local_parameters, *self._local_buffers]
+
+    @property
+    def initial_local(self) -> dict[str, torch.Tensor]:
+        """Values of the local tensors before any client trained. Every write restores them."""
+        return {name: self._initial[name] for name in self.local_names}
+
+    def read_local(self) -> dict[str, torch.Tensor]:
+        """Copy the local parameters and buffers, which a client keeps."""
+        return {name: tensor.clone() for name, tensor in self._local.items()}
+
+    @torch.no_grad()
+    def write_local(self, state: Mapping[str, torch.Tensor] | None, client_id: str) -> None:
+        """
+        Write the local tensors of a client into the model.
+
+        Args:
+            state (`Mapping[str, torch.Tensor]`, *optional*): The state from [`~Exchange.read_local`]. Defaults to
+                `initial_local`.
+            client_id (`str`): The client ID, for error messages.
+
+        Raises:
+            ModelMismatchError: If a name or a shape differs. The message contains the first name that differs.
+        """
+        if not self.local_names:
+            return
+        tensors = self._local
+        if state is None:
+            state = self._initial
+        else:
+            _check_saved(state, tensors, client_id)
+        torch._foreach_copy_(list(tensors.values()), [state[name] for name in tensors])
+
+    def load_initial_local(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Replace `initial_local` by the values of a checkpoint, and write them into the model."""
+        self._initial |= {name: value.to(self._initial[name]) for name, value in state.items()}
+        self.write_local(None, "")
 
     def read(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """
@@ -181,7 +269,7 @@ class Exchange:
     @torch.no_grad()
     def write(self, state: Mapping[str, torch.Tensor]) -> None:
         """
-        Write values into the model in one fused copy, and restore the buffers that are not exchanged.
+        Write values into the model in one fused copy, and restore the local tensors and the other buffers.
 
         Args:
             state (`Mapping[str, torch.Tensor]`): A value for each name of this exchange, with the shape of the tensor.
@@ -195,12 +283,11 @@ class Exchange:
         except KeyError as error:
             raise KeyError(f"The state lacks {error.args[0]!r}, which the model exchanges.") from None
         torch._foreach_copy_(self._tensors, values)
-        self._restore_local_buffers()
+        self._restore()
 
-    def _restore_local_buffers(self) -> None:
-        if self._local_buffers:
-            local_buffers = [self._model.get_buffer(name) for name in self._local_buffers]
-            torch._foreach_copy_(local_buffers, list(self._local_buffers.values()))
+    def _restore(self) -> None:
+        if self._initial:
+            torch._foreach_copy_(list(self._restored.values()), list(self._initial.values()))
 
     @torch.no_grad()
     def share(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -216,7 +303,7 @@ class Exchange:
         owners = [*self.parameters.values(), *(self._model.get_buffer(name) for name in self._buffers)]
         for name, owner in zip(self.names, owners, strict=True):
             owner.data = state[name].to(owner.device, owner.dtype)
-        self._restore_local_buffers()
+        self._restore()
 
     def restore(self, state: Mapping[str, torch.Tensor], client_id: str) -> None:
         """
@@ -229,13 +316,65 @@ class Exchange:
         Raises:
             ModelMismatchError: If a name or a shape differs. The message contains the first name that differs.
         """
-        saved = {name: tuple(value.shape) for name, value in state.items()}
-        current = {name: tuple(value.shape) for name, value in self.tensors.items()}
-        if differs := sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)):
-            name = differs[0]
-            raise ModelMismatchError(
-                f"The saved state of client {client_id!r} does not match its current model: {name!r} has the shape "
-                f"{saved.get(name)} in the state and {current.get(name)} in the model. Resume with the `clients` or "
-                "the `client_model_init` of the checkpoint."
-            )
+        _check_saved(state, self.tensors, client_id)
         self.write(state)
+
+
+def _kind_of(model: nn.Module, mode: Selection) -> str:
+    """Return the kind of an exchange."""
+    if not isinstance(mode, str) or mode not in EXCHANGES:
+        return "selected"
+    is_adapter = isinstance(model, PeftModel)
+    if mode == "adapter" and not is_adapter:
+        raise ValueError(
+            f"exchange='adapter' needs a PEFT model, got {type(model).__name__}. Wrap it with "
+            "`peft.get_peft_model`, or use exchange='trainable'."
+        )
+    return ("adapter" if is_adapter else "trainable") if mode == "auto" else mode
+
+
+def _find_local(
+    model: nn.Module,
+    selection: Selection | None,
+    trained: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, torch.Tensor],
+) -> list[str]:
+    """Return the names of the local tensors."""
+    if selection is None:
+        return []
+    return _head(model, trained) if selection == HEAD else select("keep_local", selection, {**trained, **buffers})
+
+
+def _head(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return the names of the trainable parameters that a model adds to its base model or to its adapter."""
+    if isinstance(model, PeftModel):
+        place = "in `modules_to_save`"
+        head = [name for name in trained if ".modules_to_save." in f".{name}"]
+    elif isinstance(model, PreTrainedModel):
+        place = f"outside its base model {model.base_model_prefix!r}"
+        inside = {id(parameter) for parameter in model.base_model.parameters()}
+        head = [name for name, parameter in trained.items() if id(parameter) not in inside]
+    else:
+        raise ValueError(
+            f"keep_local='head' needs a transformers or PEFT model, got {type(model).__name__}. Set `keep_local` to a "
+            "pattern such as 'classifier*'."
+        )
+    if not head:
+        raise ValueError(
+            f"keep_local='head', but {type(model).__name__} has no trainable parameter {place}. Set `keep_local` to a "
+            f"pattern of its names, such as {next(iter(trained), '')!r}."
+        )
+    return head
+
+
+def _check_saved(state: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], client_id: str) -> None:
+    """Raise an error if the saved state of a client has other names or shapes than the tensors of its model."""
+    saved = {name: tuple(value.shape) for name, value in state.items()}
+    current = {name: tuple(value.shape) for name, value in tensors.items()}
+    if differs := sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)):
+        name = differs[0]
+        raise ModelMismatchError(
+            f"The saved state of client {client_id!r} does not match its current model: {name!r} has the shape "
+            f"{saved.get(name)} in the state and {current.get(name)} in the model. Resume with the `clients` or "
+            "the `client_model_init` of the checkpoint."
+        )

@@ -17,6 +17,7 @@ from .fedavg import FedAvg
 from .fedexp import FedExP
 from .fednova import FedNova
 from .fedopt import FedOpt
+from .fedper import FedPer
 from .fedprox import FedProx
 from .fltrust import FLTrust
 from .geometric_median import GeometricMedian
@@ -66,6 +67,7 @@ __all__ = [
     "FedExP",
     "FedNova",
     "FedOpt",
+    "FedPer",
     "FedProx",
     "GeometricMedian",
     "Krum",

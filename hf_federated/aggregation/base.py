@@ -20,6 +20,7 @@ from ..methods import Accumulator, Method, Round
 from ..postprocessing import Postprocessor
 from ..utils.arguments import require_one_of
 from ..utils.errors import RoundFailedError
+from ..utils.selection import Selection
 from ..utils.weighted_mean import State
 from .validation import check_aggregate
 
@@ -75,6 +76,9 @@ class Aggregation(Method):
     update_content: ClassVar[str] = "parameters"
     # Whether each client also trains a private model, which its client half opens.
     trains_private_models: ClassVar[bool] = False
+
+    # Tensors that clients train and keep, as `keep_local` of `FederatedConfig`. The federation then uses this value.
+    keep_local: Selection | None = None
 
     def __init__(self, weighting: str = "examples") -> None:
         require_one_of("weighting", weighting, WEIGHTINGS)

@@ -32,6 +32,7 @@ def exchange_text(record: RunRecord) -> str:
         "adapter": "the adapter's parameters",
         "trainable": "the trainable parameters",
         "all": "all parameters and buffers",
+        "selected": "the selected parameters and buffers",
     }[exchanged["kind"]]
     sizes = f"{plural(exchanged['num_tensors'], 'tensor')} with {plural(exchanged['num_values'], 'value')}"
     parameters = f"{kind}: {sizes} in {', '.join(exchanged['dtypes'])}."
@@ -41,8 +42,20 @@ def exchange_text(record: RunRecord) -> str:
     return (
         f"In each round, a sampled client {exchange} With each update, the client also sent {_update_fields(record)}."
         " The byte counts above include the tensors that the algorithm sends in addition to the parameters. No message"
-        " has a field for dataset examples. Parameters can still reveal information about the examples that they were"
-        f" trained on.{_before_first_update(record)}{_disclosures(record)}{_pseudo_samples(record)}"
+        f" has a field for dataset examples.{_local_tensors(record)} Parameters can still reveal information about the"
+        f" examples that they were trained on.{_before_first_update(record)}{_disclosures(record)}"
+        f"{_pseudo_samples(record)}"
+    )
+
+
+def _local_tensors(record: RunRecord) -> str:
+    """Return how many values each client keeps."""
+    number = record.exchanged.get("num_local_values")
+    if not number:
+        return ""
+    return (
+        f" Each client trained {plural(number, 'further value')} (`keep_local`), which it kept and did not send. This"
+        " model has the initial values of these parameters."
     )
 
 

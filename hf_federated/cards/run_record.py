@@ -164,6 +164,7 @@ def _exchanged(trainer: FederatedRun) -> dict[str, Any]:
         "public_passes": 1 if distillation is None else distillation.passes_per_round,
         "num_tensors": len(exchange.names),
         "num_values": exchange.num_values,
+        "num_local_values": exchange.num_local_values,
         "dtypes": sorted({str(value.dtype).removeprefix("torch.") for value in exchange.parameters.values()}),
         "bytes_down": trainer.ledger.bytes_down,
         "bytes_up": trainer.ledger.bytes_up,

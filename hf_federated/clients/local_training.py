@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,7 +59,10 @@ class LocalTraining:
         num_rounds (`int`): Number of rounds of the run, which is the length of a global learning-rate schedule.
         global_schedule (`bool`): Whether one learning-rate schedule covers all rounds. Otherwise each round has its
             own schedule.
-        parameters (`Mapping[str, torch.nn.Parameter]`): The trained parameters by name.
+        parameters (`Mapping[str, torch.nn.Parameter]`): The trained parameters that are exchanged, by name. The parts
+            see only these.
+        local_parameters (`Mapping[str, torch.nn.Parameter]`, *optional*): The trained parameters that the client
+            keeps (`keep_local`), by name.
         parts (`Sequence[ClientPart]`, *optional*): The client halves of the methods.
         optimizer_state (`dict`, *optional*): Optimizer state to start from.
         scaler ([`ClientScaler`], *optional*): The client's gradient scaler, if the training scales its loss.
@@ -71,6 +74,7 @@ class LocalTraining:
     num_rounds: int
     global_schedule: bool
     parameters: Mapping[str, nn.Parameter]
+    local_parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     parts: Sequence[ClientPart] = ()
     optimizer_state: dict[str, Any] | None = None
     scaler: ClientScaler | None = None
@@ -162,7 +166,7 @@ class LocalTraining:
 
     def start_optimizer(self, trainer: Trainer) -> None:
         """
-        Load the state of the client's optimizer, and check that the optimizer trains exchanged parameters only.
+        Load the state of the client's optimizer, and check that it trains exchanged and local parameters only.
 
         Args:
             trainer (`transformers.Trainer`): The client's trainer with its optimizer.
@@ -170,10 +174,10 @@ class LocalTraining:
         Raises:
             UnsupportedTrainerError: If the optimizer trains another parameter. The message names the parameter.
         """
-        exchanged = {id(parameter) for parameter in self.parameters.values()}
+        known = {id(parameter) for parameter in (*self.parameters.values(), *self.local_parameters.values())}
         for group in trainer.optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in exchanged and parameter.requires_grad:
+                if id(parameter) not in known and parameter.requires_grad:
                     raise UnsupportedTrainerError(
                         f"The optimizer trains {_parameter_name(trainer, parameter)}, which is not a parameter of the "
                         "model. It would not be exchanged, and the next client would continue with the value of this "

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from ..adapters import Exchange, copy_model, freeze_layers
 from ..utils.random import derived_seed, isolated_rng, preserved_generators
+from ..utils.selection import Selection
 from . import ClientSpec, Student, client_arguments
 from .participants import INPUT_IDS, EncodedPublicDataset, Participants
 
@@ -29,7 +30,8 @@ class ClientModelBuilder:
         participants ([`Participants`]): The clients' models, tokenizers and arguments, and the public examples.
         initial (`Mapping[str, torch.Tensor]`): The trainable parameters of the server's model before the first round.
         seed (`int`): Seed of the run.
-        exchange (`str`): Which parameters of a model are trained and stored, as `exchange` of [`FederatedConfig`].
+        exchange (`str`, `Sequence[str]` or `Callable`): Which parameters of a model are trained and stored, as
+            `exchange` of [`FederatedConfig`].
         freeze (`str`, *optional*): Which layers of every model are frozen, as `freeze` of [`FederatedConfig`].
         learning_rate (`float`, *optional*): Learning rate of distillation on clients.
         same_vocabulary (`bool`, *optional*, defaults to `True`): Whether all models that predict tokens must have one
@@ -43,7 +45,7 @@ class ClientModelBuilder:
         participants: Participants,
         initial: Mapping[str, torch.Tensor],
         seed: int,
-        exchange: str,
+        exchange: Selection,
         freeze: str | None,
         learning_rate: float | None,
         same_vocabulary: bool = True,

@@ -164,13 +164,18 @@ class OwnModel(ClientModel):
         try:
             yield
             if name := first_non_finite(self.exchange.tensors):
-                raise FloatingPointError(
-                    f"Local training produced NaN or infinite values in {name!r}. Lower the client's learning rate, "
-                    "clip its gradients (`max_grad_norm`), or check its data."
-                )
+                raise diverged(name)
         except BaseException:
             self.exchange.write(before)
             raise
+
+
+def diverged(name: str) -> FloatingPointError:
+    """Return the error of a client whose training produced NaN or infinite values in a tensor."""
+    return FloatingPointError(
+        f"Local training produced NaN or infinite values in {name!r}. Lower the client's learning rate, "
+        "clip its gradients (`max_grad_norm`), or check its data."
+    )
 
 
 class OwnModels(ClientModels):

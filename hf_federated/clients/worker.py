@@ -37,7 +37,7 @@ from .local_training import (
     local_trainer,
     preserved_process_state,
 )
-from .models import ClientModel, ClientModels, OwnModel
+from .models import ClientModel, ClientModels, OwnModel, diverged
 from .sampling import draw_examples
 from .streams import ClientStream
 
@@ -54,6 +54,8 @@ NON_METRIC_KEYS = {"epoch", "step", "num_input_tokens_seen", "num_tokens"}
 _MEMORIES = "memories"
 # Key of the memories of the postprocessors in the state of a client.
 _STEP_MEMORIES = "steps"
+# Key of the tensors that the client keeps (`keep_local`) in its state.
+_LOCAL = "local"
 # Opening a client's examples takes longer than a small training step, and an open client needs some kilobytes.
 MAX_OPEN_CLIENTS = 256
 
@@ -174,6 +176,7 @@ class ClientWorker:
     def _answer(self, message: Message, model: ClientModel, key: str) -> tuple[Message, dict[str, Any] | None]:
         """Answer a message of a method. Return the reply, and the client's new state if it changed."""
         kept = self.models.get_state(message.client_id)
+        model.exchange.write_local(kept.get(_LOCAL), message.client_id)
         context = self._context(message.client_id, model, kept, key)
         before = dict(context.memory)
         reply = self._methods[key].client(context).answer(message)
@@ -189,13 +192,14 @@ class ClientWorker:
         parts = [method.client(contexts[key]) for key, method in self._methods.items()]
         step_memories = dict(kept.get(_STEP_MEMORIES, {}))
         message = run_client_receive(self._postprocessors, message, step_memories)
+        model.exchange.write_local(kept.get(_LOCAL), message.client_id)
         for part in parts:
             part.receive(message)
-        if message.state:
-            model.exchange.write(message.state)
+        _write(message, model, kept)
         with model.restore_on_failure():
             trainer = self._train(message, model, parts, kept)
         model.exchange.check_unchanged(model.trainer.model)
+        local = model.exchange.read_local()
         update = ClientUpdate(
             round=message.round,
             client_id=message.client_id,
@@ -207,7 +211,7 @@ class ClientWorker:
         )
         for part in parts:
             update = part.send(update)
-        state: dict[str, Any] = {}
+        state: dict[str, Any] = {_LOCAL: local} if local else {}
         if self._carry_optimizer:
             state["optimizer"] = trainer.optimizer.state_dict()
             if trainer.local_training.scaler is not None:
@@ -221,6 +225,9 @@ class ClientWorker:
             state[_MEMORIES] = memories
         # The server rejects the update of a diverged client. The client then keeps its last finite state.
         is_finite = first_non_finite(update.state) is None
+        if is_finite and (name := first_non_finite(local)) is not None:
+            # The server would accept the update.
+            raise diverged(name)
         update = run_client_send(self._postprocessors, update, message, step_memories)
         if step_memories:
             state[_STEP_MEMORIES] = step_memories
@@ -248,6 +255,7 @@ class ClientWorker:
             num_rounds=self._num_rounds,
             global_schedule=self._global_schedule,
             parameters=model.exchange.trainable,
+            local_parameters=model.exchange.local_parameters,
             parts=parts,
             optimizer_state=kept.get("optimizer"),
             scaler=scaler,
@@ -309,8 +317,8 @@ class ClientWorker:
                 + similar_ids_hint(message.client_id, list(self._eval_datasets or ()))
             )
         dataset = self._eval_datasets[message.client_id]
-        if message.state:
-            model.exchange.write(message.state)
+        kept = self.models.get_state(message.client_id) if model.exchange.local_names else {}
+        _write(message, model, kept)
         local = LocalTraining(message.round, self._num_rounds, False, {})
         trainer = local_trainer(model.trainer, self._arguments(model), None, local, [])
         # `bf16_full_eval` permanently casts the model unless the trainer is in training.
@@ -321,6 +329,13 @@ class ClientWorker:
         metrics.pop("eval_num_tokens", None)
         values = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         return Metrics(message.round, message.client_id, num_examples=len(dataset), metrics=values)
+
+
+def _write(message: Fit | Evaluate, model: ClientModel, kept: Mapping[str, Any]) -> None:
+    """Write the received state and the tensors that the client keeps into its model."""
+    if message.state:
+        model.exchange.write(message.state)
+    model.exchange.write_local(kept.get(_LOCAL), message.client_id)
 
 
 def describe_failure(error: Exception) -> str:

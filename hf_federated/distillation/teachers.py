@@ -12,6 +12,7 @@ from torch import nn
 from ..adapters import Exchange, copy_model
 from ..clients.store import ClientStore
 from ..messages import CLASS_COUNT, ClientUpdate
+from ..utils.selection import Selection
 from ..utils.weighted_mean import State, WeightedMean
 
 
@@ -28,16 +29,18 @@ class Teachers:
 
     Args:
         model (`torch.nn.Module`): The server's model.
-        exchange_kind (`str`): The exchanged part of the model, as `exchange` of [`FederatedConfig`].
+        exchange (`str`, `Sequence[str]` or `Callable`): The exchanged tensors, as `exchange` of [`FederatedConfig`].
         store ([`~hf_federated.clients.ClientStore`]): Stores the clients' parameters.
         gather (`Callable`, *optional*): Gathers a tree from all processes. By default, there is one process.
 
     Example: [`FedDRS`].
     """
 
-    def __init__(self, model: nn.Module, exchange_kind: str, store: ClientStore, gather: Gather | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, exchange: Selection, store: ClientStore, gather: Gather | None = None
+    ) -> None:
         self._server_model = model
-        self._exchange_kind = exchange_kind
+        self._exchange = exchange
         self._store = store
         self._gather: Gather = gather or (lambda label, tree: [tree])
         # Label histograms of the clients whose models this process stores.
@@ -96,7 +99,7 @@ class Teachers:
         """Load a client's model in evaluation mode. It is valid until the next call."""
         if self._copy is None:
             model = copy_model(self._server_model)
-            self._copy = (model, Exchange(model, self._exchange_kind))
+            self._copy = (model, Exchange(model, self._exchange))
         model, exchange = self._copy
         exchange.write(self._store.get(client_id)["state"])
         return model.eval()

@@ -165,7 +165,9 @@ class ClientPart:
         scale, and the method is not called for a step whose gradients overflow, because the optimizer skips this step.
 
         Args:
-            parameters (`Mapping[str, torch.nn.Parameter]`): The trained parameters, by name.
+            parameters (`Mapping[str, torch.nn.Parameter]`): The trained parameters that are exchanged, by name. The
+                message has a value for each of them. They do not include the parameters that the client keeps
+                (`keep_local` of [`FederatedConfig`]).
         """
 
     def on_step(self, param_groups: Sequence[Mapping[str, Any]]) -> None:

@@ -84,7 +84,7 @@ class Federation:
             setup.processes.broadcast_([*model.parameters(), *model.buffers()], source=0)
         self.engine = setup.engine
         saved = {} if checkpoint is None else read_server_state(checkpoint)
-        self.exchange = Exchange(model, setup.config.exchange)
+        self.exchange = Exchange(model, setup.config.exchange, setup.config.keep_local)
         # The exchanged parameters before the first round, if clients need them later.
         self.initial = (saved.get("initial") or self.exchange.read()) if self._needs_initial else None
         self.engine.connect(
@@ -226,7 +226,7 @@ class Federation:
 
         def build_teachers() -> Teachers:
             gather = setup.processes.gather if setup.spreads_clients else None
-            teachers = Teachers(student.model, self.exchange.kind, self._disk_store(TEACHERS_DIR), gather)
+            teachers = Teachers(student.model, setup.config.exchange, self._disk_store(TEACHERS_DIR), gather)
             teachers.clear()
             return teachers
 
@@ -263,6 +263,8 @@ class Federation:
         own = self.engine.own_clients(list(step_digests)) if step_digests else ()
         self._steps.store.load(directory / STEPS_DIR, {client_id: step_digests[client_id] for client_id in own})
         self._steps.load_state_dict(saved.get("sums_of_steps", {}))
+        # An adapter's local tensors are in no file of the parent's checkpoint.
+        self.exchange.load_initial_local(saved.get("local", {}))
         if "weights" in saved:
             self.exchange.write(saved["weights"])
 
@@ -486,6 +488,8 @@ class Federation:
             "steps": step_digests,
             "sums_of_steps": self._steps.state_dict(),
         }
+        if self.exchange.local_names:
+            state["local"] = self.exchange.initial_local
         if distillation is not None:
             student = distillation.server.student.state_dict()
             state["distillation"] = {"algorithm": distillation.state_dict(), "student": student}

@@ -186,10 +186,14 @@ def _model_settings(setup: FederationSetup, layout: str, initial: State | None) 
     if not _sends_parameters(setup):
         return settings
     settings["model"] = layout
-    # A client receives the exchanged parameters from the server. It must already have all others.
-    exchanged = set(setup.exchange.tensors)
+    # A client receives the exchanged parameters from the server. It must already have all others, except for its local
+    # tensors, whose values may differ between clients.
+    if local := setup.exchange.local_names:
+        digest = _digest(json.dumps(local).encode())
+        settings["names of the tensors that clients keep"] = f"{len(local)} (SHA-256 {digest})"
+    received = {*setup.exchange.names, *local}
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    kept = {name: value for name, value in values.items() if name not in exchanged}
+    kept = {name: value for name, value in values.items() if name not in received}
     settings["values of the parameters that are not exchanged"] = f"SHA-256 {digest_of(kept)}"
     if setup.distillation is not None and setup.distillation.requirements.initial_model:
         # Clients compute features with the model as it was before the first round.

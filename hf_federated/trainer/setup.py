@@ -35,6 +35,7 @@ from .checks import (
     check_server_dataset,
     federation_identity,
     resolve_federation,
+    resolve_keep_local,
     sample_clients,
 )
 from .launch_consistency import check_consistency, describe_setup
@@ -132,6 +133,7 @@ class FederationSetup:
         engine.check_launch(launched.world_size)
         distillation = _find_distillation(user_callbacks, resolved)
         aggregation = _find_aggregation(user_callbacks, resolved, distillation)
+        resolved = resolve_keep_local(resolved, aggregation, distillation)
         _install_anomaly_report(trainer, user_callbacks, resolved, aggregation)
         steps = [*postprocessors, *_algorithm_postprocessors(aggregation, resolved)]
         _check_methods(trainer, resolved, aggregation, distillation, launched.world_size)
@@ -169,7 +171,7 @@ class FederationSetup:
             sampler=sampler,
             processes=launched,
             # A wrong `exchange` fails here instead of in the first round.
-            exchange=Exchange(trainer.model, resolved.exchange),
+            exchange=Exchange(trainer.model, resolved.exchange, resolved.keep_local),
             deferred_errors=deferred_errors,
             **fields,
         )

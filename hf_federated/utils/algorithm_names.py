@@ -220,6 +220,7 @@ AGGREGATION_NAMES = AlgorithmNames(
         "fedopt": "hf_federated.aggregation.fedopt:FedOpt",
         "fedexp": "hf_federated.aggregation.fedexp:FedExP",
         "scaffold": "hf_federated.aggregation.scaffold:Scaffold",
+        "fedper": "hf_federated.aggregation.fedper:FedPer",
         "local_only": "hf_federated.aggregation.local_only:LocalOnly",
         "mutual_kd": "hf_federated.aggregation.mutual_kd:MutualKD",
         "median": "hf_federated.aggregation.coordinate_median:CoordinateMedian",

@@ -16,8 +16,8 @@ from workers import without_timings, worker
 
 
 NUM_PARTIES = 1 + len(SIZES)
-# Scenarios that run in the fast tests. They use every hook of an algorithm.
-FAST = ("aggregation every_aggregation_hook", "distillation every_distillation_hook")
+# Scenarios that run in the fast tests. They use every hook of an algorithm, and tensors that clients keep.
+FAST = ("aggregation every_aggregation_hook", "distillation every_distillation_hook", "aggregation fedper")
 MARKED = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SCENARIOS]
 
 
@@ -106,6 +106,7 @@ KILLS = {
 FAST_KILLS = [
     (FAST[0], "server"),
     (FAST[1], "client before its reply"),
+    (FAST[2], "client in a step"),
 ]
 MARKED_KILLS = [
     pytest.param(scenario, kill, marks=[] if (scenario, kill) in FAST_KILLS else pytest.mark.slow)

@@ -27,6 +27,7 @@ SCENARIOS = [
     "streams",
     "buffers",
     "lora",
+    "local buffers",
     "noise",
     "masked",
     "fedid",
@@ -38,7 +39,7 @@ SCENARIOS = [
 
 # Scenarios that always run over two and three processes. The conformance suite runs every algorithm over two
 # processes, so the other scenarios are slow tests.
-OVER_TWO = {"fedavg", "noise", "carry", "lora", "fedid"}
+OVER_TWO = {"fedavg", "noise", "carry", "lora", "local buffers", "fedid"}
 OVER_THREE = {"fedavg", "fedid"}
 SLOW = [pytest.mark.slow]
 RUNS = [pytest.param(name, 2, marks=[] if name in OVER_TWO else SLOW) for name in SCENARIOS]
@@ -127,6 +128,17 @@ def test_data_parallel_processes_draw_the_same_examples_of_a_client(finished) ->
     assert without_timings(notes(directory, 0)["log"]) == without_timings(notes(directory, 1)["log"])
 
 
+def test_data_parallel_processes_keep_the_same_local_tensors(finished) -> None:
+    directory = finished("two data clients with local heads", 2)
+    assert same_bits(weights(directory, 0), weights(directory, 1))
+    metrics, other = (notes(directory, rank)["client_metrics"].values() for rank in range(2))
+    assert without_timings(list(metrics)) == without_timings(list(other))
+    # The clients train and evaluate with heads that are not averaged.
+    assert without_timings(list(metrics)) != without_timings(
+        list(notes(finished("two data clients", 2))["client_metrics"].values())
+    )
+
+
 def test_trl_trainer_gives_identical_results_over_two_processes(finished) -> None:
     pytest.importorskip("trl")
     single, several = finished("sft", 1), finished("sft", 2)
@@ -142,6 +154,7 @@ def test_trl_trainer_gives_identical_results_over_two_processes(finished) -> Non
     [
         "unseeded fedavg",
         "unseeded lora",
+        "local lora",
         *(pytest.param(f"unseeded {method}", marks=SLOW) for method in ("fedopt", "fedaux")),
     ],
 )

@@ -12,6 +12,7 @@ from workers import without_timings, worker
 
 
 SCENARIO = "two data clients"
+LOCAL_HEADS = "two data clients with local heads"
 # A server and two clients, each with two processes.
 NUM_PARTIES, NUM_RANKS = 3, 2
 
@@ -41,7 +42,7 @@ def assert_same_run(expected: Path, found: Path, *excluded: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", [SCENARIO, "two data distillation clients"])
+@pytest.mark.parametrize("scenario", [SCENARIO, "two data distillation clients", LOCAL_HEADS])
 def test_clients_of_two_processes_give_the_bytes_of_one_launch(network, finished, tmp_path, scenario):
     answer = network(tmp_path, scenario)
     assert answer["codes"] == [0] * (1 + 2 * NUM_RANKS), logs(tmp_path)

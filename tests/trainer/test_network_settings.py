@@ -88,6 +88,17 @@ def reordered_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=reordered, **special)
 
 
+def starts_with(text: str) -> Callable[[str, torch.Tensor], bool]:
+    """A function whose name is the same for every text."""
+    return lambda name, parameter: name.startswith(text)
+
+
+def with_own_head() -> nn.Module:
+    model = tiny_model()
+    model.classifier.weight.data += 1.0
+    return model
+
+
 DSFL = {"federation": {"distillation": "dsfl"}, "public_dataset": rows(4, seed=5)}
 FEDAUX = {"federation": {"distillation": "fedaux"}, "public_dataset": rows(4, seed=5)}
 FEDED = {"federation": {"distillation": "feded"}, "public_dataset": rows(4, seed=5)}
@@ -173,6 +184,20 @@ DIFFERENCES: dict[str, tuple[str, Arguments, Arguments, str, str]] = {
         "SHA-256",
         "SHA-256",
     ),
+    "tensors that clients keep": (
+        "names of the tensors that clients keep",
+        lambda: {"federation": {"keep_local": starts_with("classifier.")}},
+        lambda: {"federation": {"keep_local": starts_with("classifier.w")}},
+        "2 (SHA-256",
+        "1 (SHA-256",
+    ),
+    "patterns of exchanged tensors": (
+        "FederatedConfig.exchange",
+        lambda: {"federation": {"exchange": ["bert.*", "classifier.*"]}},
+        lambda: {"federation": {"exchange": "*"}},
+        "['bert.*', 'classifier.*']",
+        "'*'",
+    ),
     "initial parameters that give features": (
         "initial values of the exchanged parameters",
         lambda: FEDAUX,
@@ -200,6 +225,10 @@ def test_difference_is_named_with_both_values(tmp_path, difference):
 HARMLESS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "batch size and precision": ({}, lambda: {"args": {"per_device_train_batch_size": 2, "bf16": True}}),
     "initial parameters that the server replaces": ({}, lambda: {"model": tiny_model(seed=1)}),
+    "initial values of a head that each client keeps": (
+        {"federation": {"aggregation": "fedper"}},
+        lambda: {"federation": {"aggregation": "fedper"}, "model": with_own_head()},
+    ),
     "a party without a tokenizer": ({}, lambda: {"processing_class": masking_tokenizer()}),
     "model in a distillation": (DSFL, lambda: {**DSFL, "model": tiny_model(seed=1, num_hidden_layers=3)}),
     "number of processes": ({}, lambda: {"federation": {"parallelism": "clients"}}),

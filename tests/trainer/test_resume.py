@@ -24,7 +24,7 @@ STAGING_DIR = ".incomplete"
 NUM_ROUNDS = 3
 
 SCENARIOS = ["fedopt", "scaffold_disk", "one_client", "balanced", "lora", "p_tuning", "best", "fedid", "adafd"]
-SCENARIOS += ["fedaux", "feddrs", "fp16", "streams"]
+SCENARIOS += ["fedaux", "feddrs", "fp16", "streams", "local_head"]
 MOMENTS = [
     "first round",
     "client",
@@ -45,6 +45,7 @@ QUICK = [
     ("streams", "client"),
     ("lora", "aggregation"),
     ("p_tuning", "before client states"),
+    ("local_head", "client"),
     ("best", "rotation"),
     ("fedid", "exchange"),
     ("adafd", "after rename"),

@@ -34,7 +34,7 @@ from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe.sections import ModelSection
 from hf_federated.tasks import LanguageModeling, QuestionAnswering, SequenceTagging, Task
-from hf_federated.trainer.checks.arguments import resolve_federation
+from hf_federated.trainer.checks.arguments import resolve_federation, resolve_keep_local
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def estimate_federation(
     with recipe_errors("federation"):
         if plan.config.freeze is not None:
             freeze_layers(model, plan.config.freeze)
-        state = ExchangedTensors(model, plan.config.exchange).tensors
+        state = ExchangedTensors(model, plan.config.exchange, plan.config.keep_local).tensors
         lengths = find_lengths(sizes.task, model.config, options)
         num_positions, num_classes = _prediction_shape(sizes.task, model, lengths, plan.num_public)
         messages = {
@@ -138,6 +138,7 @@ def _plan(recipe: Recipe, args: TrainingArguments, sizes: DataSizes) -> _Round:
         distillation = build_distillation(config.distillation, config.distillation_kwargs)
         if distillation is not None and not distillation.returns_parameters:
             aggregation = LocalOnly()
+        config = resolve_keep_local(config, aggregation, distillation)
         client_ids = ["client"] if sizes.num_examples is None else list(sizes.num_examples)
         share = config.clients_per_round if sizes.num_examples is not None else 1.0
         cohort = list(ClientSampler(client_ids, share, config.federation_seed or 0)(0))

@@ -1,6 +1,6 @@
 """Checks of combinations of arguments when a trainer is built. Each config class checks its own fields."""
 
-from .arguments import check_arguments, check_not_averaged, resolve_federation
+from .arguments import check_arguments, check_not_averaged, resolve_federation, resolve_keep_local
 from .data import (
     as_federated_dataset,
     check_clients,
@@ -27,5 +27,6 @@ __all__ = [
     "example_of_the_format",
     "federation_identity",
     "resolve_federation",
+    "resolve_keep_local",
     "sample_clients",
 ]

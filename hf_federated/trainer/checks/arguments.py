@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers import Trainer, TrainingArguments
@@ -77,6 +78,39 @@ def rounds_of_max_steps(max_steps: int, federation: FederatedConfig) -> int:
             f"num_rounds={federation.num_rounds}. Remove `max_steps` or `num_rounds`."
         )
     return num_rounds
+
+
+def resolve_keep_local(
+    federation: FederatedConfig, algorithm: Aggregation, distillation: Distillation | None
+) -> FederatedConfig:
+    """
+    Fill in `keep_local` of the configuration from the averaging algorithm.
+
+    Raises:
+        ValueError: If both set different values, or if the clients of a method do not share one model.
+    """
+    if algorithm.keep_local is not None and federation.keep_local not in (None, algorithm.keep_local):
+        raise ValueError(
+            f"keep_local={federation.keep_local!r}, but {algorithm!r} keeps {algorithm.keep_local!r} on the clients. "
+            "Leave `keep_local` out, and set the tensors in `aggregation_kwargs`."
+        )
+    # The annotation of the field has the types of a command line only.
+    keep_local: Any = federation.keep_local if algorithm.keep_local is None else algorithm.keep_local
+    if keep_local is None:
+        return federation
+    if distillation is not None:
+        reason = "its server predicts with whole models of clients, or its clients already keep their own models"
+    elif not algorithm.exchanges_parameters or algorithm.trains_private_models:
+        reason = "each of its clients already keeps its own model"
+    elif algorithm.trains_on_server:
+        reason = "its server trains on its own examples and has none of the clients' tensors"
+    else:
+        return dataclasses.replace(federation, keep_local=keep_local)
+    name = f"aggregation={algorithm.name!r}" if distillation is None else f"distillation={distillation.name!r}"
+    raise ValueError(
+        f"keep_local={keep_local!r} does not work with {name}: {reason}. Leave `keep_local` out, or use a "
+        "method that averages parameters, such as aggregation='fedavg'."
+    )
 
 
 def check_arguments(

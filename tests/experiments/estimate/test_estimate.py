@@ -78,6 +78,7 @@ AVERAGING["krum"].append("federation.clients_per_round=5")
 AVERAGING["fltrust"] += PUBLIC
 AVERAGING["freeze"] = ["federation.freeze=embeddings+1"]
 AVERAGING["buffers"] = ["federation.exchange=all"]
+AVERAGING["local"] = ["federation.keep_local=classifier*", "federation.aggregation=scaffold"]
 AVERAGING["adapter"] = ["federation.exchange_dtype=bfloat16", "model.lora={r: 2}", "federation.aggregation=scaffold"]
 DISTILLATION = {name: [f"federation.distillation={name}"] for name in DISTILLATIONS}
 DISTILLATION["feddrs"].append("federation.distillation_kwargs={num_steps: 1, num_samples: 2}")
