@@ -157,6 +157,7 @@ class AdaFD(Distillation):
             )
         if self.weighting not in ("enwc", LLM):
             self._refuse_without_effect("beta", given=f"weighting={self.weighting!r}")
+        self.ensembles_rows_independently = self.weighting != LLM
         self._fell_back = False
         self._llm: LLMWeighting | None = None
 
@@ -184,10 +185,6 @@ class AdaFD(Distillation):
     def uses_losses(self) -> bool:
         """Whether clients report the smallest mean training loss of their local epochs."""
         return self.weighting in ("rnwc", "enwc", LLM)
-
-    @property
-    def ensembles_rows_independently(self) -> bool:
-        return self.weighting != LLM
 
     def check_unit(self, unit: str, num_classes: int) -> None:
         if unit == "token" and self.weighting == LLM:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
+
+from .encoding import Encoding, Targets
+from .lazy_rows import LazyRows
+
+
+# Encoded targets, the same for all clients or as a function of the client id.
+EncodedTargets = Mapping[str, torch.Tensor] | Callable[[str], Mapping[str, torch.Tensor]]
 
 
 class Alignment:
@@ -40,6 +48,12 @@ class Alignment:
     def is_identity(self) -> bool:
         """Whether all clients receive the same targets."""
         return type(self) is Alignment
+
+    def encode_targets(self, targets: Targets, encoding: Encoding) -> EncodedTargets:
+        """Encode targets of the server for the clients: once for all clients, or as a function of the client id."""
+        if self.is_identity or isinstance(targets, LazyRows):
+            return encoding.encode_targets(targets)
+        return lambda client_id: encoding.encode_targets(self.to_client(client_id, targets))
 
     def client_shape(self, client_id: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """

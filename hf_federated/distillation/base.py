@@ -20,7 +20,7 @@ only messages, which `encoding` encodes and decodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,12 +29,12 @@ from torch import nn
 
 from ..messages import Distill, Feedback, Message, Predict, Predictions
 from ..methods import ClientPart, Method, Round
-from ..utils.weighted_mean import State, WeightedMean
+from ..utils.weighted_mean import WeightedMean
 from .alignment import Alignment
 from .client import DistillationPart
 from .client_weights import weighted_mean
 from .codec import PredictionCodec
-from .cohort import Cohort, EncodedTargets, RunOnMain
+from .cohort import Cohort, RunOnMain
 from .encoding import Encoding, Targets
 from .lazy_rows import LazyRows
 from .losses import kl_divergence
@@ -42,7 +42,6 @@ from .previous_release import adapt_distillation
 from .requirements import Requirements
 from .server import DistillationServer
 from .settings import Settings
-from .teachers import Teachers
 
 
 # Logits by client.
@@ -123,6 +122,12 @@ class Distillation(Settings, Method):
     parameters: ClassVar[str] = "kept"
     # Kind of the targets that the clients learn: `"logits"` or `"probabilities"`.
     broadcasts: ClassVar[str] = "logits"
+    # Whether `ensemble` computes each row of predictions independently of the other rows.
+    ensembles_rows_independently = True
+    # Whether clients report their numbers of examples of each class.
+    reports_class_counts = False
+    # Whether the server stores the models of the clients.
+    needs_teachers: ClassVar[bool] = False
     # How the predictions of a client correspond to those of the server's model.
     alignment: ClassVar[Alignment] = Alignment()
     # Inherited settings that the method does not use. A value other than the default raises an error.
@@ -149,7 +154,6 @@ class Distillation(Settings, Method):
         self.encoding = Encoding(PredictionCodec(self.prediction_dtype, self.top_k), self.broadcasts)
         self._server: DistillationServer | None = None
         self._run_on_main: RunOnMain = lambda label, find: find()
-        self._extra = WeightedMean()
 
     # ---- Properties of the method
 
@@ -162,11 +166,6 @@ class Distillation(Settings, Method):
     def passes_per_round(self) -> int:
         """Number of times that a client sends predictions of each public example in a round."""
         return 1
-
-    @property
-    def ensembles_rows_independently(self) -> bool:
-        """Whether `ensemble` computes each row of predictions independently of the other rows."""
-        return True
 
     @property
     def sends_parameters(self) -> bool:
@@ -203,21 +202,9 @@ class Distillation(Settings, Method):
 
     # ---- Server side
 
-    def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:
-        """
-        Names, shapes and dtypes of the tensors that clients send in addition to their parameters.
-
-        Args:
-            server ([`DistillationServer`]): The server's model and public examples.
-
-        Returns:
-            `dict[str, torch.Tensor]`: Example tensors, as in [`Aggregation.expected_extra`].
-        """
-        return {}
-
     def extra_shapes(self, num_rows: int, num_positions: int, num_classes: int) -> dict[str, tuple[int, ...]]:
         """
-        Shapes of the tensors of `expected_extra`, float32, to compute the size of an update without a model.
+        Shapes of the tensors of `update_extra`, float32, to compute the size of an update without a model.
 
         Args:
             num_rows (`int`): Number of public examples.
@@ -225,11 +212,6 @@ class Distillation(Settings, Method):
             num_classes (`int`): Number of classes.
         """
         return {}
-
-    @property
-    def reports_class_counts(self) -> bool:
-        """Whether clients report their numbers of examples of each class."""
-        return False
 
     def class_counts(self, dataset: Any, num_classes: int, tokenizer: Any) -> list[int]:
         """
@@ -254,18 +236,6 @@ class Distillation(Settings, Method):
             ValueError: If the method cannot use the metrics. The client is then excluded from the distillation of the
                 round.
         """
-
-    def build_teachers(self, build: Callable[[], Teachers]) -> Teachers | None:
-        """
-        Build the store of the clients' models on the server, if the method needs one.
-
-        Args:
-            build (`Callable[[], Teachers]`): Builds an empty store.
-
-        Returns:
-            [`Teachers`], *optional*: The store, or `None` if the method does not use the clients' models.
-        """
-        return None
 
     def setup(self, num_rounds: int) -> None:
         """
@@ -303,18 +273,6 @@ class Distillation(Settings, Method):
 
     # ---- The conversation of a round
 
-    def begin(self, round: Round) -> None:
-        if self.server.teachers is not None:
-            self.server.teachers.begin_round()
-
-    def update_extra(self, state: State) -> State:
-        return self.expected_extra(self.server)
-
-    def finish(self, round: Round) -> State:
-        if self.returns_parameters:
-            self._extra = round.collected.extra
-        return round.state
-
     def after(self, round: Round) -> None:
         server, student = self.server, self.server.student
         # Raises an error with the name of the model if the server's model does not predict classes.
@@ -327,23 +285,18 @@ class Distillation(Settings, Method):
             seed=server.seed,
             min_clients=round.min_clients,
             rejected=round.rejected,
-            extra=self._extra,
+            extra=WeightedMean() if round.sums is None else round.sums.extra,
             teachers=server.teachers,
             positions=student.positions,
             run_on_main=self._run_on_main,
             alignment=self.alignment,
         )
-        if server.teachers is not None:
-            for client_id in round.rejected:
-                server.teachers.discard_received(client_id)
-            server.teachers.discard_outdated(cohort.client_ids)
         cohort.check_reports(lambda metrics: self.check_report(metrics, num_classes))
         logs = self.distill(cohort, server)
         if student.positions is not None:
             # Less than the number of positions if a tokenizer of the cohort drops words.
             logs["public_positions"] = server.num_agreed(server.all_rows)
         round.logs.update({f"federated/{name}": value for name, value in logs.items()})
-        self._extra = WeightedMean()
         round.state = server.read()
 
     # ---- The distillation
@@ -365,16 +318,13 @@ class Distillation(Settings, Method):
         if targets is not None:
             epochs_of_run = server.num_rounds * self.client_epochs
             losses = cohort.distill(
-                server.all_rows, self.encoded_for_clients(targets), self.client_epochs, epochs_of_run
+                server.all_rows,
+                self.alignment.encode_targets(targets, self.encoding),
+                self.client_epochs,
+                epochs_of_run,
             )
             logs["client_distillation_loss"] = sum(losses.values()) / len(losses)
         return logs
-
-    def encoded_for_clients(self, targets: Targets) -> EncodedTargets:
-        """Encode targets of the server for the clients: once for all clients, or a function of the client id."""
-        if self.alignment.is_identity or isinstance(targets, LazyRows):
-            return self.encoding.encode_targets(targets)
-        return lambda client_id: self.encoding.encode_targets(self.alignment.to_client(client_id, targets))
 
     def _ensemble_of_all(self, cohort: Cohort, server: DistillationServer) -> Targets:
         """

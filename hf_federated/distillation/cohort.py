@@ -27,7 +27,7 @@ from ..messages import (
 from ..utils.errors import RoundFailedError
 from ..utils.random import derived_seed
 from ..utils.weighted_mean import WeightedMean
-from .alignment import Alignment
+from .alignment import Alignment, EncodedTargets
 from .lazy_rows import LazyRows, decode_lazily
 from .public_rows import PublicRows
 from .teachers import Teachers
@@ -50,8 +50,6 @@ Reply = TypeVar("Reply", bound=Message)
 RunOnMain = Callable[[str, Callable[[], Any]], Any]
 # `decode(values)` decodes to the classes of the server, `decode(values, num_classes)` to another number of classes.
 Decode = Callable[..., torch.Tensor]
-# Encoded targets, the same for all clients or as a function of the client id.
-EncodedTargets = Mapping[str, torch.Tensor] | Callable[[str], Mapping[str, torch.Tensor]]
 
 
 @dataclass

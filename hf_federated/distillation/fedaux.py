@@ -19,6 +19,7 @@ from ..messages import ClientUpdate, Disclosure, Fit, public_order
 from ..methods import ClientPart
 from ..tasks.metrics.base import require_extra
 from ..utils.random import derived_seed, isolated_rng
+from ..utils.weighted_mean import State
 from .base import Distillation
 from .certainty import certainty, fit_certainty, noise_std, scale_into_unit_ball
 from .client import DistillationPart
@@ -206,7 +207,8 @@ class FedAUX(Distillation):
     def extra_shapes(self, num_rows: int, num_positions: int, num_classes: int) -> dict[str, tuple[int, ...]]:
         return {WEIGHTED_LOGITS: (num_positions, num_classes), CERTAINTY: (num_rows,)}
 
-    def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:
+    def update_extra(self, state: State) -> State:
+        server = self.server
         shapes = self.extra_shapes(server.num_rows, *server.shape)
         return {name: torch.empty(shape) for name, shape in shapes.items()}
 

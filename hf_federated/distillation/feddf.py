@@ -12,6 +12,7 @@ import torch
 
 from ..messages import ClientUpdate
 from ..methods import ClientPart
+from ..utils.weighted_mean import State
 from .base import Distillation
 from .client import DistillationPart
 from .cohort import Cohort
@@ -84,7 +85,8 @@ class FedDF(Distillation):
     def extra_shapes(self, num_rows: int, num_positions: int, num_classes: int) -> dict[str, tuple[int, ...]]:
         return {PUBLIC_LOGITS: (num_positions, num_classes)}
 
-    def expected_extra(self, server: DistillationServer) -> dict[str, torch.Tensor]:
+    def update_extra(self, state: State) -> State:
+        server = self.server
         # All clients have the server's tokenizer, so it drops the same words for all of them.
         num_agreed = server.num_agreed(server.all_rows)
         shapes = self.extra_shapes(server.num_rows, num_agreed, server.student.num_classes)

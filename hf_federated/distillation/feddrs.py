@@ -159,6 +159,7 @@ class FedDRS(Distillation):
 
     name: ClassVar[str] = "feddrs"
     parameters: ClassVar[str] = "averaged"
+    needs_teachers: ClassVar[bool] = True
     client_part: ClassVar[type[ClientPart]] = FedDRSPart
     ignores: ClassVar[tuple[str, ...]] = (
         "server_epochs",
@@ -191,6 +192,7 @@ class FedDRS(Distillation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.reports_class_counts = True
         kinds = [self.sampling] if isinstance(self.sampling, str) else list(self.sampling)
         self.sampling = KINDS if "mixed" in kinds else tuple(kind for kind in KINDS if kind in kinds)
         if not self.sampling or not {*kinds} <= {*KINDS, "mixed"}:
@@ -221,10 +223,6 @@ class FedDRS(Distillation):
     def disclosures(self) -> tuple[Disclosure, ...]:
         return (NUM_EXAMPLES_PER_CLASS,)
 
-    @property
-    def reports_class_counts(self) -> bool:
-        return True
-
     def class_counts(self, dataset: Any, num_classes: int, tokenizer: Any) -> list[int]:
         return count_classes(dataset, num_classes, self.label_sequences(tokenizer))
 
@@ -241,8 +239,9 @@ class FedDRS(Distillation):
 
     # ---- Server side
 
-    def build_teachers(self, build: Callable[[], Teachers]) -> Teachers | None:
-        return build()
+    def begin(self, round: Round) -> None:
+        if self.server.teachers is not None:
+            self.server.teachers.begin_round()
 
     def accept(self, round: Round, update: ClientUpdate) -> None:
         server = self.server
@@ -254,10 +253,17 @@ class FedDRS(Distillation):
         """Whether a later round needs the updates of this round."""
         return self.post_num_iterations > 0 and server.clients_per_round < server.num_clients
 
+    def after(self, round: Round) -> None:
+        if self.server.teachers is not None:
+            for client_id in round.rejected:
+                self.server.teachers.discard_received(client_id)
+            self.server.teachers.discard_outdated(list(round.metrics))
+        super().after(round)
+
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         teachers = cohort.teachers
         if teachers is None:
-            raise RuntimeError("FedDRS needs a store of the clients' models. Call `build_teachers` first.")
+            raise RuntimeError("FedDRS needs a store of the clients' models on the server.")
         logs: dict[str, float] = {}
         sampler = PseudoSampler(self, server, self._num_steps_of_run(server))
         if not self.post_only:

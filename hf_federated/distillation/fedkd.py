@@ -83,14 +83,11 @@ class FedKD(Distillation):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_one_of("weighting", ("class_counts", "size"))
+        self.reports_class_counts = self.weighting == "class_counts"
 
     @property
     def disclosures(self) -> tuple[Disclosure, ...]:
         return (NUM_EXAMPLES_PER_CLASS,) if self.reports_class_counts else ()
-
-    @property
-    def reports_class_counts(self) -> bool:
-        return self.weighting == "class_counts"
 
     def class_counts(self, dataset: Any, num_classes: int, tokenizer: Any) -> list[int]:
         return count_classes(dataset, num_classes)

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainerCallback
 from ..messages import ClientUpdate, Distill, Feedback, Fit, Message, Metrics, Predict, Predictions
 from ..methods import ClientContext, Round
 from ..methods.previous_release import warn_of
+from ..utils.weighted_mean import State
 from .client import DistillationPart
 
 
@@ -30,9 +31,16 @@ def adapt_distillation(cls: Any) -> None:
     elif "client_loss" in own or "feedback_loss" in own:
         warn_of(cls, "client_loss", "Override this method in a subclass of DistillationPart, and set `client_part`.")
         cls.client_part = LossPart
+    if "expected_extra" in own:
+        warn_of(cls, "expected_extra", "Override `update_extra`.")
+        cls.update_extra = _update_extra
     if "on_update" in own:
         warn_of(cls, "on_update", "Override `accept`.")
         cls.accept = _accept
+
+
+def _update_extra(self: Any, state: State) -> State:
+    return self.expected_extra(self.server)
 
 
 def _accept(self: Any, round: Round, update: ClientUpdate) -> None:

@@ -105,11 +105,11 @@ class RoundLoop:
         fire("on_aggregate")
         for method in self._methods:
             round.state = method.finish(round)
-        round.sums = None
         self._keep(round)
         fire("on_distill")
         for method in self._methods:
             method.after(round)
+        round.sums = None
         if round.state is not self.state:
             self._keep(round)
         return dataclasses.replace(collected.summary, num_failed=len(round.rejected))

@@ -224,13 +224,11 @@ class Federation:
             labelled = student.select_columns(setup.participants.encode(labelled, self._trainer.processing_class))
             check_labelled(labelled)
 
-        def build_teachers() -> Teachers:
+        teachers: Teachers | None = None
+        if distillation.needs_teachers:
             gather = setup.processes.gather if setup.spreads_clients else None
             teachers = Teachers(student.model, setup.config.exchange, self._disk_store(TEACHERS_DIR), gather)
             teachers.clear()
-            return teachers
-
-        teachers = distillation.build_teachers(build_teachers)
         server = DistillationServer(
             student,
             setup.seed,

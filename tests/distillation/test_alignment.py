@@ -75,8 +75,8 @@ def test_without_the_alignment_the_server_learns_other_targets(tmp_path) -> None
 
 def test_identity_encodes_the_targets_once_for_all_clients() -> None:
     targets = torch.tensor([[0.25, 0.75]])
-    assert isinstance(DSFL().encoded_for_clients(targets), dict)
+    assert isinstance(DSFL().alignment.encode_targets(targets, DSFL().encoding), dict)
     assert FedID().alignment.is_identity
-    encoded = Aligned().encoded_for_clients(targets)
+    encoded = Aligned().alignment.encode_targets(targets, Aligned().encoding)
     assert torch.equal(encoded("a")["values"], targets)
     assert torch.equal(encoded(REVERSED)["values"], targets.flip(-1))
