@@ -61,7 +61,7 @@ class Strangers:
         host, _, port = address.rpartition(":")
         self._target = host, int(port)
         self._paths = [folder / "ca.pem", folder / "clients" / f"{name}.key", folder / "clients" / f"{name}.pem"]
-        self._stop = threading.Event()
+        self.stopped = threading.Event()
         self.num_opened: collections.Counter[str] = collections.Counter()
         self.num_ended: collections.Counter[str] = collections.Counter()
         self._threads: list[threading.Thread] = []
@@ -81,15 +81,15 @@ class Strangers:
 
     def stop(self) -> None:
         """End all connections."""
-        self._stop.set()
+        self.stopped.set()
 
     def _repeat(self, kind: str, method, index: int) -> None:
-        while not self._stop.is_set():
+        while not self.stopped.is_set():
             with contextlib.suppress(OSError, grpc.RpcError):
                 method(kind, index)
-            if not self._stop.is_set():
+            if not self.stopped.is_set():
                 self.num_ended[kind] += 1
-                self._stop.wait(PAUSE)
+                self.stopped.wait(PAUSE)
 
     def _half_open(self, kind: str, index: int) -> None:
         credentials = grpc.ssl_channel_credentials(*(path.read_bytes() for path in self._paths))
@@ -97,7 +97,7 @@ class Strangers:
         with grpc.secure_channel(self.address, credentials, options) as channel:
 
             def messages():
-                self._stop.wait()
+                self.stopped.wait()
                 yield from ()
 
             method = METHODS[index % len(METHODS)]
@@ -128,7 +128,7 @@ class Strangers:
         with self._connect(kind, with_tls=False) as connection:
             for byte in hello.read():
                 connection.sendall(bytes([byte]))
-                if self._stop.wait(1.0):
+                if self.stopped.wait(1.0):
                     return
 
     def _garbage(self, kind: str, index: int) -> None:
@@ -138,7 +138,7 @@ class Strangers:
 
     def _wait_for_end(self, connection: socket.socket) -> None:
         connection.settimeout(0.5)
-        while not self._stop.is_set():
+        while not self.stopped.is_set():
             try:
                 if not connection.recv(1 << 12):
                     return
@@ -151,7 +151,7 @@ def main(address: str, folder: str, name: str, number: str, *kinds: str) -> None
     for kind in kinds:
         strangers.open(kind, int(number))
     while any(strangers.num_opened[kind] < int(number) for kind in kinds):
-        strangers._stop.wait(0.05)
+        strangers.stopped.wait(0.05)
     print("ready", flush=True)
     sys.stdin.read()
     strangers.stop()

@@ -130,7 +130,7 @@ def create_certificates(
         names = ", ".join(str(path) for path in existing)
         raise FileExistsError(f"Files exist: {names}. Choose another folder or other clients, or overwrite the files.")
     written = _create_authority(root, days, ca_days, rsa_bits)
-    authority, authority_key = _load_authority(root, days)
+    authority, authority_key = load_authority(root, days)
     for certificate, client in requested.items():
         key = generate_rsa_key(rsa_bits)
         builder = _builder(_name(client or "server"), authority.subject, key, days)
@@ -284,9 +284,13 @@ def _create_authority(folder: Path, days: int, ca_days: int, rsa_bits: int) -> l
     return [certificate]
 
 
-def _load_authority(folder: Path, days: int) -> tuple[Certificate, RSAPrivateKey]:
+def load_authority(folder: Path, days: int) -> tuple[Certificate, RSAPrivateKey]:
     """
     Load the authority of a folder.
+
+    Args:
+        folder (`Path`): The folder with `ca.pem` and `ca.key`.
+        days (`int`): Number of days for which new certificates are valid.
 
     Raises:
         ValueError: If the authority is damaged, or expires before certificates that are valid for `days` days.

@@ -35,7 +35,7 @@ from hf_federated.experiments.run_folder import RUN_NAME, RunFolder
 from hf_federated.messages import ClientUpdate, Evaluate, Fit, Metrics, Predictions, read_message
 from hf_federated.messages.ledger import LEDGER_NAME
 from hf_federated.messages.serialization import FlatTree, pack, packed_kind, unpack
-from hf_federated.security.certificates import _load_authority, client_fingerprints, create_certificates
+from hf_federated.security.certificates import client_fingerprints, create_certificates, load_authority
 from hf_federated.security.keys import Identity, fingerprint
 from hf_federated.split import ModelFingerprint, SplitSessionConfig, Wire
 from hf_federated.split.cut import Cut
@@ -347,7 +347,7 @@ def build_certificates(folder: Path) -> Iterator[tuple[str, Case]]:
     create_certificates(authority, ["localhost"], [], rsa_bits=2048)
 
     for name in ("ca.pem", "ca.key"):
-        yield name, file_case(authority / name, lambda: _load_authority(authority, 30), changed_bytes)
+        yield name, file_case(authority / name, lambda: load_authority(authority, 30), changed_bytes)
 
 
 BUILDERS: dict[str, Callable[[Path], Iterator[tuple[str, Case]]]] = {

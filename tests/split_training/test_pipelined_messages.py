@@ -323,7 +323,8 @@ def test_error_of_a_deferred_message_is_raised_with_the_answer_to_the_next_messa
     with pytest.raises(ValueError, match="refused"):
         posted.answer()
     run.abandon()
-    assert not run._in_flight
+    # No message is in flight, whose error the next exchange would raise.
+    assert run.exchange(blobs[3]) == blobs[3] and link.exchanged == [blobs[3]]
     with pytest.raises(ValueError, match="refused"):
         posted.answer()
 

@@ -12,10 +12,11 @@ import pytest
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_federated.data.partitioners import PARTITIONERS
-from hf_federated.experiments.recipe.schema import dataclass_fields, matches_type, type_name
+from hf_federated.experiments.recipe.schema import dataclass_fields, type_name
 from hf_federated.experiments.recipe.source_fields import source_parameters, source_value
 from hf_federated.split_training import SplitConfig
 from hf_federated.tasks import TASKS
+from hf_federated.utils.fields import check_of
 
 
 CLASSES = {
@@ -157,8 +158,9 @@ def test_values_that_need_a_missing_library_are_unknown(library):
 def test_enumerations_keep_their_values_and_other_classes_accept_no_value(library):
     fields = dataclass_fields(source_value(library, "Settings"))
     assert type_name(fields["level"].annotation) == "low | high or null"
-    assert matches_type("low", fields["level"].annotation) and not matches_type("medium", fields["level"].annotation)
-    assert matches_type(None, fields["device"].annotation) and not matches_type("cpu", fields["device"].annotation)
+    level, device = check_of(fields["level"].annotation), check_of(fields["device"].annotation)
+    assert level("low") is None and level("medium") == "must be low or high, but is 'medium'"
+    assert device(None) is None and device("cpu") is not None
     assert issubclass(source_value(library, "Level"), enum.Enum)
 
 
