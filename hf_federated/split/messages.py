@@ -26,7 +26,8 @@ M = TypeVar("M", bound=Serializable)
 MicroBatchId = tuple[str, int, int]
 
 ClientId = Annotated[str, Requirement("must be str")]
-Step = Annotated[int, Requirement("must be int")]
+# A negative step has another error.
+Step = Annotated[int, Range(-MAX_COUNT, MAX_COUNT), Requirement("must be int")]
 NumPositions = Annotated[int, Range(0, MAX_COUNT), Requirement("must be an int of at least 0")]
 CacheId = Annotated[int, Requirement("must be an int")]
 Flag = Annotated[bool, Requirement("must be True or False")]
@@ -70,10 +71,9 @@ class SplitMessage(FlatMessage):
         """
         for name, problem in problems.items():
             raise ValueError(f"{self.kind}: {name} {problem}.")
-        if not (0 <= self.step <= MAX_COUNT and 0 <= self.micro_step <= MAX_COUNT):
+        if self.step < 0 or self.micro_step < 0:
             raise ValueError(
-                f"{self.kind}: step={self.step} and micro_step={self.micro_step}, but both must be at least 0 and at "
-                f"most {MAX_COUNT}."
+                f"{self.kind}: step={self.step} and micro_step={self.micro_step}, but both must be at least 0."
             )
 
     @property

@@ -194,7 +194,7 @@ def check_of(annotation: Any) -> Check:
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _check_of_annotated(check_of(arguments[0]), arguments[1:])
+        return _check_of_annotated(check_of(arguments[0]), arguments[1:], is_integer=arguments[0] is int)
     if origin in (Union, types.UnionType):
         # A union of an enumeration and `str` allows only the values of the enumeration.
         left_out = [type(None), str] if any(map(is_enum, arguments)) else [type(None)]
@@ -244,18 +244,30 @@ def _torch(name: str) -> Any:
     return getattr(sys.modules.get("torch"), name, None)
 
 
-def _check_of_annotated(check: Check, metadata: Sequence[Any]) -> Check:
-    requirement = next((item.text for item in metadata if isinstance(item, Requirement)), None)
+def _check_of_annotated(check: Check, metadata: Sequence[Any], is_integer: bool) -> Check:
+    constraints = [item for item in metadata if isinstance(item, Constraint)]
+    for constraint in constraints:
+        check = _both(check, constraint.problem)
     for item in metadata:
-        if isinstance(item, Constraint):
-            check = _both(check, item.problem)
-    if requirement is None:
-        return check
-    return lambda value: None if check(value) is None else f"{requirement}, but is {describe(value)}"
+        if isinstance(item, Requirement):
+            check = _with_requirement(check, item)
+    if is_integer and len(constraints) == 1 and isinstance(constraints[0], Range):
+        return _check_of_count(constraints[0], check)
+    return check
 
 
 def _both(first: Check, second: Check) -> Check:
     return lambda value: first(value) or second(value)
+
+
+def _with_requirement(check: Check, requirement: Requirement) -> Check:
+    return lambda value: None if check(value) is None else f"{requirement.text}, but is {describe(value)}"
+
+
+def _check_of_count(limits: Range, check: Check) -> Check:
+    # Most fields of messages are counts, so a valid count takes one comparison.
+    smallest, largest = limits.smallest, limits.largest
+    return lambda value: None if type(value) is int and smallest <= value <= largest else check(value)
 
 
 def _check_of_union(checks: Sequence[Check], allows_none: bool) -> Check:
@@ -279,7 +291,9 @@ def _check_of_scalar(expected: type) -> Check:
             return f"is {_type_name(value)}, expected {expected.__name__}"
         if kind is int:
             return None if -MAX_INTEGER <= value <= MAX_INTEGER else "is an integer of more than 64 bits"
-        return _problem_of_text(value) if kind is str else None
+        return (
+            None if kind is not str or (value.isascii() and len(value) <= MAX_NAME_LENGTH) else _problem_of_text(value)
+        )
 
     return check_scalar
 

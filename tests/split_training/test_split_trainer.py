@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 
 import numpy as np
@@ -36,6 +37,17 @@ def test_config_parses_with_training_arguments_and_loads_from_disk(tmp_path):
     assert SplitConfig.from_pretrained(tmp_path) == config == SplitConfig("client_batch", average_every=50)
     with pytest.raises(ValueError, match="Unknown fields \\['period'\\]"):
         SplitConfig.from_dict({"period": 3})
+
+
+def test_saved_config_with_a_wrong_type_is_refused(tmp_path):
+    for name, value, problem in (
+        ("head_blocks", True, "is a value of type bool, expected int"),
+        ("body_devices", [1], "has an item that is a value of type int, expected str"),
+    ):
+        values = {**SplitConfig().to_dict(), name: value}
+        (tmp_path / SplitConfig.file_name).write_text(json.dumps(values), encoding="utf-8")
+        with pytest.raises(ValueError, match=f"is not a valid SplitConfig: `{name}` {problem}"):
+            SplitConfig.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
