@@ -463,7 +463,8 @@ class Federation:
         directory, processes = clients_directory(checkpoint), setup.processes
         digests = save_clients(directory, self.engine, processes, f"{checkpoint.name}: the clients' files")
         teacher_digests = save_folder(directory, self.teachers, TEACHERS_DIR, processes, setup.spreads_clients)
-        step_digests = save_folder(directory, self._steps.store, STEPS_DIR, processes, setup.spreads_clients)
+        kept = self._steps.store if setup.postprocessors else None
+        step_digests = save_folder(directory, kept, STEPS_DIR, processes, setup.spreads_clients)
         known_digests = {
             (folder / client_file_name(client_id)).relative_to(checkpoint).as_posix(): digest
             for folder, by_client in (
