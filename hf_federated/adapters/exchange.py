@@ -137,8 +137,8 @@ class Exchange:
     @property
     def _tensors(self) -> list[torch.Tensor]:
         """Exchanged tensors. Each call reads them again: a model moved to another device has new tensors."""
-        buffers = [self._model.get_buffer(name).detach() for name in self._buffers]
-        return [*(parameter.detach() for parameter in self.parameters.values()), *buffers]
+        parameters = [parameter.detach() for parameter in self.parameters.values()]
+        return parameters + [self._model.get_buffer(name).detach() for name in self._buffers]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -36,7 +36,8 @@ def check_aggregate(algorithm: Any, aggregated: Any, state: State) -> None:
     wrong = [
         f"{name} is {_describe(aggregated[name])} instead of {_describe(value)}"
         for name, value in state.items()
-        if name in aggregated and _describe(aggregated[name]) != _describe(value)
+        if name in aggregated
+        and not (isinstance(aggregated[name], torch.Tensor) and aggregated[name].shape == value.shape)
     ]
     problems = [
         ("no value for", [name for name in state if name not in aggregated]),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..utils.fields import check_fields
-from ..utils.finite_values import dtype_of_sum, is_finite
+from ..utils.finite_values import SUM_DTYPES, is_finite
 from .base import Message
 from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Metrics
 
@@ -83,7 +83,7 @@ def first_non_finite(state: Mapping[str, torch.Tensor]) -> str | None:
     if not floating:
         return None
     # As in `is_finite`, with one transfer from an accelerator for all tensors.
-    sums = torch.stack([value.sum(dtype=dtype_of_sum(value.dtype)) for value in floating.values()])
+    sums = torch.stack([value.sum(dtype=SUM_DTYPES[value.dtype]) for value in floating.values()])
     if bool(sums.isfinite().all()):
         return None
     return next((name for name, value in floating.items() if not is_finite(value)), None)

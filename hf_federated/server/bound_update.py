@@ -100,6 +100,8 @@ class BoundUpdate:
         relative_learning_rate: Callable[[int], float] = lambda round: 1.0,
     ) -> None:
         self.max_ratio = max_ratio
+        # Whether updates are measured at all.
+        self.is_active = math.isfinite(max_ratio)
         self._relative_learning_rate = relative_learning_rate
         self._rate = 1.0
         self._sends_changes = sends_changes
@@ -111,11 +113,6 @@ class BoundUpdate:
         # The medians of past rounds and the bounds of this round, by part.
         self._references: dict[str, float] = {}
         self._limits: dict[str, float] = {}
-
-    @property
-    def is_active(self) -> bool:
-        """Whether updates are measured at all."""
-        return math.isfinite(self.max_ratio)
 
     def begin_round(self, state: State, extra: Collection[str] = (), round: int = 0) -> None:
         """
@@ -133,7 +130,7 @@ class BoundUpdate:
         self._limits = {}
         self._references = {part: statistics.median(medians) for part, medians in self._history.items()}
         if self.is_active:
-            typical = TYPICAL_VALUE * math.sqrt(sum(value.numel() for value in self._state.values()))
+            typical = TYPICAL_VALUE * math.sqrt(sum(map(torch.numel, self._state.values())))
             self._state_norm = max(_norm(list(self._state.values())), typical)
 
     def measure(self, update: ClientUpdate, state: State | None = None) -> Magnitude:
@@ -410,13 +407,13 @@ def _norm(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor] | N
         return 0.0
     norm = math.inf
     for dtype in (torch.float32, torch.float64):
-        wide = (value.to(dtype) for value in values)
-        if references is not None:
-            wide = (value - reference.to(dtype) for value, reference in zip(wide, references, strict=True))
         # The norms have one tensor: small tensors that stay between large temporary ones would fragment the memory.
         norms = torch.empty(len(values), dtype=dtype, device=values[0].device)
-        for index, value in enumerate(wide):
-            norms[index] = torch.linalg.vector_norm(value)
+        for index, value in enumerate(values):
+            wide = value.to(dtype)
+            if references is not None:
+                wide = wide - references[index].to(dtype)
+            norms[index] = torch.linalg.vector_norm(wide)
         norm = float(torch.linalg.vector_norm(norms))
         if math.isfinite(norm):
             return norm

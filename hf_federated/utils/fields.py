@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -205,8 +206,7 @@ def check_of(annotation: Any) -> Check:
     if origin is Literal or is_enum(annotation):
         return _check_of_options(arguments or [item.value for item in annotation])
     if origin is dict:
-        key, item = map(check_of, arguments)
-        return lambda value: _problem_of_dict(value, key, item)
+        return _check_of_dict(*arguments)
     if origin in (list, Sequence):
         entry = check_of(arguments[0])
         allowed = (list,) if origin is list else (list, tuple)
@@ -329,9 +329,30 @@ def _problem_of_text(value: str) -> str | None:
     return None
 
 
-def _problem_of_dict(value: Any, check_key: Check, check_item: Check) -> str | None:
-    if type(value) is not dict:
-        return f"is {_type_name(value)}, expected dict"
+def _check_of_dict(key_type: Any, item_type: Any) -> Check:
+    check_key, check_item = check_of(key_type), check_of(item_type)
+    # Most dictionaries have short ASCII names, and tensors or floats. The first problem of others is found item by item.
+    has_tensors, strided = item_type is _torch("Tensor"), {_torch("strided")}
+    has_plain_items = key_type is str and (has_tensors or item_type is float)
+    layout_of = operator.attrgetter("layout")
+
+    def check_dict(value: Any) -> str | None:
+        if type(value) is not dict:
+            return f"is {_type_name(value)}, expected dict"
+        is_plain = (
+            has_plain_items
+            and set(map(type, value)) <= {str}
+            and all(map(str.isascii, value))
+            and max(map(len, value), default=0) <= MAX_NAME_LENGTH
+            and set(map(type, value.values())) <= {item_type}
+            and (not has_tensors or set(map(layout_of, value.values())) <= strided)
+        )
+        return None if is_plain else _problem_of_dict(value, check_key, check_item)
+
+    return check_dict
+
+
+def _problem_of_dict(value: dict[Any, Any], check_key: Check, check_item: Check) -> str | None:
     for key, item in value.items():
         if (problem := check_key(key)) is not None:
             return f"has a key that {problem}"

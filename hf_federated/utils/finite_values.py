@@ -7,6 +7,14 @@ import math
 import torch
 
 
+# The dtype in which to add values. Torch cannot add 8-bit floats, and sums of float16 values overflow.
+SUM_DTYPES = {
+    dtype: torch.float64 if dtype is torch.float64 else torch.float32
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point
+}
+
+
 def is_finite(values: torch.Tensor) -> bool:
     """
     Whether all values are finite.
@@ -17,10 +25,5 @@ def is_finite(values: torch.Tensor) -> bool:
     Args:
         values (`torch.Tensor`): Tensor of any shape and of a floating-point dtype, on any device.
     """
-    dtype = dtype_of_sum(values.dtype)
+    dtype = SUM_DTYPES[values.dtype]
     return math.isfinite(values.sum(dtype=dtype)) or bool(values.to(dtype).isfinite().all())
-
-
-def dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which to add values. Torch cannot add 8-bit floats, and sums of float16 values overflow."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

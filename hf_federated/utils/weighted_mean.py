@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,15 +20,16 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _accumulation_dtype(value: torch.Tensor) -> torch.dtype:
+@functools.cache
+def _accumulation_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
     """
     Return the dtype in which the values of a tensor are summed.
 
     It is so wide that the effect of the order of additions disappears when the mean is rounded. The mean then does not
     depend on the assignment of clients to processes. GPUs of Apple do not support float64.
     """
-    wider = torch.float64 if value.dtype.itemsize >= 4 and value.device.type != "mps" else torch.float32
-    return torch.promote_types(value.dtype, wider)
+    wider = torch.float64 if dtype.itemsize >= 4 and device_type != "mps" else torch.float32
+    return torch.promote_types(dtype, wider)
 
 
 def _check_weight(weight: float) -> None:
@@ -175,10 +177,9 @@ class WeightedMean:
             self._dtypes[name] = value.dtype
             if not value.is_floating_point():
                 self._others[name] = value.clone()
-            elif copy:
-                self._sums[name] = value.to(_accumulation_dtype(value), copy=True)
-            else:
-                self._sums[name] = torch.zeros_like(value, dtype=_accumulation_dtype(value))
+                continue
+            dtype = _accumulation_dtype(value.dtype, value.device.type)
+            self._sums[name] = value.to(dtype, copy=True) if copy else torch.zeros_like(value, dtype=dtype)
 
     def _make_sum(self) -> None:
         if self.num_updates == 1 and self._sums:
