@@ -32,10 +32,17 @@ class Serializable:
     kind: ClassVar[str] = ""
     # Whether the constructor checks the fields, so that a reader does not repeat the check.
     checks_fields: ClassVar[bool] = False
+    # Fields that are not sent with their default value. A message then has the bytes that it had before the field was
+    # added.
+    optional_fields: ClassVar[tuple[str, ...]] = ()
 
     def to_tree(self) -> dict[str, Any]:
         """Return the kind and the fields as a tree for [`~hf_federated.messages.serialization.pack`]."""
-        fields = {name: getattr(self, name) for name in _defaults(cast(Any, type(self)))}
+        defaults = _defaults(cast(Any, type(self)))
+        fields = {name: getattr(self, name) for name in defaults}
+        for name in self.optional_fields:
+            if fields[name] == defaults[name]:
+                del fields[name]
         return {"kind": self.kind, "fields": fields}
 
     def to_bytes(self) -> bytes:
@@ -83,7 +90,8 @@ class Serializable:
     @classmethod
     def _fields_of(cls, tree: dict[str, Any]) -> Any:
         """Return the fields in a tree that `to_tree` returned. The tree is untrusted input."""
-        return tree.get("fields")
+        fields, defaults = tree.get("fields"), _defaults(cast(Any, cls))
+        return {name: defaults[name] for name in cls.optional_fields} | fields if isinstance(fields, dict) else fields
 
 
 def kind_of(tree: Any) -> str:

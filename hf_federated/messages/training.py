@@ -40,6 +40,7 @@ class Fit(Message):
 
     kind: ClassVar[str] = "fit"
     answered_by: ClassVar[str] = "client_update"
+    optional_fields: ClassVar[tuple[str, ...]] = ("accepted_round",)
 
     seed: Seed
     state: dict[str, torch.Tensor]
@@ -48,18 +49,6 @@ class Fit(Message):
     returns_state: bool = True
     max_rows: Count | None = None
     accepted_round: Count | None = None
-
-    def to_tree(self) -> dict[str, Any]:
-        tree = super().to_tree()
-        if self.accepted_round is None:
-            # The message of a run without such postprocessors has the same bytes as in version 0.1.
-            del tree["fields"]["accepted_round"]
-        return tree
-
-    @classmethod
-    def _fields_of(cls, tree: dict[str, Any]) -> Any:
-        fields = super()._fields_of(tree)
-        return {"accepted_round": None, **fields} if isinstance(fields, dict) else fields
 
 
 @dataclass(frozen=True)
