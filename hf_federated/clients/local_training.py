@@ -81,9 +81,19 @@ class LocalTraining:
     stream: ClientStream | None = None
     _divides_by_items: bool | None = None
 
+    def __post_init__(self) -> None:
+        # Whether a method computes the loss of a training step from the loss of the trainer.
+        self.changes_loss = False
+        self._parts_with_gradients: list[ClientPart] = []
+        for part in self.parts:
+            self.changes_loss = part.changes_loss or self.changes_loss
+            if part.changes_gradients:
+                self._parts_with_gradients.append(part)
+        self._parts_with_batches = [part for part in self.parts if type(part).on_batch is not ClientPart.on_batch]
+
     def on_batch(self, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
         """Run before the loss of a micro-batch is computed."""
-        for part in self.parts:
+        for part in self._parts_with_batches:
             part.on_batch(model, inputs, num_items)
 
     def on_gradients(self, trainer: Trainer) -> None:
@@ -97,7 +107,7 @@ class LocalTraining:
             for parameter in part.frozen:
                 # Without a gradient, the optimizer does not apply weight decay either.
                 parameter.grad = None
-        parts = [part for part in self.parts if part.changes_gradients]
+        parts = self._parts_with_gradients
         if not parts or not trainer.accelerator.sync_gradients:
             return
         groups = trainer.optimizer.param_groups
@@ -105,11 +115,6 @@ class LocalTraining:
             for part in parts if is_finite else ():
                 part.on_gradients(self.parameters)
                 part.on_step(groups)
-
-    @property
-    def changes_loss(self) -> bool:
-        """Whether a method computes the loss of a training step from the loss of the trainer."""
-        return any(part.changes_loss for part in self.parts)
 
     def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the inputs of the model for a batch."""
@@ -389,6 +394,7 @@ def local_trainer(
     client.args = args
     client.train_dataset = train_dataset
     client.local_training = local
+    client._is_federating = False
     client.optimizer = None
     client.lr_scheduler = None
     client._created_lr_scheduler = False

@@ -113,7 +113,8 @@ class ClientWorker:
         self._global_schedule = config.lr_schedule == "global"
         self._postprocessors = postprocessors
         self._callbacks = list(callbacks)
-        self._open_datasets: dict[str, Any] = {}
+        self._keeps_open = len(train_datasets) <= MAX_OPEN_CLIENTS
+        self._open_datasets: dict[str, tuple[Any, bool]] = {}
         # With one client, the global generators are not seeded: the run must equal a run of the plain Trainer.
         self.is_federation = len(train_datasets) > 1 if is_federation is None else is_federation
 
@@ -191,7 +192,8 @@ class ClientWorker:
         contexts = {key: self._context(message.client_id, model, kept, key) for key in self._methods}
         parts = [method.client(contexts[key]) for key, method in self._methods.items()]
         step_memories = dict(kept.get(_STEP_MEMORIES, {}))
-        message = run_client_receive(self._postprocessors, message, step_memories)
+        if self._postprocessors:
+            message = run_client_receive(self._postprocessors, message, step_memories)
         model.exchange.write_local(kept.get(_LOCAL), message.client_id)
         for part in parts:
             part.receive(message)
@@ -228,7 +230,8 @@ class ClientWorker:
         if is_finite and (name := first_non_finite(local)) is not None:
             # The server would accept the update.
             raise diverged(name)
-        update = run_client_send(self._postprocessors, update, message, step_memories)
+        if self._postprocessors:
+            update = run_client_send(self._postprocessors, update, message, step_memories)
         if step_memories:
             state[_STEP_MEMORIES] = step_memories
         return update, state if is_finite else None
@@ -241,15 +244,16 @@ class ClientWorker:
             model,
             self._config.federation_seed or 0,
             dict(kept.get(_MEMORIES, {}).get(key, {})),
-            lambda: self._open_examples(client_id),
+            lambda: self._open_examples(client_id)[0],
             None if private is None else lambda: private(client_id)[:2],
         )
 
     def _train(self, message: Fit, model: ClientModel, parts: Sequence[ClientPart], kept: Mapping[str, Any]) -> Any:
         outer, args = model.trainer, self._arguments(model)
-        scaler = ClientScaler.build(outer.accelerator, kept.get("scaler"))
-        examples = self._select_examples(message)
-        stream = ClientStream(message.client_id, examples, kept.get("stream")) if is_stream(examples) else None
+        has_scaler = outer.accelerator.scaler is not None
+        scaler = ClientScaler.build(outer.accelerator, kept.get("scaler")) if has_scaler else None
+        examples, is_streamed = self._select_examples(message)
+        stream = ClientStream(message.client_id, examples, kept.get("stream")) if is_streamed else None
         local = LocalTraining(
             round=message.round,
             num_rounds=self._num_rounds,
@@ -286,23 +290,25 @@ class ClientWorker:
             logger.warning_once(ALL_STEPS_SKIPPED)
         return trainer
 
-    def _select_examples(self, message: Fit) -> Any:
-        """Return the examples that the client trains on in this round: all examples or a random subset."""
-        rows = self._open_examples(message.client_id)
+    def _select_examples(self, message: Fit) -> tuple[Any, bool]:
+        """Return the examples of this round, all examples or a random subset, and whether they are a stream."""
+        rows, is_streamed = self._open_examples(message.client_id)
         if message.max_rows is None:
-            return rows
+            return rows, is_streamed
         drawn = draw_examples(len(rows), message.max_rows, message.seed)
         if drawn is None:
-            return rows
-        return subset(rows, drawn) if is_map_style(rows) else rows.select(drawn)
+            return rows, is_streamed
+        return subset(rows, drawn) if is_map_style(rows) else rows.select(drawn), is_streamed
 
-    def _open_examples(self, client_id: str) -> Any:
-        """The client's training examples, which stay open for the next rounds if the federation is small."""
-        if len(self._train_datasets) > MAX_OPEN_CLIENTS:
-            return self._train_datasets[client_id]
-        if client_id not in self._open_datasets:
-            self._open_datasets[client_id] = self._train_datasets[client_id]
-        return self._open_datasets[client_id]
+    def _open_examples(self, client_id: str) -> tuple[Any, bool]:
+        """The client's training examples, which stay open if the federation is small, and whether they are a stream."""
+        if client_id in self._open_datasets:
+            return self._open_datasets[client_id]
+        rows = self._train_datasets[client_id]
+        opened = rows, is_stream(rows)
+        if self._keeps_open:
+            self._open_datasets[client_id] = opened
+        return opened
 
     def _arguments(self, model: ClientModel) -> TrainingArguments:
         args = client_arguments(model.args, self._config.local_epochs, self._config.local_steps)

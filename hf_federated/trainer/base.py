@@ -60,7 +60,8 @@ class RoleMixin(LoopArgumentsMixin):
     _setup: FederationSetup | None = None
     # Set when the rounds or the first evaluation of the clients start.
     _running: Federation | None = None
-    _runs_rounds: bool = False
+    # Whether this trainer runs the loop over rounds and is not a client inside the loop.
+    _is_federating: bool = False
     _optimizer_factories: OptimizerFactories
     # Set while this process is one client of a federation whose server is on another machine.
     _joined: JoinedClient | None = None
@@ -147,8 +148,3 @@ class RoleMixin(LoopArgumentsMixin):
     def client_metrics(self) -> dict[str, dict[str, float]]:
         """Each client's metrics of the last evaluation with `evaluate_clients=True`."""
         return {} if self._running is None else self._running.client_metrics
-
-    @property
-    def _is_federating(self) -> bool:
-        """Whether this trainer runs the loop over rounds and is not a client inside the loop."""
-        return self._runs_rounds and self.local_training is None

@@ -219,7 +219,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             `transformers.Trainer`: The copy, which shares the model with this trainer.
         """
         plain = copy.copy(self)
-        plain._runs_rounds = False
+        plain._is_federating = False
         plain.args = args
         return plain
 
@@ -297,7 +297,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             read_server_state(self._resume_from)
         neftune = self.neftune_noise_alpha
         self.neftune_noise_alpha = None
-        self._runs_rounds = True
+        self._is_federating = True
         try:
             with (
                 frozen_gc(),
@@ -321,7 +321,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             self._federation_setup.engine.stop(reason)
             raise
         finally:
-            self._runs_rounds = False
+            self._is_federating = False
             self.neftune_noise_alpha = neftune
             self.is_in_train = False
 
@@ -351,11 +351,12 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             if summary.learning_rate is not None:
                 self.lr_scheduler.learning_rate = summary.learning_rate
             return torch.tensor(summary.loss, device=self.args.device)
-        if self.local_training is not None:
-            self.local_training.on_batch(model, inputs, num_items_in_batch)
+        local = self.local_training
+        if local is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        local.on_batch(model, inputs, num_items_in_batch)
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if self.local_training is not None:
-            self.local_training.on_gradients(self)
+        local.on_gradients(self)
         return loss
 
     def compute_loss(
@@ -416,7 +417,8 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         if self._is_federating:
             self.optimizer = ServerOptimizer()
             return self.optimizer
-        self._optimizer_factories.build_optimizer(self, model)
+        if not self._optimizer_factories.is_empty:
+            self._optimizer_factories.build_optimizer(self, model)
         if self.optimizer_cls_and_kwargs is not None:
             # The parent class removes `params` from the arguments, which the next client needs, too.
             optimizer_class, kwargs = self.optimizer_cls_and_kwargs
@@ -442,7 +444,8 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             return self.lr_scheduler
         local = self.local_training
         length = num_training_steps if local is None else local.num_schedule_steps(num_training_steps)
-        self._optimizer_factories.build_scheduler(self, length, optimizer)
+        if not self._optimizer_factories.is_empty:
+            self._optimizer_factories.build_scheduler(self, length, optimizer)
         scheduler = super().create_scheduler(length, optimizer)
         if local is not None:
             local.place_schedule(self.lr_scheduler, num_training_steps)
@@ -457,20 +460,20 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             counts = setup.spreads_clients or setup.processes.is_main
             return int(self._federation.summary.total_flos) if counts else 0
         # A client with its own model has other counts than the model of the federation.
-        shares_model = self.local_training is not None and self._running is not None
-        if shares_model and super().floating_point_ops.__func__ is Trainer.floating_point_ops:
+        running = None if self.local_training is None else self._running
+        if running is not None and super().floating_point_ops.__func__ is Trainer.floating_point_ops:
             # `Trainer` counts proportionally to the tokens, but counts the parameters again for every batch.
             tokens = inputs.get(getattr(self.model, "main_input_name", ""))
-            return 0 if tokens is None else self._federation.flos_per_token() * tokens.numel()
+            return 0 if tokens is None else running.flos_per_token() * tokens.numel()
         return super().floating_point_ops(inputs)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Call `Trainer.get_decay_parameter_names` once a run instead of once a client, and cache the result."""
         if self.local_training is None or self._running is None:
             return super().get_decay_parameter_names(model)
-        names = self._federation.decay_parameter_names
+        names = self._running.decay_parameter_names
         if names is None:
-            names = self._federation.decay_parameter_names = super().get_decay_parameter_names(model)
+            names = self._running.decay_parameter_names = super().get_decay_parameter_names(model)
         return names
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

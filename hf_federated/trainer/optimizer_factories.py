@@ -44,6 +44,8 @@ class OptimizerFactories:
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._last_built: Callable[[], Optimizer | None] = lambda: None
+        # Whether `optimizers` contains no function.
+        self.is_empty = optimizer is None and scheduler is None
 
     @classmethod
     def take(cls, arguments: dict[str, Any], accepts_instances: bool) -> OptimizerFactories:
@@ -75,11 +77,6 @@ class OptimizerFactories:
             )
         arguments["optimizers"] = tuple(None if callable(part) else part for part in parts)
         return cls(*(part if callable(part) else None for part in parts))
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether `optimizers` contains no function."""
-        return self._optimizer is None and self._scheduler is None
 
     def build_optimizer(self, trainer: Any, model: nn.Module | None) -> None:
         """
