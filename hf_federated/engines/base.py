@@ -290,7 +290,7 @@ class Engine(ABC):
 
     def _waiting(self, clients: Set[str] | None) -> Iterator[str]:
         """The clients with an open request, without the clients that are not in `clients`."""
-        return (client_id for client_id in self._requests if clients is None or client_id in clients)
+        return iter(self._requests) if clients is None else filter(clients.__contains__, self._requests)
 
     def _is_over(self, until: float | None, enough: int, num_replies: int) -> bool:
         """Whether the engine stops waiting for replies."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import filterfalse
 
 from transformers.utils import logging
 
@@ -70,7 +71,7 @@ class Round:
     @property
     def clients(self) -> tuple[str, ...]:
         """The clients of the cohort that are not rejected, in order."""
-        return tuple(client_id for client_id in self.cohort if client_id not in self.rejected)
+        return tuple(filterfalse(self.rejected.__contains__, self.cohort))
 
     @property
     def collected(self) -> Accumulator:

@@ -117,17 +117,16 @@ class FederatedCallback(TrainerCallback):
 
 
 def call_event(
-    callbacks: Sequence[TrainerCallback],
+    callbacks: Sequence[FederatedCallback],
     event: str,
     args: TrainingArguments,
     state: TrainerState,
     control: TrainerControl,
     **kwargs: Any,
 ) -> TrainerControl:
-    """Fire an event of a round on all instances of [`FederatedCallback`], in order."""
+    """Fire an event of a round on all callbacks, in order."""
     for callback in callbacks:
-        if isinstance(callback, FederatedCallback):
-            control = getattr(callback, event)(args, state, control, **kwargs) or control
+        control = getattr(callback, event)(args, state, control, **kwargs) or control
     return control
 
 

@@ -63,6 +63,7 @@ class FitRequests:
             no method gives clients different states.
         expected_extra (`dict[str, torch.Tensor]`): Tensors with the names, shapes and dtypes of an update's `extra`.
         individual (`list[Method]`): The methods that give clients different states.
+        averaged_extra (`dict[str, torch.Tensor]`): Those of the first method, which averages.
     """
 
     settings: FitSettings
@@ -70,16 +71,26 @@ class FitRequests:
     expected_state: State = field(init=False)
     expected_extra: State = field(init=False)
     individual: list[Method] = field(init=False)
+    averaged_extra: State = field(init=False)
 
     def __post_init__(self) -> None:
         # A reply can arrive when the round has another state.
         self.round = replace(self.round)
         settings, state = self.settings, self.round.state
         self.expected_state = state if settings.returns_state else {}
-        self.expected_extra = _merged([method.update_extra(state) for method in settings.methods])
-        self._state = cast_floating(state, settings.dtype) if settings.sends_state else {}
-        self._extra = cast_floating(_merged([method.fit_extra(state) for method in settings.methods]), settings.dtype)
-        self._settings = {name: value for method in settings.methods for name, value in method.fit_settings().items()}
+        self.averaged_extra = settings.methods[0].update_extra(state) if settings.methods else {}
+        self.expected_extra = dict(self.averaged_extra)
+        self._state = dict(state) if settings.sends_state else {}
+        self._extra: State = {}
+        self._settings: dict[str, Any] = {}
+        for method in settings.methods[1:]:
+            self.expected_extra.update(method.update_extra(state))
+        for method in settings.methods:
+            self._extra.update(method.fit_extra(state))
+            self._settings.update(method.fit_settings())
+        if settings.dtype is not None:
+            self._state = cast_floating(self._state, settings.dtype)
+            self._extra = cast_floating(self._extra, settings.dtype)
         self._max_rows = settings.row_limit(self.round.cohort)
         self.individual = [
             method
@@ -113,7 +124,7 @@ class FitRequests:
             self.settings.returns_state,
             self._max_rows,
         )
-        return self.settings.steps.send(message)
+        return self.settings.steps.send(message) if self.settings.steps.changes_requests else message
 
     def _state_for(self, client_id: str) -> State:
         """Return the state that a client receives, if it may differ between clients."""
@@ -160,9 +171,11 @@ class FitRequests:
             raise TypeError(f"{where}: the reply is a {type(reply).__name__}, expected a ClientUpdate.")
         check_claims(reply, settings.limits(reply.client_id, self._max_rows))
         expected = self.expected_for(reply.client_id) if self.individual else self.expected_state
+        update = reply if settings.device is None else reply.to(settings.device)
         try:
-            seed = client_seed(settings.seed, reply.client_id, self.round.number)
-            update = settings.steps.receive(reply.to(settings.device), expected, seed)
+            if settings.steps.steps:
+                seed = client_seed(settings.seed, reply.client_id, self.round.number)
+                update = settings.steps.receive(update, expected, seed)
         except InvalidUpdateError:
             raise
         except Exception as error:
@@ -199,7 +212,3 @@ class FitRequests:
                 change = update.state[name].double() - start[name].double()
                 state[name] = (value.double() + scale * change).to(value.dtype)
         return replace(update, state=state)
-
-
-def _merged(states: Sequence[State]) -> State:
-    return {name: value for state in states for name, value in state.items()}

@@ -65,6 +65,7 @@ class RoundLoop:
         self._config = config
         self.state = state
         self.round = Round(0, (), state)
+        self._min_clients = config.min_clients_of(sampler.num_sampled)
         self._write = write
         self._train_on_server = train_on_server
 
@@ -89,9 +90,7 @@ class RoundLoop:
 
     def _run(self, number: int) -> RoundSummary:
         cohort = self._sampler(number)
-        self.round = round = Round(
-            number, cohort, self.state, self._config.min_clients_of(len(cohort)), exchange=self._exchange
-        )
+        self.round = round = Round(number, cohort, self.state, self._min_clients, exchange=self._exchange)
         fire = self.context.fire
         fire("on_round_begin")
         self._train_server(round)
@@ -100,7 +99,8 @@ class RoundLoop:
         round.check_enough()
         collected = self._collector.collect(round)
         round.sums, round.metrics = collected.sums, collected.summary.clients
-        round.sums = self.context.fit.steps.on_sums(collected.sums, round, self.context.fit.seed)
+        if (fit := self.context.fit).steps.steps:
+            round.sums = fit.steps.on_sums(collected.sums, round, fit.seed)
         round.rejected.update(collected.rejected)
         fire("on_aggregate")
         for method in self._methods:

@@ -23,24 +23,24 @@ class StepMemories:
             Defaults to a store in memory.
 
     Attributes:
+        steps (`Sequence[Postprocessor]`): The postprocessors.
+        changes_requests (`bool`): Whether a postprocessor changes the messages to clients.
         store ([`~hf_federated.clients.ClientStore`]): The store.
     """
 
     def __init__(self, steps: Sequence[Postprocessor] = (), store: ClientStore | None = None) -> None:
-        self._steps = steps
+        self.steps = steps
         self.store = MemoryStore() if store is None else store
-        self._changes_requests = any(step.changes_requests for step in steps)
+        self.changes_requests = any(step.changes_requests for step in steps)
         # The memories of `on_sums`.
         self._of_sums: Memories = {}
 
     def send(self, message: Fit) -> Fit:
         """Change a message before it leaves the server."""
-        if not self._changes_requests:
-            return message
         entry = self.store.get(message.client_id)
         memories = entry.setdefault("memories", {})
         sent = run_server_send(
-            self._steps, dataclasses.replace(message, accepted_round=entry.get("accepted_round")), memories
+            self.steps, dataclasses.replace(message, accepted_round=entry.get("accepted_round")), memories
         )
         self.store.set(message.client_id, entry)
         return sent
@@ -56,19 +56,19 @@ class StepMemories:
         """
         entry = self.store.get(update.client_id)
         memories = entry.setdefault("memories", {})
-        received = run_server_receive(self._steps, update, state, seed, memories)
+        received = run_server_receive(self.steps, update, state, seed, memories)
         if memories:
             self.store.set(update.client_id, entry)
         return received
 
     def accept(self, numbers: Mapping[str, int]) -> None:
         """Note for each client whose update is used the round of its request."""
-        for client_id, number in numbers.items() if self._changes_requests else ():
+        for client_id, number in numbers.items():
             self.store.set(client_id, {**self.store.get(client_id), "accepted_round": number})
 
     def on_sums(self, sums: Accumulator, round: Round, seed: int) -> Accumulator:
         """Change the sums of the accepted updates."""
-        return run_on_sums(self._steps, sums, round, seed, self._of_sums)
+        return run_on_sums(self.steps, sums, round, seed, self._of_sums)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memories of `on_sums`. `store` has the memories of clients."""

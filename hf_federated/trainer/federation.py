@@ -6,6 +6,7 @@ The method overrides of the trainer only choose between roles. The work of the f
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ from ..messages.ledger import Ledger
 from ..postprocessing import exchange_dtype
 from ..server import (
     CollectorContext,
+    FederatedCallback,
     FitSettings,
     RoundLoop,
     RoundProgress,
@@ -59,6 +61,8 @@ from .setup import FederationSetup
 
 
 CLIENT_STORE_DIR = "client_store"
+# Number of clients whose limits are in memory.
+NUM_CACHED_LIMITS = 256
 
 
 class Federation:
@@ -281,6 +285,7 @@ class Federation:
         setup, config = self._setup, self._setup.config
         distillation_sends_parameters = setup.distillation is not None and setup.distillation.sends_parameters
         exchanges_parameters = setup.aggregation.exchanges_parameters
+        limits = ClaimLimits(setup, self._args, self._num_examples)
         context = CollectorContext(
             engine=self.engine,
             fit=FitSettings(
@@ -291,13 +296,17 @@ class Federation:
                 sends_state=exchanges_parameters or distillation_sends_parameters,
                 returns_state=exchanges_parameters,
                 row_limit=self._row_limit,
-                limits=ClaimLimits(setup, self._args, self._num_examples),
+                # Only the announcement of a client on another machine can change the limits.
+                limits=functools.lru_cache(NUM_CACHED_LIMITS)(limits)
+                if self.engine.remote_clients is None
+                else limits,
                 device=self._device,
             ),
             progress=self._progress,
             bound=self._bound,
             deadline=config.round_deadline,
             fire=self._fire,
+            on_dispatch=lambda client_id: self._fire("on_client_begin", client_id=client_id),
         )
         self._collector.start(context)
         return RoundLoop(
@@ -354,8 +363,11 @@ class Federation:
     def _fire(self, event: str, **kwargs: Any) -> None:
         """Call an event of the round on the trainer's callbacks."""
         trainer = self._trainer
+        callbacks = [each for each in trainer.callback_handler.callbacks if isinstance(each, FederatedCallback)]
+        if not callbacks:
+            return
         trainer.control = call_event(
-            trainer.callback_handler.callbacks,
+            callbacks,
             event,
             trainer.args,
             trainer.state,

@@ -55,4 +55,4 @@ def relative_learning_rate(args: TrainingArguments, num_rounds: int, lr_schedule
     if not isinstance(scheduler, LambdaLR):
         return lambda round: 1.0
     rate_at = scheduler.lr_lambdas[0]
-    return lambda round: max(float(rate_at(min(2 * round + 1, length))), SMALLEST)
+    return [max(float(rate_at(2 * round + 1)), SMALLEST) for round in range(num_rounds)].__getitem__

@@ -44,6 +44,7 @@ class CollectorContext:
         bound ([`~hf_federated.server.bound_update.BoundUpdate`]): Rejects updates with a change that is too large.
         deadline (`float`, *optional*): Seconds after which a round does not wait for more than `min_clients` clients.
         fire (`Callable`, *optional*): `fire(event, **kwargs)` calls the trainer's callbacks.
+        on_dispatch (`Callable[[str], None]`, *optional*): Called with the id of a client whose message is sent.
     """
 
     engine: Engine
@@ -52,10 +53,7 @@ class CollectorContext:
     bound: BoundUpdate
     deadline: float | None = None
     fire: Callable[..., Any] = field(default_factory=lambda: lambda event, **kwargs: None)
-
-    def on_dispatch(self, client_id: str) -> None:
-        """Call the event of a client whose message is sent."""
-        self.fire("on_client_begin", client_id=client_id)
+    on_dispatch: Callable[[str], None] | None = None
 
 
 class UpdateCollector(ConstructorSettings, ABC):

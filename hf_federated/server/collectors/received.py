@@ -43,8 +43,7 @@ class ReceivedUpdates:
         self._requests = requests
         self._methods = context.fit.methods
         first = self._methods[0]
-        averaged = first.update_extra(round.state)
-        context.bound.begin_round(requests.expected_state, averaged, round.number)
+        context.bound.begin_round(requests.expected_state, requests.averaged_extra, round.number)
         self._sums = GroupedAccumulator(
             lambda: first.accumulator(requests.expected_state, requests.expected_extra), round.cohort
         )
@@ -125,8 +124,8 @@ class ReceivedUpdates:
             client_id: metrics for client_id, (metrics, _, _) in measured.items() if client_id not in out_of_bounds
         }
         self._check_enough(plan.cohort, rejected, len(accepted))
-        used = {client_id: number for client_id, number in self._numbers.items() if client_id in accepted}
-        self._context.fit.steps.accept(used)
+        if (steps := self._context.fit.steps).changes_requests:
+            steps.accept({client_id: number for client_id, number in self._numbers.items() if client_id in accepted})
         sums = self._sums.settle(bound.is_accepted)
         engine.reduce(plan, sums)
         return Collected(sums, RoundSummary.from_clients(accepted, len(rejected), round.number), rejected)

@@ -1,0 +1,73 @@
+"""The number of files and calls of the package that a round goes through, as upper limits."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from federations import build_federation
+from tiny import rows
+
+import hf_federated
+
+
+PACKAGE = str(Path(hf_federated.__file__).parent)
+
+MAX_FILES = 35
+# How often a call enters another file than the call before it.
+MAX_CHANGES_OF_FILE = 245
+MAX_CALLS_OF_A_FURTHER_CLIENT = 240
+
+
+class RoundProfile:
+    """Counts the calls of the package in the second round, in which all caches of the run are filled."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.num_changes = 0
+        self._last = ""
+
+    def record(self, frame: FrameType, event: str, argument: Any) -> None:
+        file = frame.f_code.co_filename
+        if event != "call" or not file.startswith(PACKAGE):
+            return
+        self.calls[file] += 1
+        self.num_changes += file != self._last
+        self._last = file
+
+
+def profile_round(directory: Path, num_clients: int, monkeypatch: pytest.MonkeyPatch) -> RoundProfile:
+    """Profile a round of FedAvg: the step of the trainer that runs the rounds."""
+    clients = {f"c{seed}": rows(4, seed=seed) for seed in range(num_clients)}
+    trainer = build_federation(directory / str(num_clients), clients, num_rounds=3)
+    profile, training_step = RoundProfile(), type(trainer).training_step
+
+    def profiled_step(self, *args, **kwargs):
+        if self.local_training is not None or self.state.global_step != 1:
+            return training_step(self, *args, **kwargs)
+        before = sys.getprofile()
+        sys.setprofile(profile.record)
+        try:
+            return training_step(self, *args, **kwargs)
+        finally:
+            sys.setprofile(before)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(trainer), "training_step", profiled_step)
+        trainer.train()
+    return profile
+
+
+def test_round_goes_through_few_files_and_calls(tmp_path, monkeypatch):
+    """A reader who follows a round, and a client of a large cohort, pay for each of them."""
+    of_two = profile_round(tmp_path, 2, monkeypatch)
+    of_three = profile_round(tmp_path, 3, monkeypatch)
+    assert sum(of_two.calls.values()) > 100, "The profile has recorded no round."
+    assert len(of_two.calls) <= MAX_FILES, sorted(of_two.calls)
+    assert of_two.num_changes <= MAX_CHANGES_OF_FILE
+    further = of_three.calls - of_two.calls
+    assert sum(further.values()) <= MAX_CALLS_OF_A_FURTHER_CLIENT, further.most_common()
