@@ -301,7 +301,7 @@ class ClientWorker:
         return subset(rows, drawn) if is_map_style(rows) else rows.select(drawn), is_streamed
 
     def _open_examples(self, client_id: str) -> tuple[Any, bool]:
-        """The client's training examples, which stay open if the federation is small, and whether they are a stream."""
+        """Return the examples of a client and whether they are a stream. They stay open in a small federation."""
         if client_id in self._open_datasets:
             return self._open_datasets[client_id]
         rows = self._train_datasets[client_id]

@@ -331,7 +331,7 @@ def _problem_of_text(value: str) -> str | None:
 
 def _check_of_dict(key_type: Any, item_type: Any) -> Check:
     check_key, check_item = check_of(key_type), check_of(item_type)
-    # Most dictionaries have short ASCII names, and tensors or floats. The first problem of others is found item by item.
+    # Most dictionaries have short ASCII names, and tensors or floats. All others are checked item by item.
     has_tensors, strided = item_type is _torch("Tensor"), {_torch("strided")}
     has_plain_items = key_type is str and (has_tensors or item_type is float)
     layout_of = operator.attrgetter("layout")
