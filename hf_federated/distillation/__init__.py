@@ -43,8 +43,6 @@ from .feedback import (
     logit_feedback,
     loss_gradients,
     model_logits,
-    per_example_feedback,
-    sample_pseudo_labels,
     squared_error_feedback,
     virtual_step,
 )
@@ -57,7 +55,14 @@ from .public_rows import PublicRows
 from .requirements import Requirements
 from .robust_mean import ROBUST_MEANS, robust_mean
 from .server import DistillationServer
-from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surrogate, per_example_surrogate
+from .surrogates import (
+    chain_rule_surrogate,
+    mpl_sampled_surrogate,
+    mpl_surrogate,
+    per_example_feedback,
+    per_example_surrogate,
+    sample_pseudo_labels,
+)
 from .teachers import Teachers
 
 

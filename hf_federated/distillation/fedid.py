@@ -24,20 +24,19 @@ from .client import DistillationPart
 from .client_weights import num_examples_by_client, weighted_mean
 from .codec import rows_of
 from .cohort import Cohort
-from .feedback import (
-    chain_rule_feedback,
-    evaluation_mode,
-    logit_feedback,
-    loss_gradients,
-    per_example_feedback,
-    sample_pseudo_labels,
-    virtual_step,
-)
+from .feedback import chain_rule_feedback, evaluation_mode, logit_feedback, loss_gradients, virtual_step
 from .losses import soft_cross_entropy
 from .public_rows import PublicRows
 from .requirements import Requirements
 from .server import DistillationServer
-from .surrogates import chain_rule_surrogate, mpl_sampled_surrogate, mpl_surrogate, per_example_surrogate
+from .surrogates import (
+    chain_rule_surrogate,
+    mpl_sampled_surrogate,
+    mpl_surrogate,
+    per_example_feedback,
+    per_example_surrogate,
+    sample_pseudo_labels,
+)
 
 
 # Smallest distance of the clients' probabilities from their mean in a mini-batch, for the log of `feedback_ratio`.

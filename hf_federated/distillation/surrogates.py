@@ -69,6 +69,36 @@ def chain_rule_surrogate(predictions: torch.Tensor, feedback: torch.Tensor, weig
     return weight * (feedback.detach() * predictions).sum()
 
 
+def sample_pseudo_labels(ensemble_probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """
+    Draw one class for each row: `ŷ_i ~ q_i`.
+
+    Args:
+        ensemble_probabilities (`torch.Tensor` of shape `(B, C)`): `q`, as the clients receive it.
+        generator (`torch.Generator`): A generator on the device of `q`.
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`: Classes, int64.
+    """
+    return torch.multinomial(ensemble_probabilities, 1, generator=generator).squeeze(1)
+
+
+def per_example_feedback(feedback: torch.Tensor, pseudo_labels: torch.Tensor) -> torch.Tensor:
+    """
+    One number for each row instead of `C`, for [`per_example_surrogate`]: `r_i = G_{i, ŷ_i}`.
+
+    `G` is the result of [`chain_rule_feedback`], whether probabilities or logits are averaged.
+
+    Args:
+        feedback (`torch.Tensor` of shape `(B, C)`): `G`.
+        pseudo_labels (`torch.Tensor` of shape `(B,)`): `ŷ`, from [`sample_pseudo_labels`].
+
+    Returns:
+        `torch.Tensor` of shape `(B,)`: `r`.
+    """
+    return feedback.gather(1, pseudo_labels.unsqueeze(1)).squeeze(1)
+
+
 def per_example_surrogate(
     predictions: torch.Tensor,
     ensemble: torch.Tensor,
