@@ -1,8 +1,8 @@
 """The client side of a federation: local training, the client worker, client state and the sampling of clients."""
 
-from .local_training import UnsupportedTrainerError, batches_per_round, client_arguments, fresh_collator
+from .local_training import UnsupportedTrainerError, client_arguments, fresh_collator
 from .models import ClientModels, OwnModels, SharedModel
-from .sampling import ClientSampler, RowLimit, client_seed
+from .sampling import ClientSampler, RowLimit, batches_per_round, client_seed
 from .spec import ClientSpec
 from .store import ClientStore, DiskStore, MemoryStore
 from .student import Student

@@ -30,16 +30,11 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
-from .._compat import (
-    num_items_in_batch,
-    prepared_objects,
-    set_prepared_objects,
-    set_train_tokens,
-)
+from .._compat import prepared_objects, set_prepared_objects, set_train_tokens
 from ..methods import ClientPart
-from ..utils.random import derived_seed, isolated_rng, seed_generators
+from ..utils.random import derived_seed, seed_generators
 from .gradient_scaler import ClientScaler
-from .sampling import limit_examples
+from .share_of_step import ShareOfStep
 from .streams import ClientStream
 
 
@@ -79,9 +74,9 @@ class LocalTraining:
     optimizer_state: dict[str, Any] | None = None
     scaler: ClientScaler | None = None
     stream: ClientStream | None = None
-    _divides_by_items: bool | None = None
 
     def __post_init__(self) -> None:
+        self.share_of_step = ShareOfStep()
         # Whether a method computes the loss of a training step from the loss of the trainer.
         self.changes_loss = False
         self._parts_with_gradients: list[ClientPart] = []
@@ -128,27 +123,6 @@ class LocalTraining:
         for part in self.parts:
             loss = part.loss(loss, outputs, inputs)
         return loss
-
-    def share_of_step(self, trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> Any:
-        """
-        Return the factor by which the trainer's loss on a batch differs from the mean loss of the batch.
-
-        The trainer's loss is the mean loss times this factor. The factor is 1 unless gradients are accumulated and the
-        model divides its loss by the number of items (tokens with a label) of the whole step. In this case the factor
-        is the share of the batch in these items.
-
-        Args:
-            trainer (`transformers.Trainer`): The client's trainer, during a step.
-            inputs (`Mapping[str, Any]`): The batch.
-            num_items (`torch.Tensor` or `int`, *optional*): Number of items of all batches of the step.
-        """
-        if trainer.current_gradient_accumulation_steps == 1 or num_items is None or "labels" not in inputs:
-            return 1.0
-        if self._divides_by_items is None:
-            self._divides_by_items = trainer.model_accepts_loss_kwargs and _divides_loss_by_items(trainer, inputs)
-        if not self._divides_by_items:
-            return 1.0
-        return num_items_in_batch(trainer, [inputs], trainer.args.device) / num_items
 
     def count_epochs_over_run(self, loader: Any, args: TrainingArguments) -> EpochOffsetLoader:
         """
@@ -230,19 +204,6 @@ def place_schedule(scheduler: LRScheduler, position: int) -> None:
         warnings.simplefilter("ignore")  # torch warns about scheduler steps before the first optimizer step.
         for _ in range(position - last_epoch):
             scheduler.step()
-
-
-def _divides_loss_by_items(trainer: Trainer, inputs: Mapping[str, Any]) -> bool:
-    """
-    Find out whether the model's loss depends on `num_items_in_batch`.
-
-    Many models accept the argument and ignore it, so the losses of two values are compared.
-    """
-    losses = []
-    for num_items in (1, 2):
-        with torch.no_grad(), trainer.compute_loss_context_manager(), isolated_rng(0):
-            losses.append(float(trainer.model(**inputs, num_items_in_batch=num_items)["loss"]))
-    return losses[0] != losses[1]
 
 
 def _parameter_name(trainer: Trainer, parameter: nn.Parameter) -> str:
@@ -345,32 +306,6 @@ def client_arguments(args: TrainingArguments, local_epochs: int, local_steps: in
         # torch ignores the setting then, and warns about it for each data loader.
         local.dataloader_pin_memory = False
     return local
-
-
-def batches_per_round(
-    num_rows: Mapping[str, int | None],
-    local_epochs: int,
-    local_steps: int | None,
-    args: TrainingArguments,
-    max_rows: int | None = None,
-) -> dict[str, float]:
-    """
-    Compute the number of batches of each client in a round.
-
-    Args:
-        num_rows (`Mapping[str, int]`): Number of examples of each client; `None` for a stream, which needs
-            `local_steps`.
-        local_epochs (`int`): Number of passes over the client's examples.
-        local_steps (`int`, *optional*): Number of optimizer steps. It replaces `local_epochs`.
-        args (`TrainingArguments`): The user's arguments.
-        max_rows (`int`, *optional*): Maximum number of examples that a client trains on.
-    """
-    if local_steps is not None:
-        return dict.fromkeys(num_rows, float(local_steps * args.gradient_accumulation_steps))
-    return {
-        client_id: float(local_epochs * math.ceil(limit_examples(rows or 0, max_rows) / args.train_batch_size))
-        for client_id, rows in num_rows.items()
-    }
 
 
 def local_trainer(

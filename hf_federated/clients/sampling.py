@@ -1,4 +1,4 @@
-"""Sampling of clients and of their examples, and the seeds of clients.
+"""Sampling of clients and of their examples, the number of their batches, and the seeds of clients.
 
 All functions depend on the seed of the run and the round only and keep no state. A resumed run therefore draws the
 same samples as an uninterrupted run.
@@ -6,9 +6,11 @@ same samples as an uninterrupted run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from transformers import TrainingArguments
 
 from ..utils.random import derived_seed
 
@@ -122,6 +124,32 @@ def limit_examples(num_rows: int, max_rows: int | None) -> int:
         max_rows (`int`, *optional*): Maximum number of examples to train on.
     """
     return num_rows if max_rows is None else min(num_rows, max_rows)
+
+
+def batches_per_round(
+    num_rows: Mapping[str, int | None],
+    local_epochs: int,
+    local_steps: int | None,
+    args: TrainingArguments,
+    max_rows: int | None = None,
+) -> dict[str, float]:
+    """
+    Compute the number of batches of each client in a round.
+
+    Args:
+        num_rows (`Mapping[str, int]`): Number of examples of each client; `None` for a stream, which needs
+            `local_steps`.
+        local_epochs (`int`): Number of passes over the client's examples.
+        local_steps (`int`, *optional*): Number of optimizer steps. It replaces `local_epochs`.
+        args (`TrainingArguments`): The user's arguments.
+        max_rows (`int`, *optional*): Maximum number of examples that a client trains on.
+    """
+    if local_steps is not None:
+        return dict.fromkeys(num_rows, float(local_steps * args.gradient_accumulation_steps))
+    return {
+        client_id: float(local_epochs * math.ceil(limit_examples(rows or 0, max_rows) / args.train_batch_size))
+        for client_id, rows in num_rows.items()
+    }
 
 
 def draw_examples(num_rows: int, max_rows: int | None, seed: int) -> np.ndarray | None:
