@@ -121,7 +121,7 @@ def test_modules_of_a_folder_form_no_import_cycle():
 
 
 def test_import_scan_finds_known_imports():
-    names = [("clients", "worker"), ("trainer", "federation")]
+    names = [("clients", "worker"), ("trainer", "workers")]
     found = [
         {folder for _, folder in imported_folders(PACKAGE.joinpath(*name).with_suffix(".py"), name)} for name in names
     ]

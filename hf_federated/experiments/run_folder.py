@@ -21,8 +21,8 @@ from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.trainer.checkpoint import FEDERATED_DIR, clear_staging, discard, list_checkpoints
 from hf_federated.trainer.checks.resume import CHANGEABLE_FIELDS
 from hf_federated.trainer.client_checkpoint import TEACHERS_DIR
-from hf_federated.trainer.federation import CLIENT_STORE_DIR
 from hf_federated.trainer.launch_consistency import MAY_DIFFER
+from hf_federated.trainer.workers import CLIENT_STORE_DIR
 
 
 # The file contains local paths. `Trainer.push_to_hub` uploads no file whose name starts with an underscore.

@@ -5,10 +5,8 @@ The method overrides of the trainer only choose between roles. The work of the f
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +16,9 @@ from transformers import Trainer, TrainerControl, TrainingArguments
 
 from .._compat import set_signature_columns, train_tokens
 from ..adapters import Exchange
-from ..clients import (
-    ClientModels,
-    ClientWorker,
-    DiskStore,
-    MemoryStore,
-    OwnModels,
-    RowLimit,
-    SharedModel,
-    Student,
-    batches_per_round,
-)
-from ..clients.model_factory import ClientModelBuilder
+from ..clients import RowLimit
 from ..clients.store import client_file_name
 from ..distillation import DistillationServer, Teachers
-from ..engines import EngineContext, WatchPeers
-from ..messages import ClientUpdate, Fit, kinds_of
 from ..messages.ledger import Ledger
 from ..postprocessing import exchange_dtype
 from ..server import (
@@ -58,9 +43,9 @@ from .client_checkpoint import STEPS_DIR, TEACHERS_DIR, save_clients, save_folde
 from .network_settings import NetworkSettings
 from .round_learning_rate import relative_learning_rate
 from .setup import FederationSetup
+from .workers import Workers
 
 
-CLIENT_STORE_DIR = "client_store"
 # Number of clients whose limits are in memory.
 NUM_CACHED_LIMITS = 256
 
@@ -100,13 +85,13 @@ class Federation:
         if checkpoint is not None:
             are_remote = self.engine.remote_clients is not None
             check_resumed(saved["identity"], setup.identity(args), checkpoint, are_remote)
-        self.student = self._build_student()
         self._num_examples = setup.clients.num_rows
         self._row_limit = RowLimit(self._num_examples, setup.config.balance, setup.config.max_rows_per_round)
         self._progress = RoundProgress(lambda: self._trainer.callback_handler.callbacks, setup.num_rounds)
         device = setup.config.server_device
         self._device = None if device is None else torch.device(device)
-        self.engine.start(self._engine_context())
+        self._workers = Workers(setup, args, self.exchange, self.initial, self._progress)
+        self.engine.start(self._workers.engine_context(self._row_limit))
         setup.aggregation.setup(setup.num_rounds, len(setup.clients))
         max_ratio = setup.config.max_update_ratio
         self._bound = BoundUpdate(
@@ -115,9 +100,8 @@ class Federation:
             amount_of_training=setup.aggregation.amount_of_training,
             relative_learning_rate=relative_learning_rate(args, setup.num_rounds, setup.config.lr_schedule),
         )
-        self._collector = setup.collector
         uses_disk = setup.config.client_store == "disk"
-        self._steps = StepMemories(setup.postprocessors, self._disk_store(STEPS_DIR) if uses_disk else None)
+        self._steps = StepMemories(setup.postprocessors, self._workers.disk_store(STEPS_DIR) if uses_disk else None)
         self._steps.store.clear()
         self.teachers = self._start_distillation()
         self.summary = RoundSummary()
@@ -132,7 +116,7 @@ class Federation:
             self._load(clients_directory(checkpoint), saved)
         self.loop = self._build_loop()
         if saved.get("collector"):
-            self._collector.load_state_dict(saved["collector"])
+            setup.collector.load_state_dict(saved["collector"])
 
     # ---- Construction
 
@@ -148,79 +132,9 @@ class Federation:
         has_other_models = not aggregation.exchanges_parameters or aggregation.trains_private_models
         return has_other_models or (distillation is not None and distillation.requirements.initial_model)
 
-    def _engine_context(self) -> EngineContext:
-        setup, config = self._setup, self._setup.config
-        # With `balance` all clients of a cohort have the same cost.
-        max_rows = self._row_limit(list(setup.clients))
-        costs = batches_per_round(
-            setup.clients.num_rows, config.local_epochs, config.local_steps, self._args, max_rows
-        )
-
-        def saved_clients() -> list[Path]:
-            return [clients_directory(path) for path in sorted(Path(self._args.output_dir).glob("checkpoint-*"))]
-
-        kinds = kinds_of(*(kind for method in setup.methods for kind in method.messages))
-        return EngineContext(self._build_worker, costs, config.parallelism, setup.processes, saved_clients, kinds)
-
-    def _build_worker(self) -> ClientWorker:
-        setup = self._setup
-        builds_private_models = setup.aggregation.trains_private_models
-        return ClientWorker(
-            models=self._build_client_models(),
-            train_datasets=setup.train_datasets,
-            eval_datasets=setup.eval_datasets,
-            methods=setup.methods,
-            config=setup.config,
-            private_models=self._model_builder() if builds_private_models else None,
-            postprocessors=setup.postprocessors,
-            callbacks=[
-                *setup.client_callbacks,
-                *([WatchPeers(setup.processes)] if setup.is_spread else []),
-                *self._progress.client_callbacks(),
-            ],
-        )
-
-    def _build_client_models(self) -> ClientModels:
-        setup = self._setup
-        uses_disk = setup.config.client_store == "disk"
-        store = self._disk_store(CLIENT_STORE_DIR) if uses_disk else MemoryStore()
-        if setup.aggregation.exchanges_parameters:
-            return SharedModel(self._trainer, self.exchange, self._args, store, self.student, self.initial)
-        return OwnModels(self._model_builder(), store, setup.config.max_resident_clients)
-
-    def _model_builder(self) -> ClientModelBuilder:
-        setup, distillation = self._setup, self._setup.distillation
-        return ClientModelBuilder(
-            self._trainer,
-            {**setup.arguments, "args": self._args},
-            setup.participants,
-            self.initial or self.exchange.read(),
-            seed=setup.seed,
-            exchange=setup.config.exchange,
-            freeze=setup.config.freeze,
-            learning_rate=None if distillation is None else distillation.client_lr,
-            same_vocabulary=distillation is None or not distillation.alignment.supports_other_vocabularies,
-        )
-
-    def _disk_store(self, folder: str) -> DiskStore:
-        """Build a store that only this process uses."""
-        processes = self._setup.processes
-        return DiskStore(Path(self._args.output_dir) / (folder if processes.is_main else f"{folder}-{processes.rank}"))
-
-    def _build_student(self) -> Student | None:
-        """Build the student of a distillation: the trainer's model and the public examples."""
-        distillation, participants = self._setup.distillation, self._setup.participants
-        if distillation is None:
-            return None
-        trainer = self._trainer.as_plain_trainer(self._args)
-        learning_rate = distillation.server_lr
-        if participants.public_dataset is None:
-            return Student(trainer, None, learning_rate)
-        return participants.encode_public(trainer.processing_class).student(trainer, learning_rate)
-
     def _start_distillation(self) -> Teachers | None:
         """Start the distillation. Return the store of the clients' models if the method needs one."""
-        setup, distillation, student = self._setup, self._setup.distillation, self.student
+        setup, distillation, student = self._setup, self._setup.distillation, self._workers.student
         if distillation is None or student is None:
             return None
         labelled = setup.participants.server_dataset
@@ -231,7 +145,7 @@ class Federation:
         teachers: Teachers | None = None
         if distillation.needs_teachers:
             gather = setup.processes.gather if setup.spreads_clients else None
-            teachers = Teachers(student.model, setup.config.exchange, self._disk_store(TEACHERS_DIR), gather)
+            teachers = Teachers(student.model, setup.config.exchange, self._workers.disk_store(TEACHERS_DIR), gather)
             teachers.clear()
         server = DistillationServer(
             student,
@@ -308,46 +222,18 @@ class Federation:
             fire=self._fire,
             on_dispatch=lambda client_id: self._fire("on_client_begin", client_id=client_id),
         )
-        self._collector.start(context)
+        setup.collector.start(context)
         return RoundLoop(
             context=context,
-            collector=self._collector,
+            collector=setup.collector,
             sampler=setup.sampler,
             config=config,
             state=self._read_state(),
             write=self.exchange.share if self._shares_state else self.exchange.write,
-            train_on_server=self._server_training() if setup.aggregation.trains_on_server else None,
+            train_on_server=self._workers.server_training(self._device)
+            if setup.aggregation.trains_on_server
+            else None,
         )
-
-    def _server_training(self) -> Callable[[Fit], ClientUpdate]:
-        """Return the function that trains the global model on the server's own examples."""
-        setup = self._setup
-        worker = ClientWorker(
-            models=SharedModel(self._trainer, self.exchange, self._args, MemoryStore()),
-            train_datasets=setup.server_datasets,
-            eval_datasets=None,
-            methods=setup.methods,
-            # A client store in the checkpoint keeps the optimizers of clients only.
-            config=dataclasses.replace(setup.config, client_optimizer_state="reset"),
-            callbacks=[WatchPeers(setup.processes)] if setup.is_spread else [],
-            is_federation=True,
-        )
-
-        def train(message: Fit) -> ClientUpdate:
-            with setup.independent(as_main=True):
-                reply = worker.handle(message)
-            if not isinstance(reply, ClientUpdate):
-                raise RuntimeError(
-                    f"Round {message.round + 1}: the server could not train on `server_dataset`: {worker.last_error}"
-                ) from worker.last_error
-            reply = reply.to(self._device)
-            if setup.spreads_clients:
-                # Accelerators may compute slightly different values.
-                setup.processes.wait(f"training of the server, round {message.round}")
-                setup.processes.broadcast_(list(reply.state.values()), source=0)
-            return reply
-
-        return train
 
     # ---- Rounds
 
@@ -492,7 +378,7 @@ class Federation:
             "identity": setup.identity(self._args),
             "aggregation": setup.aggregation.state_dict(),
             "bound": self._bound.state_dict(),
-            "collector": self._collector.state_dict(),
+            "collector": setup.collector.state_dict(),
             "ledger": self.engine.ledger.state_dict(),
             "clients": digests,
             "teachers": teacher_digests,

@@ -1,0 +1,173 @@
+"""`Workers`: what trains in a federation, built from the arguments of the trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import TrainingArguments
+
+from ..adapters import Exchange
+from ..clients import (
+    ClientModels,
+    ClientWorker,
+    DiskStore,
+    MemoryStore,
+    OwnModels,
+    RowLimit,
+    SharedModel,
+    Student,
+    batches_per_round,
+)
+from ..clients.model_factory import ClientModelBuilder
+from ..engines import EngineContext, WatchPeers
+from ..messages import ClientUpdate, Fit, kinds_of
+from ..server import RoundProgress
+from ..utils.weighted_mean import State
+from .checkpoint import clients_directory
+from .setup import FederationSetup
+
+
+CLIENT_STORE_DIR = "client_store"
+
+
+class Workers:
+    """
+    Builds the worker of the clients, the worker of the server, and their models.
+
+    Args:
+        setup ([`FederationSetup`]): The arguments of the trainer.
+        args (`TrainingArguments`): The user's training arguments.
+        exchange ([`Exchange`]): Reads and writes the exchanged parameters of the trainer's model.
+        initial (`dict[str, torch.Tensor]`, *optional*): The exchanged parameters before the first round, if clients
+            need them later.
+        progress ([`~hf_federated.server.RoundProgress`]): Shows how far a round is.
+
+    Attributes:
+        student ([`Student`], *optional*): The student of a distillation.
+    """
+
+    def __init__(
+        self,
+        setup: FederationSetup,
+        args: TrainingArguments,
+        exchange: Exchange,
+        initial: State | None,
+        progress: RoundProgress,
+    ) -> None:
+        self._setup, self._args, self._trainer = setup, args, setup.trainer
+        self._exchange, self._initial, self._progress = exchange, initial, progress
+        self.student = self._build_student()
+
+    def engine_context(self, row_limit: RowLimit) -> EngineContext:
+        """
+        Return the federation as an engine runs it.
+
+        Args:
+            row_limit ([`RowLimit`]): Maximum number of examples of a client in a round.
+        """
+        setup, config = self._setup, self._setup.config
+        # With `balance` all clients of a cohort have the same cost.
+        max_rows = row_limit(list(setup.clients))
+        costs = batches_per_round(
+            setup.clients.num_rows, config.local_epochs, config.local_steps, self._args, max_rows
+        )
+
+        def saved_clients() -> list[Path]:
+            return [clients_directory(path) for path in sorted(Path(self._args.output_dir).glob("checkpoint-*"))]
+
+        kinds = kinds_of(*(kind for method in setup.methods for kind in method.messages))
+        return EngineContext(self._build_worker, costs, config.parallelism, setup.processes, saved_clients, kinds)
+
+    def _build_worker(self) -> ClientWorker:
+        setup = self._setup
+        builds_private_models = setup.aggregation.trains_private_models
+        return ClientWorker(
+            models=self._build_client_models(),
+            train_datasets=setup.train_datasets,
+            eval_datasets=setup.eval_datasets,
+            methods=setup.methods,
+            config=setup.config,
+            private_models=self._model_builder() if builds_private_models else None,
+            postprocessors=setup.postprocessors,
+            callbacks=[
+                *setup.client_callbacks,
+                *([WatchPeers(setup.processes)] if setup.is_spread else []),
+                *self._progress.client_callbacks(),
+            ],
+        )
+
+    def _build_client_models(self) -> ClientModels:
+        setup = self._setup
+        uses_disk = setup.config.client_store == "disk"
+        store = self.disk_store(CLIENT_STORE_DIR) if uses_disk else MemoryStore()
+        if setup.aggregation.exchanges_parameters:
+            return SharedModel(self._trainer, self._exchange, self._args, store, self.student, self._initial)
+        return OwnModels(self._model_builder(), store, setup.config.max_resident_clients)
+
+    def _model_builder(self) -> ClientModelBuilder:
+        setup, distillation = self._setup, self._setup.distillation
+        return ClientModelBuilder(
+            self._trainer,
+            {**setup.arguments, "args": self._args},
+            setup.participants,
+            self._initial or self._exchange.read(),
+            seed=setup.seed,
+            exchange=setup.config.exchange,
+            freeze=setup.config.freeze,
+            learning_rate=None if distillation is None else distillation.client_lr,
+            same_vocabulary=distillation is None or not distillation.alignment.supports_other_vocabularies,
+        )
+
+    def disk_store(self, folder: str) -> DiskStore:
+        """Build a store that only this process uses."""
+        processes = self._setup.processes
+        return DiskStore(Path(self._args.output_dir) / (folder if processes.is_main else f"{folder}-{processes.rank}"))
+
+    def _build_student(self) -> Student | None:
+        """Build the student of a distillation: the trainer's model and the public examples."""
+        distillation, participants = self._setup.distillation, self._setup.participants
+        if distillation is None:
+            return None
+        trainer = self._trainer.as_plain_trainer(self._args)
+        learning_rate = distillation.server_lr
+        if participants.public_dataset is None:
+            return Student(trainer, None, learning_rate)
+        return participants.encode_public(trainer.processing_class).student(trainer, learning_rate)
+
+    def server_training(self, device: torch.device | None) -> Callable[[Fit], ClientUpdate]:
+        """
+        Return the function that trains the global model on the server's own examples.
+
+        Args:
+            device (`torch.device`, *optional*): Device of the result.
+        """
+        setup = self._setup
+        worker = ClientWorker(
+            models=SharedModel(self._trainer, self._exchange, self._args, MemoryStore()),
+            train_datasets=setup.server_datasets,
+            eval_datasets=None,
+            methods=setup.methods,
+            # A client store in the checkpoint keeps the optimizers of clients only.
+            config=dataclasses.replace(setup.config, client_optimizer_state="reset"),
+            callbacks=[WatchPeers(setup.processes)] if setup.is_spread else [],
+            is_federation=True,
+        )
+
+        def train(message: Fit) -> ClientUpdate:
+            with setup.independent(as_main=True):
+                reply = worker.handle(message)
+            if not isinstance(reply, ClientUpdate):
+                raise RuntimeError(
+                    f"Round {message.round + 1}: the server could not train on `server_dataset`: {worker.last_error}"
+                ) from worker.last_error
+            reply = reply.to(device)
+            if setup.spreads_clients:
+                # Accelerators may compute slightly different values.
+                setup.processes.wait(f"training of the server, round {message.round}")
+                setup.processes.broadcast_(list(reply.state.values()), source=0)
+            return reply
+
+        return train
