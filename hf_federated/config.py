@@ -145,9 +145,8 @@ class FederatedConfig(SavedConfig):
             class of a transformers model adds to its base model, or `modules_to_save` of a PEFT model. `keep_local`
             has precedence over `exchange`. These tensors never leave a client. They are in the client's state, also in
             checkpoints, and the client trains and evaluates with them. Before its first training, a client has the
-            values of its model. The server's model, which [`~FederatedTrainer.save_model`] saves and
-            [`~FederatedTrainer.evaluate`] evaluates on the server's examples, keeps its initial values.
-            `evaluate_clients` evaluates each client with its own tensors.
+            values of its model. `evaluate_clients` evaluates each client with its own tensors. The server's model,
+            which `evaluate` evaluates and `save_model` saves, keeps its initial values.
         exchange_dtype (`str`, *optional*):
             Dtype of the exchanged floating tensors in both directions: `"float32"`, `"bfloat16"` or `"float16"`. By
             default tensors keep their dtypes. The server keeps its values unrounded. Clients start from the rounded

@@ -52,6 +52,7 @@ class Exchange:
         kind (`str`): `"adapter"`, `"trainable"`, `"all"`, or `"selected"` for patterns and functions.
         parameters (`dict[str, torch.nn.Parameter]`): The exchanged parameters by name.
         local_parameters (`dict[str, torch.nn.Parameter]`): The trainable local parameters by name.
+        has_local (`bool`): Whether there are local parameters or buffers.
 
     Raises:
         ValueError: If there is nothing to exchange, if the mode is `"adapter"` and the model has no adapter, if a
@@ -88,16 +89,18 @@ class Exchange:
             tensors = {**self._trained, **buffers}
             candidates = select("exchange", mode, {name: tensors[name] for name in candidates})
         local = _find_local(model, keep_local, self._trained, {name: buffers[name] for name in persistent})
-        exchanged = [name for name in candidates if name not in local]
+        kept = set(local)
+        exchanged = [name for name in candidates if name not in kept]
         self.parameters: dict[str, nn.Parameter] = {name: parameters[name] for name in exchanged if name in parameters}
         self.local_parameters = {name: self._trained[name] for name in local if name in self._trained}
         self._buffers = [name for name in exchanged if name in buffers]
         self._local_buffers = [name for name in local if name in buffers]
+        self.has_local = bool(local)
         self._check_all_trained(model)
         # The initial values of the local tensors, and of the buffers that are neither exchanged nor local.
-        kept = {*self._buffers, *self._local_buffers}
-        self._restored_buffers = [name for name in buffers if name not in kept]
-        self._initial = {name: tensor.clone() for name, tensor in self._restored.items()}
+        self._restored_buffers = [name for name in buffers if name not in self._buffers]
+        restored = {**self.local_parameters, **{name: buffers[name] for name in self._restored_buffers}}
+        self._initial = {name: tensor.detach().clone() for name, tensor in restored.items()}
 
     def _candidates(self, parameters: Mapping[str, nn.Parameter], persistent: Sequence[str]) -> list[str]:
         """Return the names of the parameters and buffers that are exchanged if they are not local."""
@@ -202,11 +205,6 @@ class Exchange:
         }
 
     @property
-    def _restored(self) -> dict[str, torch.Tensor]:
-        """The tensors that every write restores."""
-        return {**self._local, **{name: self._model.get_buffer(name) for name in self._restored_buffers}}
-
-    @property
     def num_local_values(self) -> int:
         """The number of scalars that a client trains and keeps."""
         return sum(tensor.numel() for tensor in self._local.values())
@@ -223,7 +221,7 @@ class Exchange:
 
     def read_local(self) -> dict[str, torch.Tensor]:
         """Copy the local parameters and buffers, which a client keeps."""
-        return {name: tensor.clone() for name, tensor in self._local.items()}
+        return {name: tensor.clone() for name, tensor in self._local.items()} if self.has_local else {}
 
     @torch.no_grad()
     def write_local(self, state: Mapping[str, torch.Tensor] | None, client_id: str) -> None:
@@ -238,7 +236,7 @@ class Exchange:
         Raises:
             ModelMismatchError: If a name or a shape differs. The message contains the first name that differs.
         """
-        if not self.local_names:
+        if not self.has_local:
             return
         tensors = self._local
         if state is None:
@@ -287,7 +285,8 @@ class Exchange:
 
     def _restore(self) -> None:
         if self._initial:
-            torch._foreach_copy_(list(self._restored.values()), list(self._initial.values()))
+            buffers = [self._model.get_buffer(name) for name in self._restored_buffers]
+            torch._foreach_copy_([*self.local_parameters.values(), *buffers], list(self._initial.values()))
 
     @torch.no_grad()
     def share(self, state: Mapping[str, torch.Tensor]) -> None:

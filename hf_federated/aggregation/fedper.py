@@ -28,7 +28,7 @@ class FedPer(Aggregation):
 
     `W_P_j` never leaves the client. It is in the client's state, also in checkpoints, and `evaluate_clients=True`
     evaluates each client with it. A client that has not trained has the initial head. The server's model, which
-    [`~FederatedTrainer.save_model`] saves, keeps the initial head.
+    `save_model` saves, keeps the initial head.
 
     | paper | here |
     |---|---|

@@ -197,7 +197,9 @@ class ClientWorker:
         model.exchange.write_local(kept.get(_LOCAL), message.client_id)
         for part in parts:
             part.receive(message)
-        _write(message, model, kept)
+        if message.state:
+            model.exchange.write(message.state)
+        model.exchange.write_local(kept.get(_LOCAL), message.client_id)
         with model.restore_on_failure():
             trainer = self._train(message, model, parts, kept)
         model.exchange.check_unchanged(model.trainer.model)
@@ -227,7 +229,7 @@ class ClientWorker:
             state[_MEMORIES] = memories
         # The server rejects the update of a diverged client. The client then keeps its last finite state.
         is_finite = first_non_finite(update.state) is None
-        if is_finite and (name := first_non_finite(local)) is not None:
+        if local and is_finite and (name := first_non_finite(local)) is not None:
             # The server would accept the update.
             raise diverged(name)
         if self._postprocessors:
@@ -323,8 +325,10 @@ class ClientWorker:
                 + similar_ids_hint(message.client_id, list(self._eval_datasets or ()))
             )
         dataset = self._eval_datasets[message.client_id]
-        kept = self.models.get_state(message.client_id) if model.exchange.local_names else {}
-        _write(message, model, kept)
+        if message.state:
+            model.exchange.write(message.state)
+        if model.exchange.has_local:
+            model.exchange.write_local(self.models.get_state(message.client_id).get(_LOCAL), message.client_id)
         local = LocalTraining(message.round, self._num_rounds, False, {})
         trainer = local_trainer(model.trainer, self._arguments(model), None, local, [])
         # `bf16_full_eval` permanently casts the model unless the trainer is in training.
@@ -335,13 +339,6 @@ class ClientWorker:
         metrics.pop("eval_num_tokens", None)
         values = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         return Metrics(message.round, message.client_id, num_examples=len(dataset), metrics=values)
-
-
-def _write(message: Fit | Evaluate, model: ClientModel, kept: Mapping[str, Any]) -> None:
-    """Write the received state and the tensors that the client keeps into its model."""
-    if message.state:
-        model.exchange.write(message.state)
-    model.exchange.write_local(kept.get(_LOCAL), message.client_id)
 
 
 def describe_failure(error: Exception) -> str:

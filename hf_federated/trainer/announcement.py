@@ -66,7 +66,7 @@ def _lines(setup: FederationSetup, args: TrainingArguments, round: int, row_limi
     yield f"  Number of trainable parameters = {get_model_param_count(trainer.model, trainable_only=True):,}"
     if setup.aggregation.exchanges_parameters:
         yield f"  Number of exchanged values = {sum(value.numel() for value in setup.exchange.tensors.values()):,}"
-    if setup.exchange.local_names:
+    if setup.exchange.has_local:
         yield f"  Number of trained values that each client keeps = {setup.exchange.num_local_values:,}"
 
 

@@ -385,7 +385,7 @@ class Federation:
             "steps": step_digests,
             "sums_of_steps": self._steps.state_dict(),
         }
-        if self.exchange.local_names:
+        if self.exchange.has_local:
             state["local"] = self.exchange.initial_local
         if distillation is not None:
             student = distillation.server.student.state_dict()
