@@ -42,7 +42,7 @@ CHECKED_VERSIONS = {
     "datasets": "5.2.0",
     "evaluate": "0.4.6",
     "torch": "2.13.0",
-    "transformers": "5.23.0",
+    "transformers": "5.24.0",
     "trl": "1.16.0",
 }
 
