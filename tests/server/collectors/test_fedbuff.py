@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import time
 from typing import Any
 
 import pytest
 import torch
 from federations import build_federation
+from threaded_clients import honest, run_with_threads
 from tiny import rows, same_weights
 
 from hf_federated import FederatedCallback, FederatedDataset, FederatedTrainer
@@ -188,3 +191,29 @@ def test_order_of_another_run_is_refused(tmp_path) -> None:
 def test_arguments_out_of_range_raise_an_error(name, value) -> None:
     with pytest.raises(ValueError, match=f"`{name}` is {value}"):
         BufferedCollector(**{name: value})
+
+
+def slow_client(offset: float, seconds: float) -> Any:
+    """A client on another machine that replies after some time with a state that differs by `offset`."""
+
+    def reply(request: Any) -> Any:
+        update = honest(request)
+        time.sleep(seconds)
+        return dataclasses.replace(update, state={name: value + offset for name, value in request.state.items()})
+
+    return reply
+
+
+def test_networked_run_equals_the_replay_of_its_recorded_order(tmp_path) -> None:
+    """The replay has clients of other speeds, whose replies arrive in another order."""
+    first, second = (
+        {name: slow_client(0.01 * 2**number, seconds) for number, (name, seconds) in enumerate(speeds.items())}
+        for speeds in ({"a": 0.0, "b": 0.3, "c": 0.6}, {"a": 0.6, "b": 0.3, "c": 0.0})
+    )
+    recorded, rejected = run_with_threads(tmp_path / "recorded", first, {}, collector=BufferedCollector(1))
+    order = recorded.collector.recorded_order
+    replayed, _ = run_with_threads(tmp_path / "replayed", second, {}, collector=BufferedCollector(1, order=order))
+    assert rejected == [{}, {}] and len(order) == 2
+    assert same_weights(recorded.model, replayed.model)
+    free, _ = run_with_threads(tmp_path / "free", second, {}, collector=BufferedCollector(1))
+    assert free.collector.recorded_order != order
