@@ -188,7 +188,7 @@ class ServerOptimizer:
                 self._restore(self._optimizer, self._saved)
         for name, parameter in self._parameters.items():
             # A change of the global state between rounds, such as a distillation, overrides the wide copy.
-            if not torch.equal(parameter.to(state[name].dtype), state[name]):
+            if state[name].is_meta or not torch.equal(parameter.to(state[name].dtype), state[name]):
                 parameter.copy_(state[name])
             parameter.grad = state[name].to(parameter.dtype) - estimate_of(name).to(parameter.dtype)
         self._optimizer.step()

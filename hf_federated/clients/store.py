@@ -20,6 +20,7 @@ import torch
 
 from ..messages.serialization import pack, unpack
 from ..utils.file_hash import sha256_of_file
+from ..utils.meta_tensors import to_cpu
 
 
 SUFFIX = ".safetensors"
@@ -114,7 +115,7 @@ class MemoryStore(ClientStore):
 
     def set(self, client_id: str, state: dict[str, Any]) -> None:
         # Keep the memory of the accelerator free for the client that trains.
-        self._states[client_id] = _map_tensors(state, lambda tensor: tensor.cpu())
+        self._states[client_id] = _map_tensors(state, to_cpu)
 
     def remove(self, client_id: str) -> None:
         self._states.pop(client_id, None)

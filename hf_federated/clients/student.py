@@ -346,6 +346,18 @@ class Student:
             self.model.zero_grad()
         return loss
 
+    def learn(self, loss: Callable[[], torch.Tensor]) -> float:
+        """
+        Compute a loss and take one step on it, as [`~Student.step`].
+
+        Args:
+            loss (`Callable`): `loss()`, a scalar that depends on the model's outputs.
+
+        Returns:
+            `float`: The loss.
+        """
+        return float(self.step(loss()))
+
     def _lower_scale(self, loss: torch.Tensor) -> bool:
         """Lower the loss scale after an overflow. Return `False` if the scale is not the cause of the overflow."""
         scale = self._scaler.get_scale()

@@ -106,8 +106,11 @@ class Codec(ABC):
                 no error feedback.
 
         Returns:
-            `dict[str, torch.Tensor]`: CPU tensors with the dtypes and shapes of [`~Codec.layout`].
+            `dict[str, torch.Tensor]`: CPU tensors with the dtypes and shapes of [`~Codec.layout`]. Tensors on the meta
+            device, which have no values, are encoded to tensors on the meta device.
         """
+        if any(value.is_meta for value in tensors.values()):
+            return self.empty({name: value.shape for name, value in tensors.items()})
         if memory is None:
             return self.compress(tensors)
         residual = memory.get("residual", {})

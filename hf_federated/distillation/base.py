@@ -202,17 +202,6 @@ class Distillation(Settings, Method):
 
     # ---- Server side
 
-    def extra_shapes(self, num_rows: int, num_positions: int, num_classes: int) -> dict[str, tuple[int, ...]]:
-        """
-        Shapes of the tensors of `update_extra`, float32, to compute the size of an update without a model.
-
-        Args:
-            num_rows (`int`): Number of public examples.
-            num_positions (`int`): Number of predictions for all public examples.
-            num_classes (`int`): Number of classes.
-        """
-        return {}
-
     def class_counts(self, dataset: Any, num_classes: int, tokenizer: Any) -> list[int]:
         """
         Count a client's training examples of each class. A client on another machine announces the numbers.

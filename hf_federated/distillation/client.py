@@ -13,6 +13,7 @@ from ..clients.positions import Positions
 from ..clients.student import Student
 from ..messages import Distill, Feedback, Message, Metrics, Predict, Predictions, PublicRowsMessage
 from ..methods import ClientPart
+from ..utils.meta_tensors import to_cpu
 from ..utils.random import isolated_rng
 from .encoding import Encoding, Targets
 from .lazy_rows import concatenate_encoded
@@ -99,7 +100,7 @@ class DistillationPart(ClientPart):
         if message.keeps_graph:
             logits = _training_forward(message, student)
             model.pending = (_place(message), logits)
-            values = self.encoding.encode(logits.detach().cpu())
+            values = self.encoding.encode(to_cpu(logits.detach()))
         elif student.positions is None:
             values = self.encoding.encode(student.predict(rows))
         else:
@@ -150,7 +151,7 @@ class DistillationPart(ClientPart):
             rows = rows_of(message, student)
             message = dataclasses.replace(message, targets=_targets(message, student))
             logits = logits[student.positions.agreed_among_seen(rows).to(logits.device)]
-        loss = float(student.step(self.feedback_loss(logits, message)))
+        loss = student.learn(lambda: self.feedback_loss(logits, message))
         num_rows = message.stop - message.start
         return Metrics(message.round, message.client_id, num_examples=num_rows, metrics={"distillation_loss": loss})
 

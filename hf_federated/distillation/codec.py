@@ -160,6 +160,8 @@ class PredictionCodec(Codec):
         ((name, like),) = reference.items()
         num_classes = like.shape[-1]
         self.check(encoded, {name: (_num_rows(encoded), num_classes)})
+        if encoded["values"].is_meta:
+            return {name: torch.empty(_num_rows(encoded), num_classes, device="meta")}
         values = dequantize_rows(encoded) if self.dtype == "int8" else encoded["values"].float()
         if "indices" in encoded:
             indices = encoded["indices"].long()

@@ -64,6 +64,8 @@ class FedAUXPart(DistillationPart):
         Returns:
             `torch.Tensor`: Scores of shape `(public examples,)`.
         """
+        if own.is_meta:  # A dry round has no features.
+            return own.new_empty(len(public))
         algorithm = self.method
         own, public = scale_into_unit_ball(own, public)
         weights = fit_certainty(own, public, algorithm.regularization)
@@ -204,13 +206,9 @@ class FedAUX(Distillation):
 
     # ---- Server side
 
-    def extra_shapes(self, num_rows: int, num_positions: int, num_classes: int) -> dict[str, tuple[int, ...]]:
-        return {WEIGHTED_LOGITS: (num_positions, num_classes), CERTAINTY: (num_rows,)}
-
     def update_extra(self, state: State) -> State:
         server = self.server
-        shapes = self.extra_shapes(server.num_rows, *server.shape)
-        return {name: torch.empty(shape) for name, shape in shapes.items()}
+        return {WEIGHTED_LOGITS: torch.empty(server.shape), CERTAINTY: torch.empty(server.num_rows)}
 
     def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
         # The mean score is a divisor and must not be 0. A negative or huge score would suppress the other clients.

@@ -82,15 +82,10 @@ class FedDF(Distillation):
     client_part: ClassVar[type[ClientPart]] = SendPublicLogits
     ignores: ClassVar[tuple[str, ...]] = ("client_epochs", "client_lr", "prediction_dtype", "top_k")
 
-    def extra_shapes(self, num_rows: int, num_positions: int, num_classes: int) -> dict[str, tuple[int, ...]]:
-        return {PUBLIC_LOGITS: (num_positions, num_classes)}
-
     def update_extra(self, state: State) -> State:
         server = self.server
         # All clients have the server's tokenizer, so it drops the same words for all of them.
-        num_agreed = server.num_agreed(server.all_rows)
-        shapes = self.extra_shapes(server.num_rows, num_agreed, server.student.num_classes)
-        return {name: torch.empty(shape) for name, shape in shapes.items()}
+        return {PUBLIC_LOGITS: torch.empty(server.num_agreed(server.all_rows), server.student.num_classes)}
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         return self.train_server(cohort.extra.mean_of(PUBLIC_LOGITS), cohort.round, server)

@@ -262,8 +262,8 @@ class FedDRS(Distillation):
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         teachers = cohort.teachers
-        if teachers is None:
-            raise RuntimeError("FedDRS needs a store of the clients' models on the server.")
+        if teachers is None:  # A dry round keeps no models, and the samples cause no messages.
+            return {}
         logs: dict[str, float] = {}
         sampler = PseudoSampler(self, server, self._num_steps_of_run(server))
         if not self.post_only:

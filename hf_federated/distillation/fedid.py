@@ -18,13 +18,14 @@ from torch.nn import functional as F
 
 from ..messages import Feedback
 from ..methods import ClientPart
+from ..utils.meta_tensors import to_cpu
 from ..utils.random import derived_seed
 from .base import ClientLogits, Distillation
 from .client import DistillationPart
 from .client_weights import num_examples_by_client, weighted_mean
 from .codec import rows_of
 from .cohort import Cohort
-from .feedback import chain_rule_feedback, evaluation_mode, logit_feedback, loss_gradients, virtual_step
+from .feedback import logit_feedback
 from .losses import soft_cross_entropy
 from .public_rows import PublicRows
 from .requirements import Requirements
@@ -249,7 +250,8 @@ class FedID(Distillation):
                     "weight": weights[client_id] / total,
                     "improvement": step.improvement,
                     "labels": seed,
-                    "exponent": step.exponent,
+                    # A float has the same size for all values.
+                    "exponent": float(step.exponent),
                 }
                 for client_id in cohort.client_ids
             },
@@ -261,13 +263,15 @@ class FedID(Distillation):
 
 def _draw_labels(probabilities: torch.Tensor, seed: int) -> torch.Tensor:
     """Draw a label for each row. The same seed gives the same labels on the server and on the clients."""
+    if probabilities.is_meta:  # A dry round has no values.
+        return probabilities.argmax(-1)
     generator = torch.Generator().manual_seed(seed)
     return sample_pseudo_labels(probabilities.cpu(), generator).to(probabilities.device)
 
 
 def _exponent(gradient: torch.Tensor) -> int:
     """The smallest power of 2 that exceeds all absolute values. 0 for zeros and for values that are not finite."""
-    largest = float(gradient.abs().max()) if gradient.numel() else 0.0
+    largest = float(gradient.abs().max()) if gradient.numel() and not gradient.is_meta else 0.0
     return math.frexp(largest)[1] if math.isfinite(largest) else 0
 
 
@@ -298,7 +302,7 @@ class _ServerStep:
         self._inputs = server.student.inputs(server.student.with_positions(server.numbers_of(rows)))
         self._ensemble = ensemble.to(server.student.device)
         self._purpose = purpose
-        self._labels = _draw_labels(self._ensemble, seed)
+        self._seed = seed
         # L_old - L_new, for "mpl" and "mpl_sampled".
         self.improvement = 0.0
         # `∂L_val/∂q` is sent divided by 2 to this power, so that `float16` keeps small numbers. The division is exact.
@@ -312,21 +316,23 @@ class _ServerStep:
         method = self._algorithm.feedback
         feedback: dict[str, torch.Tensor] = {}
         if method in ("chain_rule", "per_example"):
-            gradient = self._gradient()
+            step_size = self._algorithm.feedback_step_size
+            gradient = self._server.ensemble_gradient(self._inputs, self._ensemble, self._labelled_loss, step_size)
             if method == "chain_rule":
                 self.exponent = _exponent(gradient)
                 scaled = torch.ldexp(gradient, torch.tensor(-self.exponent, device=gradient.device))
                 feedback = self._algorithm.encoding.codec.dense.encode({"gradient": scaled})
-                self.gradient_norms = self._gradient_norms(gradient, predictions, weights)
+                if not gradient.is_meta:
+                    self.gradient_norms = self._gradient_norms(gradient, predictions, weights)
             else:
-                feedback = {"rewards": per_example_feedback(gradient, self._labels).float().cpu()}
+                feedback = {"rewards": to_cpu(per_example_feedback(gradient, self._labels).float())}
         sends_improvement = method in ("mpl", "mpl_sampled")
-        before = self._validation_loss() if sends_improvement else 0.0
+        before = self._server.evaluate_loss(self._labelled_loss) if sends_improvement else 0.0
         self.loss = self._server.train_step(
             self._inputs, lambda logits: self._loss(logits, predictions, weights), self._purpose
         )
         if sends_improvement:
-            self.improvement = before - self._validation_loss()
+            self.improvement = before - self._server.evaluate_loss(self._labelled_loss)
         return feedback
 
     def _gradient_norms(
@@ -353,6 +359,10 @@ class _ServerStep:
         return soft_cross_entropy(logits, self._ensemble)
 
     @cached_property
+    def _labels(self) -> torch.Tensor:
+        return _draw_labels(self._ensemble, self._seed)
+
+    @cached_property
     def _labelled(self) -> dict[str, Any]:
         """The labelled examples of this step. Only a method with feedback reads them."""
         return self._server.labelled_batch(self._server.batch_size, *self._purpose)
@@ -371,19 +381,3 @@ class _ServerStep:
                 "`server_dataset`, or lower `server_lr`."
             )
         return loss
-
-    def _validation_loss(self) -> float:
-        with evaluation_mode(self._server.student.model), torch.no_grad():
-            return float(self._labelled_loss())
-
-    def _gradient(self) -> torch.Tensor:
-        """`∂L_val/∂q`, of shape `(rows, classes)`, for a step of plain gradient descent."""
-        student, size = self._server.student, self._algorithm.feedback_step_size
-        parameters = {name: item for name, item in student.model.named_parameters() if item.requires_grad}
-        with evaluation_mode(student.model):
-            gradients = loss_gradients(soft_cross_entropy(student.forward(self._inputs), self._ensemble), parameters)
-            with virtual_step(parameters, gradients, size):
-                validation = loss_gradients(self._labelled_loss(), parameters)
-        return chain_rule_feedback(
-            student.model, self._inputs, validation, size, compute_logits=lambda model, inputs: student.forward(inputs)
-        )

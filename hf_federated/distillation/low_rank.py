@@ -63,12 +63,13 @@ def compress(update: Mapping[str, torch.Tensor], energy: float) -> dict[str, tor
     require("energy", energy, 0 < energy <= 1, "above 0 and at most 1")
     sent: dict[str, torch.Tensor] = {}
     for name, value in update.items():
-        if value.is_floating_point() and not value.isfinite().all():
+        # Meta tensors have no values. They are sent unchanged, which is the largest size.
+        if value.is_floating_point() and not value.is_meta and not value.isfinite().all():
             raise ValueError(
                 f"{name!r} holds NaN or infinite values and cannot be compressed. Lower this client's learning rate, "
                 "clip its gradients (`max_grad_norm`), or check its data."
             )
-        is_matrix = value.is_floating_point() and value.ndim == 2 and value.numel() > 0
+        is_matrix = value.is_floating_point() and value.ndim == 2 and value.numel() > 0 and not value.is_meta
         factors = _factors(value, energy) if is_matrix else ()
         if factors and sum(factor.nbytes for factor in factors) < value.nbytes:
             sent.update({f"{name}/{kind}": factor for kind, factor in zip(FACTORS, factors, strict=True)})

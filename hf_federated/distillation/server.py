@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from ..clients.student import Student
 from ..messages import public_order
 from ..utils.random import derived_seed, isolated_rng
 from ..utils.weighted_mean import State
+from .feedback import chain_rule_feedback, evaluation_mode, loss_gradients, virtual_step
 from .lazy_rows import LazyRows
+from .losses import soft_cross_entropy
 from .public_rows import PublicRows
 from .teachers import Teachers
 
@@ -108,7 +110,7 @@ class DistillationServer:
         """Number of mini-batches in a pass over the public examples."""
         return -(-self.num_rows // self.batch_size)
 
-    def mini_batches(self, round: int, epoch: int) -> list[PublicRows]:
+    def mini_batches(self, round: int, epoch: int) -> Iterable[PublicRows]:
         """
         Split the public examples into mini-batches. Each epoch has its own order.
 
@@ -218,6 +220,41 @@ class DistillationServer:
         with isolated_rng(derived_seed(self.seed, "server step", *purpose)):
             logits = self.student.forward(inputs)
         return self.student.step(loss(logits))
+
+    def evaluate_loss(self, loss: Callable[[], torch.Tensor]) -> float:
+        """
+        Compute a loss of the server's model without dropout.
+
+        Args:
+            loss (`Callable`): `loss()`, a scalar.
+        """
+        with evaluation_mode(self.student.model), torch.no_grad():
+            return float(loss())
+
+    def ensemble_gradient(
+        self, inputs: dict[str, Any], ensemble: torch.Tensor, loss: Callable[[], torch.Tensor], step_size: float
+    ) -> torch.Tensor:
+        """
+        Differentiate a loss after a step of plain gradient descent with respect to the ensemble of the step.
+
+        Args:
+            inputs (`dict[str, Any]`): The batch of public examples, as inputs of the model.
+            ensemble (`torch.Tensor`): Probabilities `q` that the step learns, of shape `(rows, classes)`.
+            loss (`Callable`): `loss()`, a scalar of the model after the step.
+            step_size (`float`): Step size of the gradient descent.
+
+        Returns:
+            `torch.Tensor`: `∂L/∂q`, of shape `(rows, classes)`.
+        """
+        student = self.student
+        parameters = {name: item for name, item in student.model.named_parameters() if item.requires_grad}
+        with evaluation_mode(student.model):
+            gradients = loss_gradients(soft_cross_entropy(student.forward(inputs), ensemble), parameters)
+            with virtual_step(parameters, gradients, step_size):
+                after = loss_gradients(loss(), parameters)
+        return chain_rule_feedback(
+            student.model, inputs, after, step_size, compute_logits=lambda model, inputs: student.forward(inputs)
+        )
 
     def labelled_batch(self, size: int, *purpose: str | int) -> dict[str, Any]:
         """

@@ -78,8 +78,12 @@ class ExpectedReply:
 
 
 def first_non_finite(state: Mapping[str, torch.Tensor]) -> str | None:
-    """Return the name of the first tensor with NaN or infinite values, or `None`."""
-    floating = {name: value for name, value in state.items() if value.is_floating_point() and value.numel()}
+    """Return the name of the first tensor with NaN or infinite values, or `None`. Meta tensors have no values."""
+    floating = {
+        name: value
+        for name, value in state.items()
+        if value.is_floating_point() and value.numel() and not value.is_meta
+    }
     if not floating:
         return None
     # As in `is_finite`, with one transfer from an accelerator for all tensors.

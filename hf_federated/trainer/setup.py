@@ -135,7 +135,7 @@ class FederationSetup:
         aggregation = _find_aggregation(user_callbacks, resolved, distillation)
         resolved = resolve_keep_local(resolved, aggregation, distillation)
         _install_anomaly_report(trainer, user_callbacks, resolved, aggregation)
-        steps = [*postprocessors, *_algorithm_postprocessors(aggregation, resolved)]
+        steps = [*postprocessors, *algorithm_postprocessors(aggregation, resolved)]
         _check_methods(trainer, resolved, aggregation, distillation, launched.world_size)
         check_participants(aggregation, distillation, participants, clients, postprocessors, args)
         check_given_models(participants, trainer.model)
@@ -317,7 +317,7 @@ def _install_anomaly_report(
         trainer.add_callback(AnomalyReport())
 
 
-def _algorithm_postprocessors(algorithm: Aggregation, config: FederatedConfig) -> list[Postprocessor]:
+def algorithm_postprocessors(algorithm: Aggregation, config: FederatedConfig) -> list[Postprocessor]:
     """Return the postprocessors of the algorithm, or of `exchange_dtype`. They follow the user's postprocessors."""
     steps = algorithm.postprocessors()
     dtype = exchange_dtype(config.exchange_dtype)

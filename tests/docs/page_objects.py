@@ -46,6 +46,7 @@ def objects(page: str) -> dict[str, Any]:
 
 WITH_TRAINER = (
     "docs/how-to/ledger.md",
+    "docs/how-to/estimate.md",
     "docs/how-to/cards.md",
     "docs/how-to/what-leaves-a-client.md",
     "docs/how-to/resuming.md",

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
 from hf_federated._compat import checkpointing_settings
-from hf_federated.adapters import Exchange as ExchangedTensors
 from hf_federated.adapters.freezing import freeze_layers
-from hf_federated.aggregation import Aggregation, FedOpt, LocalOnly, build_aggregation
-from hf_federated.clients import ClientSampler, RowLimit, batches_per_round
-from hf_federated.clients.sampling import limit_examples
+from hf_federated.aggregation import LocalOnly, build_aggregation
 from hf_federated.config import FederatedConfig
-from hf_federated.distillation import Distillation, FedID, build_distillation
+from hf_federated.distillation import build_distillation
+from hf_federated.experiments.estimate.dry_parties import DryFederation
+from hf_federated.experiments.estimate.dry_round import DryRun, dry_run
 from hf_federated.experiments.estimate.meta_model import meta_model
 from hf_federated.experiments.estimate.results import Estimate, PartyEstimate, UnitEstimate
-from hf_federated.experiments.estimate.round_messages import RoundMessages, total_bytes
 from hf_federated.experiments.estimate.sizes import DataSizes, EstimateOptions, Lengths, find_lengths
 from hf_federated.experiments.estimate.step_cost import (
     StepCost,
@@ -33,22 +28,10 @@ from hf_federated.experiments.estimate.step_cost import (
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe.sections import ModelSection
+from hf_federated.messages import Evaluate
 from hf_federated.tasks import LanguageModeling, QuestionAnswering, SequenceTagging, Task
 from hf_federated.trainer.checks.arguments import resolve_federation, resolve_keep_local
-
-
-@dataclass(frozen=True)
-class _Round:
-    """Settings of a round, and the number of micro-batches of each client, if the numbers of examples are known."""
-
-    config: FederatedConfig
-    aggregation: Aggregation
-    distillation: Distillation | None
-    client_ids: list[str]
-    cohort: list[str]
-    num_examples: dict[str, int]
-    num_batches: dict[str, int] | None
-    num_public: int
+from hf_federated.trainer.setup import algorithm_postprocessors
 
 
 def estimate_federation(
@@ -66,96 +49,64 @@ def estimate_federation(
     Raises:
         RecipeError: If a model cannot be built, or the number of public examples is missing.
     """
-    plan = _plan(recipe, args, sizes)
     model = meta_model(recipe.model, sizes.task)
+    lengths = find_lengths(sizes.task, model.config, options)
     with recipe_errors("federation"):
-        if plan.config.freeze is not None:
-            freeze_layers(model, plan.config.freeze)
-        state = ExchangedTensors(model, plan.config.exchange, plan.config.keep_local).tensors
-        lengths = find_lengths(sizes.task, model.config, options)
-        num_positions, num_classes = _prediction_shape(sizes.task, model, lengths, plan.num_public)
-        messages = {
-            client_id: RoundMessages(
-                plan.config,
-                plan.aggregation,
-                state,
-                num_examples=plan.num_examples.get(client_id, 0),
-                num_steps=_num_steps(plan, client_id, args),
-                distillation=plan.distillation,
-                num_public=plan.num_public,
-                num_positions=num_positions,
-                num_classes=num_classes,
-                batch_size=args.train_batch_size,
-                num_rounds=plan.config.num_rounds or 1,
-            ).of_client(client_id)
-            for client_id in plan.cohort
-        }
-        exchanged = sum(tensor.nbytes for tensor in state.values())
-        sums = sum(tensor.numel() * (8 if tensor.dtype.itemsize >= 4 else 4) for tensor in state.values())
+        federation = _describe(recipe, args, sizes, model, lengths)
+        config, aggregation, distillation = federation.config, federation.aggregation, federation.distillation
+        num_rounds = config.num_rounds or 1
+        # The messages of later rounds are those of the second one.
+        run = dry_run(federation, min(num_rounds, 2))
+        state = federation.exchange().tensors.values()
+        exchanged = sum(tensor.nbytes for tensor in state)
+        sums = sum(tensor.numel() * (8 if tensor.dtype.itemsize >= 4 else 4) for tensor in state)
         cost = _model_cost(model, sizes.task, args, args.per_device_train_batch_size, lengths)
     clients = _client_costs(recipe, args, sizes, options, cost)
-    bytes_of = [total_bytes(items) for items in messages.values()]
-    exchanges = next(iter(messages.values()))
+    rounds, cohort = run.ledger.rounds(), run.exchanges[0]
+    exchanges = [dataclasses.replace(item, count=count) for item, count in next(iter(cohort.values())).items()]
+    is_known = config.local_steps is not None or all(federation.num_examples[client_id] for client_id in cohort)
     unit = UnitEstimate(
         "round",
-        len(plan.cohort),
+        rounds[0]["num_clients"],
         exchanges,
-        sum(down for down, _ in bytes_of),
-        sum(up for _, up in bytes_of),
+        rounds[0]["bytes_down"],
+        rounds[0]["bytes_up"],
         sum(item.count for item in exchanges),
-        _client_flops(plan, clients, args),
-        _server_flops(plan, cost, args),
-    )
-    sends = plan.aggregation.exchanges_parameters or (
-        plan.distillation is not None and plan.distillation.sends_parameters
+        run.client_flops(max(clients.values(), key=lambda cost: cost.flops)) if is_known else None,
+        run.server_flops(cost) if distillation is None or federation.num_public else None,
     )
     # A client with its own model keeps the initial parameters, another client the received ones.
-    kept = exchanged if sends or plan.distillation is not None else 0
-    num_rounds = plan.config.num_rounds or 1
+    kept = exchanged if aggregation.exchanges_parameters or distillation is not None else 0
     return Estimate(
-        family="averaging" if plan.distillation is None else "distillation",
-        method=(plan.distillation or plan.aggregation).name,
+        family="averaging" if distillation is None else "distillation",
+        method=(distillation or aggregation).name,
         parties=[
             *(PartyEstimate.training(name, item, kept) for name, item in clients.items()),
-            _server(
-                plan, cost, exchanged, sums if plan.aggregation.exchanges_parameters else 0, num_positions, num_classes
-            ),
+            _server(federation, run, cost, exchanged, sums if aggregation.exchanges_parameters else 0),
         ],
         units=[unit],
         num_clients=sizes.num_clients,
         num_units=num_rounds,
-        run_bytes_down=num_rounds * unit.bytes_down,
-        run_bytes_up=num_rounds * unit.bytes_up,
-        notes=_notes(plan, sizes, args, lengths, cost, num_positions),
+        run_bytes_down=unit.bytes_down + (num_rounds - 1) * rounds[-1]["bytes_down"],
+        run_bytes_up=unit.bytes_up + (num_rounds - 1) * rounds[-1]["bytes_up"],
+        notes=_notes(federation, run, sizes, lengths, cost, is_known),
     )
 
 
-def _plan(recipe: Recipe, args: TrainingArguments, sizes: DataSizes) -> _Round:
-    config: FederatedConfig = build("federation", FederatedConfig, recipe.federation)
-    with recipe_errors("federation"):
-        config = resolve_federation(config, args)
-        aggregation = build_aggregation(config.aggregation, config.aggregation_kwargs)
-        distillation = build_distillation(config.distillation, config.distillation_kwargs)
-        if distillation is not None and not distillation.returns_parameters:
-            aggregation = LocalOnly()
-        config = resolve_keep_local(config, aggregation, distillation)
-        client_ids = ["client"] if sizes.num_examples is None else list(sizes.num_examples)
-        share = config.clients_per_round if sizes.num_examples is not None else 1.0
-        cohort = list(ClientSampler(client_ids, share, config.federation_seed or 0)(0))
-        aggregation.setup(config.num_rounds or 1, len(client_ids))
-    known = {client_id: number for client_id, number in (sizes.num_examples or {}).items() if number is not None}
-    max_rows = RowLimit(dict.fromkeys(cohort) | known, config.balance, config.max_rows_per_round)(cohort)
-    num_examples = {client_id: limit_examples(number, max_rows) for client_id, number in known.items()}
-    num_batches = None
-    if config.local_steps is not None or all(client_id in known for client_id in cohort):
-        batches = batches_per_round(
-            {client_id: known.get(client_id) for client_id in cohort},
-            config.local_epochs,
-            config.local_steps,
-            args,
-            max_rows,
-        )
-        num_batches = {client_id: int(number) for client_id, number in batches.items()}
+def _describe(
+    recipe: Recipe, args: TrainingArguments, sizes: DataSizes, model: Any, lengths: Lengths
+) -> DryFederation:
+    """Describe the federation of a recipe. The model is frozen as configured."""
+    config = resolve_federation(build("federation", FederatedConfig, recipe.federation), args)
+    aggregation = build_aggregation(config.aggregation, config.aggregation_kwargs)
+    distillation = build_distillation(config.distillation, config.distillation_kwargs)
+    if distillation is not None and not distillation.returns_parameters:
+        aggregation = LocalOnly()
+    config = resolve_keep_local(config, aggregation, distillation)
+    if sizes.num_examples is None:
+        config = dataclasses.replace(config, clients_per_round=1.0)
+    if config.freeze is not None:
+        freeze_layers(model, config.freeze)
     num_public = 0
     if distillation is not None and distillation.requirements.public_dataset:
         if sizes.num_public is None:
@@ -164,14 +115,20 @@ def _plan(recipe: Recipe, args: TrainingArguments, sizes: DataSizes) -> _Round:
                 " --num-public."
             )
         num_public = sizes.num_public
-    return _Round(config, aggregation, distillation, client_ids, cohort, num_examples, num_batches, num_public)
-
-
-def _num_steps(plan: _Round, client_id: str, args: TrainingArguments) -> int:
-    if plan.num_batches is None:
-        return 0
-    epochs = 1 if plan.config.local_steps is not None else plan.config.local_epochs
-    return epochs * math.ceil(plan.num_batches[client_id] / epochs / args.gradient_accumulation_steps)
+    num_positions, num_classes = _prediction_shape(sizes.task, model, lengths, num_public)
+    return DryFederation(
+        config=config,
+        args=args,
+        model=model,
+        aggregation=aggregation,
+        distillation=distillation,
+        num_examples=sizes.num_examples or {"client": None},
+        postprocessors=algorithm_postprocessors(aggregation, config),
+        num_tokens=lengths.source,
+        num_public=num_public,
+        num_positions=num_positions,
+        num_classes=num_classes,
+    )
 
 
 def _prediction_shape(task: Task, model: Any, lengths: Lengths, num_public: int) -> tuple[int, int]:
@@ -227,52 +184,16 @@ def _client_costs(
     return costs
 
 
-def _client_flops(plan: _Round, costs: Mapping[str, StepCost], args: TrainingArguments) -> int | None:
-    """Operations of the client with the most work in a round: local training, predictions and distillation."""
-    if plan.num_batches is None:
-        return None
-    largest = max(costs.values(), key=lambda cost: cost.flops)
-    flops = max(plan.num_batches.values()) * largest.flops
-    if plan.distillation is not None and plan.num_public:
-        batches = math.ceil(plan.num_public / args.per_device_train_batch_size)
-        if isinstance(plan.distillation, FedID):
-            flops += plan.distillation.public_epochs * batches * largest.flops
-        else:
-            flops += batches * largest.forward_flops
-            if "client_epochs" not in plan.distillation.ignores:
-                flops += plan.distillation.client_epochs * batches * largest.flops
-    return flops
-
-
-def _server_flops(plan: _Round, cost: StepCost, args: TrainingArguments) -> int | None:
-    """Operations of the server's distillation. Averaging needs none that count. `None` if they are not known."""
-    if plan.distillation is None:
-        return 0
-    if not plan.num_public:
-        return None
-    batches = math.ceil(plan.num_public / args.per_device_train_batch_size)
-    if isinstance(plan.distillation, FedID):
-        # The feedback needs two gradients and a pass in forward mode in addition to the step of the server.
-        has_gradient = plan.distillation.feedback in ("chain_rule", "per_example")
-        step = 3 * cost.flops + 2 * cost.forward_flops if has_gradient else cost.flops
-        return plan.distillation.public_epochs * batches * step
-    predicts = "client_epochs" not in plan.distillation.ignores and plan.distillation.broadcasts == "logits"
-    return plan.distillation.server_epochs * batches * cost.flops + predicts * batches * cost.forward_flops
-
-
-def _server(
-    plan: _Round, cost: StepCost, exchanged: int, sums: int, num_positions: int, num_classes: int
-) -> PartyEstimate:
+def _server(federation: DryFederation, run: DryRun, cost: StepCost, exchanged: int, sums: int) -> PartyEstimate:
     """The server: a model, the global state, sums of updates, and with distillation predictions and training."""
-    if plan.distillation is not None:
+    distillation = federation.distillation
+    if distillation is not None:
         predictions = 0
-        if not plan.distillation.returns_parameters:
-            predictions = len(plan.cohort) * num_positions * num_classes * 4
+        if not distillation.returns_parameters:
+            predictions = len(run.exchanges[0]) * federation.num_positions * federation.num_classes * 4
         # The server keeps the global state, and the initial state or the sums of the updates.
         return PartyEstimate.training("server", cost, predictions + exchanged + (sums or exchanged))
-    optimizer = 0
-    if isinstance(plan.aggregation, FedOpt):
-        optimizer = 3 * sums // 2  # a copy of the state and two moments, in the width of the state
+    optimizer = run.state_bytes
     return PartyEstimate(
         "server",
         cost.num_parameters,
@@ -287,8 +208,9 @@ def _server(
 
 
 def _notes(
-    plan: _Round, sizes: DataSizes, args: TrainingArguments, lengths: Lengths, cost: StepCost, num_positions: int
+    federation: DryFederation, run: DryRun, sizes: DataSizes, lengths: Lengths, cost: StepCost, is_known: bool
 ) -> list[str]:
+    args, aggregation, distillation = federation.args, federation.aggregation, federation.distillation
     target = "" if lengths.target is None else f" and {lengths.target} target tokens"
     notes = [
         f"Clients and examples: {sizes.source}.",
@@ -297,17 +219,21 @@ def _notes(
     ]
     if sizes.num_examples is None:
         notes.append("The number of clients is not known: the numbers are those of one client. Pass --num-clients.")
-    if plan.num_batches is None:
+    if not is_known:
         notes.append("The numbers of examples are not known, so the time has no computation. Pass --num-examples.")
-    if plan.distillation is not None and num_positions != plan.num_public:
+    if distillation is not None and federation.num_positions != federation.num_public:
         notes.append(
-            f"Predictions cover at most {num_positions} positions: the maximum length of {plan.num_public} public"
-            " examples."
+            f"Predictions cover at most {federation.num_positions} positions: the maximum length of"
+            f" {federation.num_public} public examples."
         )
-    if plan.distillation is not None and not plan.num_public:
-        notes.append(f"The computation of the server with {plan.distillation.name} is not estimated.")
-    if plan.aggregation.postprocessors():
-        notes.append(f"{plan.aggregation.name} can compress its messages, so the bytes are an upper bound.")
+    if distillation is not None and not federation.num_public:
+        notes.append(f"The computation of the server with {distillation.name} is not estimated.")
+    if aggregation.postprocessors():
+        notes.append(f"{aggregation.name} can compress its messages, so the bytes are an upper bound.")
+    if run.without_state:
+        notes.append(f"The bytes assume that the messages of {aggregation.name} do not depend on its new state.")
+    if any(item.name == Evaluate.kind for items in run.exchanges[0].values() for item in items):
+        notes.append("The metrics of an evaluation on the clients are counted as five numbers.")
     if cost.optimizer_state is None:
         notes.append(f"The state of optim={args.optim!s} is not known on this machine.")
     return notes

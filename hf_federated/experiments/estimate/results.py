@@ -3,13 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_federated.experiments.estimate.round_messages import Exchange, total_bytes
 from hf_federated.experiments.estimate.sizes import EstimateOptions
 from hf_federated.experiments.estimate.step_cost import StepCost
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """
+    A message of the server and the reply of a client.
+
+    Args:
+        name (`str`): Name of the phase or of the messages.
+        bytes_down (`int`): Size of the message.
+        bytes_up (`int`): Size of the reply.
+        count (`int`, *optional*, defaults to `1`): Number of such exchanges in a round.
+    """
+
+    name: str
+    bytes_down: int
+    bytes_up: int
+    count: int = 1
+
+
+def total_bytes(exchanges: Iterable[Exchange]) -> tuple[int, int]:
+    """Return the bytes down and up of some exchanges."""
+    found = list(exchanges)
+    return sum(item.bytes_down * item.count for item in found), sum(item.bytes_up * item.count for item in found)
 
 
 @dataclass(frozen=True)
@@ -236,10 +259,10 @@ def describe(estimate: Estimate, options: EstimateOptions) -> list[str]:
 
 def _describe_unit(unit: UnitEstimate, options: EstimateOptions) -> list[str]:
     lines = [f"One {unit.name}, {_count(unit.num_clients, 'client')}"]
-    rows = [
-        (item.name, str(item.count), _size(item.bytes_down * item.count), _size(item.bytes_up * item.count))
-        for item in unit.exchanges
-    ]
+    rows = []
+    for name in dict.fromkeys(item.name for item in unit.exchanges):
+        items = [item for item in unit.exchanges if item.name == name]
+        rows.append((name, str(sum(item.count for item in items)), *map(_size, total_bytes(items))))
     down, up = total_bytes(unit.exchanges)
     rows.append(("a client", str(unit.round_trips), _size(down), _size(up)))
     if unit.num_clients > 1:

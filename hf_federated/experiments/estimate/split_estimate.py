@@ -11,8 +11,7 @@ from transformers import TrainingArguments
 
 from hf_federated._compat import checkpointing_settings
 from hf_federated.experiments.estimate.meta_model import meta_model
-from hf_federated.experiments.estimate.results import Estimate, PartyEstimate, UnitEstimate
-from hf_federated.experiments.estimate.round_messages import total_bytes
+from hf_federated.experiments.estimate.results import Estimate, PartyEstimate, UnitEstimate, total_bytes
 from hf_federated.experiments.estimate.sizes import DataSizes, EstimateOptions, find_lengths
 from hf_federated.experiments.estimate.split_messages import (
     SplitMessages,

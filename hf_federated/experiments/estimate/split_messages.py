@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_federated.experiments.estimate.round_messages import Exchange
+from hf_federated.experiments.estimate.results import Exchange
 from hf_federated.messages import Serializable
 from hf_federated.messages.serialization import packed_size
 from hf_federated.security.authenticated_encryption import OVERHEAD_BYTES
