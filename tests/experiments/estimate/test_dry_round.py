@@ -16,7 +16,15 @@ from peft import LoraConfig, get_peft_model
 from tiny import arguments, rows, tiny_model
 from transformers import BertConfig, BertForSequenceClassification
 
-from hf_federated import ClipUpdate, FederatedConfig, FederatedTrainer, FedID, GaussianNoise, Postprocessor
+from hf_federated import (
+    ClipUpdate,
+    FederatedConfig,
+    FederatedTrainer,
+    FedID,
+    GaussianNoise,
+    Postprocessor,
+    QuantizeChanges,
+)
 from hf_federated.engines import LocalEngine
 from hf_federated.experiments.estimate.dry_parties import DryFederation
 from hf_federated.experiments.estimate.dry_round import DryRoundError, describe_trainer, dry_round, dry_run
@@ -110,6 +118,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clipping": {"trainer": {"postprocessors": [ClipUpdate(0.1), GaussianNoise(0.1)]}},
     "steps of the user": {"trainer": {"postprocessors": [HalfOfTheTensors(), SendLargeValues()]}},
     "all": {"federation": {"exchange": "all", "freeze": "embeddings+1"}},
+    "local head": {"federation": {"keep_local": "head", "aggregation": "fedavg"}},
+    "8 bits": {"trainer": {"postprocessors": [QuantizeChanges()]}, "num_rounds": 3},
+    "4 bits": {"trainer": {"postprocessors": [QuantizeChanges(bits=4)]}, "federation": {"clients_per_round": 2}},
     "asking": {"federation": {"aggregation": AskingAverage()}, "num_rounds": 3},
     "asking, with values": {"federation": {"aggregation": AskingAverage(reads_values=True)}, "num_rounds": 3},
 }
