@@ -83,6 +83,9 @@ class ClozeClassification(CandidateTask):
     label_column: str = "label"
     max_length: int | None = None
 
+    # The metric for comparing runs.
+    main_metric = "accuracy"
+
     def __post_init__(self) -> None:
         for argument in ("label_names", "words"):
             object.__setattr__(self, argument, check_names(argument, getattr(self, argument)))
@@ -111,11 +114,6 @@ class ClozeClassification(CandidateTask):
                 f"`template` is {self.template!r}, which contains the label column {self.label_column!r}. The prompt"
                 " must not contain the label."
             )
-
-    @property
-    def main_metric(self) -> str:
-        """The metric for comparing runs."""
-        return "accuracy"
 
     @property
     def text_columns(self) -> tuple[str, ...]:

@@ -84,6 +84,8 @@ class LanguageModeling(Task):
     block_size: int | None = None
     mlm_probability: float = 0.15
 
+    # The metric for comparing runs.
+    main_metric = "perplexity"
     lower_is_better: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -104,11 +106,6 @@ class LanguageModeling(Task):
     def prediction_unit(self) -> str | None:  # type: ignore[override]  # a class attribute in the other tasks
         """`"token"` for causal models, `None` for masked models, because clients mask different tokens."""
         return "token" if self.objective == "causal" else None
-
-    @property
-    def main_metric(self) -> str:
-        """The metric for comparing runs."""
-        return "perplexity"
 
     @property
     def one_feature_per_example(self) -> bool:

@@ -102,6 +102,8 @@ class QuestionAnswering(Task):
     context_column: str = "context"
     answers_column: str = "answers"
 
+    # The metric for comparing runs.
+    main_metric = "token_f1"
     model_class: ClassVar[Any] = AutoModelForQuestionAnswering
     # The softmax is over the tokens of the input, which depend on the tokenizer.
     prediction_unit = None
@@ -112,11 +114,6 @@ class QuestionAnswering(Task):
         check_length("max_length", self.max_length, minimum=self.stride + 1)
         check_length("n_best", self.n_best)
         check_length("max_answer_length", self.max_answer_length)
-
-    @property
-    def main_metric(self) -> str:
-        """The metric for comparing runs."""
-        return "token_f1"
 
     @property
     def one_feature_per_example(self) -> bool:

@@ -101,6 +101,8 @@ class Summarization(Task):
     max_target_length: int = 64
     use_stemmer: bool = True
 
+    # The metric for comparing runs.
+    main_metric = "rougeL"
     model_class: ClassVar[Any] = AutoModelForCausalLM
     trainer_class: ClassVar[type[Trainer]] = Seq2SeqTrainer
     arguments_class: ClassVar[type[TrainingArguments]] = Seq2SeqTrainingArguments
@@ -109,11 +111,6 @@ class Summarization(Task):
     def __post_init__(self) -> None:
         check_length("max_source_length", self.max_source_length)
         check_length("max_target_length", self.max_target_length, minimum=2)
-
-    @property
-    def main_metric(self) -> str:
-        """The metric for comparing runs."""
-        return "rougeL"
 
     @property
     def columns(self) -> tuple[str, ...]:

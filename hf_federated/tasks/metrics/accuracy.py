@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import evaluate
 import numpy as np
-from datasets import Features, Value
 
-from .base import LocalMetric
+from .base import LABEL_FEATURES, LocalMetric
 
 
 class Accuracy(LocalMetric):
@@ -32,14 +30,10 @@ class Accuracy(LocalMetric):
     ```
     """
 
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Fraction of predictions that equal their reference.",
-            citation="",
-            inputs_description="predictions and references: one label ID per example.",
-            features=Features({"predictions": Value("int64"), "references": Value("int64")}),
-            format="numpy",
-        )
+    summary = "Fraction of predictions that equal their reference."
+    inputs = "predictions and references: one label ID per example."
+    features_of_inputs = LABEL_FEATURES
+    array_format = "numpy"
 
     def _compute(self, predictions: np.ndarray, references: np.ndarray) -> dict[str, Any]:
         return {"accuracy": float(np.mean(predictions == references))}

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import evaluate
-from datasets import Features
+from datasets import Features, List, Value
+
+
+# A label ID for each example.
+LABEL_FEATURES = Features({"predictions": Value("int64"), "references": Value("int64")})
+# A text for each example, with one reference text or several.
+TEXT_FEATURES = [
+    Features({"predictions": Value("string"), "references": List(Value("string"))}),
+    Features({"predictions": Value("string"), "references": Value("string")}),
+]
 
 
 class LocalMetric(evaluate.Metric):
@@ -43,6 +52,12 @@ class LocalMetric(evaluate.Metric):
     ```
     """
 
+    # What the metric computes, its inputs in words, their types, and the type of array that `_compute` receives.
+    summary: ClassVar[str]
+    inputs: ClassVar[str]
+    features_of_inputs: ClassVar[Features | list[Features]]
+    array_format: ClassVar[str | None] = None
+
     def __init__(
         self,
         config_name: str | None = None,
@@ -54,6 +69,15 @@ class LocalMetric(evaluate.Metric):
             keep_in_memory = cache_dir is None and kwargs.get("num_process", 1) == 1
         self.keep_in_memory = keep_in_memory  # `_build_data_dir` reads it before the parent class sets it
         super().__init__(config_name, keep_in_memory=keep_in_memory, cache_dir=cache_dir, **kwargs)
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description=self.summary,
+            citation="",
+            inputs_description=self.inputs,
+            features=self.features_of_inputs,
+            format=self.array_format,
+        )
 
     def _build_data_dir(self) -> str:
         """Skip the directory that the parent class creates in the user's cache even if it writes no file."""

@@ -7,10 +7,7 @@ import re
 from collections import Counter
 from typing import Any
 
-import evaluate
-from datasets import Features, List, Value
-
-from .base import LocalMetric, reference_texts
+from .base import TEXT_FEATURES, LocalMetric, reference_texts
 
 
 MAX_ORDER = 4
@@ -50,16 +47,9 @@ class Bleu(LocalMetric):
     ```
     """
 
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Corpus-level BLEU-4.",
-            citation="",
-            inputs_description="predictions: one text per example. references: one text per example, or a list.",
-            features=[
-                Features({"predictions": Value("string"), "references": List(Value("string"))}),
-                Features({"predictions": Value("string"), "references": Value("string")}),
-            ],
-        )
+    summary = "Corpus-level BLEU-4."
+    inputs = "predictions: one text per example. references: one text per example, or a list."
+    features_of_inputs = TEXT_FEATURES
 
     def _compute(self, predictions: list[str], references: list[str] | list[list[str]]) -> dict[str, Any]:
         num_matches, num_ngrams = [0] * MAX_ORDER, [0] * MAX_ORDER

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import evaluate
-
 from .answers import FEATURES, mean_best_score
 from .base import LocalMetric
 
@@ -35,13 +33,9 @@ class ExactMatch(LocalMetric):
     ```
     """
 
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Fraction of answers that equal a gold answer after SQuAD's normalization.",
-            citation="",
-            inputs_description="predictions: one answer per example, '' for none. references: a list of gold answers.",
-            features=FEATURES,
-        )
+    summary = "Fraction of answers that equal a gold answer after SQuAD's normalization."
+    inputs = "predictions: one answer per example, '' for none. references: a list of gold answers."
+    features_of_inputs = FEATURES
 
     def _compute(self, predictions: list[str], references: list[list[str]]) -> dict[str, Any]:
         return {"exact_match": mean_best_score(lambda answer, gold: float(answer == gold), predictions, references)}

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import evaluate
 import numpy as np
-from datasets import Features, Value
 
-from .base import LocalMetric, require_extra
+from .base import LABEL_FEATURES, LocalMetric, require_extra
 
 
 class F1(LocalMetric):
@@ -45,6 +43,11 @@ class F1(LocalMetric):
     ```
     """
 
+    summary = "Macro and weighted F1 over classes."
+    inputs = "predictions and references: one label ID per example."
+    features_of_inputs = LABEL_FEATURES
+    array_format = "numpy"
+
     def __init__(self, labels: Sequence[int] | None = None, positive_label: int | None = None, **kwargs: Any) -> None:
         require_extra("sklearn", "scikit-learn", "F1")
         if labels is not None and len(labels) == 0:
@@ -52,15 +55,6 @@ class F1(LocalMetric):
         self.labels = None if labels is None else list(labels)
         self.positive_label = positive_label
         super().__init__(**kwargs)
-
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Macro and weighted F1 over classes.",
-            citation="",
-            inputs_description="predictions and references: one label ID per example.",
-            features=Features({"predictions": Value("int64"), "references": Value("int64")}),
-            format="numpy",
-        )
 
     def _compute(self, predictions: np.ndarray, references: np.ndarray) -> dict[str, Any]:
         from sklearn.metrics import f1_score

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import evaluate
 import numpy as np
-from datasets import Features, Value
 
-from .base import LocalMetric, require_extra
+from .base import LABEL_FEATURES, LocalMetric, require_extra
 
 
 class MatthewsCorrelation(LocalMetric):
@@ -38,18 +36,14 @@ class MatthewsCorrelation(LocalMetric):
     ```
     """
 
+    summary = "Matthews correlation coefficient."
+    inputs = "predictions and references: one label ID per example."
+    features_of_inputs = LABEL_FEATURES
+    array_format = "numpy"
+
     def __init__(self, **kwargs: Any) -> None:
         require_extra("sklearn", "scikit-learn", "MatthewsCorrelation")
         super().__init__(**kwargs)
-
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Matthews correlation coefficient.",
-            citation="",
-            inputs_description="predictions and references: one label ID per example.",
-            features=Features({"predictions": Value("int64"), "references": Value("int64")}),
-            format="numpy",
-        )
 
     def _compute(self, predictions: np.ndarray, references: np.ndarray) -> dict[str, Any]:
         from sklearn.metrics import matthews_corrcoef

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import evaluate
 import numpy as np
 from datasets import Features, Value
 
@@ -39,15 +38,11 @@ class MultiRC(LocalMetric):
     ```
     """
 
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="F1 over answers, and exact match over questions.",
-            citation="",
-            inputs_description="predictions, references: 1 for a correct answer, else 0. questions: its question.",
-            features=Features(
-                {"predictions": Value("int64"), "references": Value("int64"), "questions": Value("string")}
-            ),
-        )
+    summary = "F1 over answers, and exact match over questions."
+    inputs = "predictions, references: 1 for a correct answer, else 0. questions: its question."
+    features_of_inputs = Features(
+        {"predictions": Value("int64"), "references": Value("int64"), "questions": Value("string")}
+    )
 
     def _compute(self, predictions: list[int], references: list[int], questions: list[str]) -> dict[str, Any]:
         predicted, true = np.array(predictions), np.array(references)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import evaluate
 import numpy as np
 from datasets import Features, Value
 
@@ -39,16 +38,10 @@ class Perplexity(LocalMetric):
     ```
     """
 
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Exponential of the mean negative log-likelihood per token.",
-            citation="",
-            inputs_description=(
-                "nll: negative log-likelihood in nats, summed over tokens. num_tokens: the number of these tokens."
-            ),
-            features=Features({"nll": Value("float64"), "num_tokens": Value("int64")}),
-            format="numpy",
-        )
+    summary = "Exponential of the mean negative log-likelihood per token."
+    inputs = "nll: negative log-likelihood in nats, summed over tokens. num_tokens: the number of these tokens."
+    features_of_inputs = Features({"nll": Value("float64"), "num_tokens": Value("int64")})
+    array_format = "numpy"
 
     def _compute(self, nll: np.ndarray, num_tokens: np.ndarray) -> dict[str, Any]:
         if (num_tokens < 0).any():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import evaluate
 import numpy as np
-from datasets import Features, List, Value
 
-from .base import LocalMetric, reference_texts, require_extra
+from .base import TEXT_FEATURES, LocalMetric, reference_texts, require_extra
 
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
@@ -48,21 +46,14 @@ class Rouge(LocalMetric):
     ```
     """
 
+    summary = "F-measures of ROUGE-1, ROUGE-2 and ROUGE-L."
+    inputs = "predictions: one text per example. references: one text per example, or a list."
+    features_of_inputs = TEXT_FEATURES
+
     def __init__(self, use_stemmer: bool = False, **kwargs: Any) -> None:
         require_extra("rouge_score", "rouge-score", "Rouge")
         self.use_stemmer = use_stemmer
         super().__init__(**kwargs)
-
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="F-measures of ROUGE-1, ROUGE-2 and ROUGE-L.",
-            citation="",
-            inputs_description="predictions: one text per example. references: one text per example, or a list.",
-            features=[
-                Features({"predictions": Value("string"), "references": List(Value("string"))}),
-                Features({"predictions": Value("string"), "references": Value("string")}),
-            ],
-        )
 
     def _compute(self, predictions: list[str], references: list[str] | list[list[str]]) -> dict[str, Any]:
         from rouge_score.rouge_scorer import RougeScorer

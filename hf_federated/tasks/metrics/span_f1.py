@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import evaluate
 from datasets import Features, List, Value
 
 from .base import LocalMetric, require_extra
@@ -48,20 +47,16 @@ class SpanF1(LocalMetric):
     ```
     """
 
+    summary = "Precision, recall and F1 of whole entities."
+    inputs = "predictions and references: a list of tags per example, such as B-PER, I-PER and O."
+    features_of_inputs = Features({"predictions": List(Value("string")), "references": List(Value("string"))})
+
     def __init__(self, scheme: str | None = None, **kwargs: Any) -> None:
         require_extra("seqeval", "seqeval", "SpanF1")
         if scheme is not None and scheme not in SCHEMES:
             raise ValueError(f"`scheme` is {scheme!r}; allowed are None and {', '.join(map(repr, SCHEMES))}.")
         self.scheme = scheme
         super().__init__(**kwargs)
-
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Precision, recall and F1 of whole entities.",
-            citation="",
-            inputs_description="predictions and references: a list of tags per example, such as B-PER, I-PER and O.",
-            features=Features({"predictions": List(Value("string")), "references": List(Value("string"))}),
-        )
 
     def _compute(self, predictions: list[list[str]], references: list[list[str]]) -> dict[str, Any]:
         from seqeval import scheme as schemes

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import evaluate
-
 from .answers import FEATURES, mean_best_score
 from .base import LocalMetric
 
@@ -37,13 +35,9 @@ class TokenF1(LocalMetric):
     ```
     """
 
-    def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Word-level F1 of answers after SQuAD's normalization.",
-            citation="",
-            inputs_description="predictions: one answer per example, '' for none. references: a list of gold answers.",
-            features=FEATURES,
-        )
+    summary = "Word-level F1 of answers after SQuAD's normalization."
+    inputs = "predictions: one answer per example, '' for none. references: a list of gold answers."
+    features_of_inputs = FEATURES
 
     def _compute(self, predictions: list[str], references: list[list[str]]) -> dict[str, Any]:
         return {"token_f1": mean_best_score(_word_f1, predictions, references)}

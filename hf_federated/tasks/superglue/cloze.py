@@ -94,15 +94,12 @@ class SuperGlueCloze(CandidateTask):
     slot: str = "\nAnswer:"
     end_answers: bool = True
 
+    # The metric for comparing runs.
+    main_metric = "superglue_score"
     label_column: ClassVar[str] = "target"
 
     def __post_init__(self) -> None:
         check_length("max_length", self.max_length, minimum=2)
-
-    @property
-    def main_metric(self) -> str:
-        """The metric for comparing runs."""
-        return "superglue_score"
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -41,6 +41,8 @@ LABEL_NAMES: tuple[str, ...] = tuple(dict.fromkeys(name for names in LABELS.valu
 class SuperGlueTask(Task):
     """Base class of the SuperGLUE tasks that read [`superglue_rows`] and compute the benchmark's metrics."""
 
+    # The metric for comparing runs.
+    main_metric = "superglue_score"
     # Public rows are stored without this column.
     label_column: ClassVar[str] = "target"
     needs_rows: ClassVar[bool] = True
@@ -49,11 +51,6 @@ class SuperGlueTask(Task):
     @abstractmethod
     def base_task(self) -> TextClassification | Seq2Seq:
         """The task that encodes the rows."""
-
-    @property
-    def main_metric(self) -> str:
-        """The metric for comparing runs."""
-        return "superglue_score"
 
     @property
     def columns(self) -> tuple[str, ...]:
