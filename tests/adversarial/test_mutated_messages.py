@@ -11,6 +11,7 @@ from mutations import mutate
 
 from hf_federated import FederatedConfig
 from hf_federated.aggregation import build_aggregation
+from hf_federated.clients import ClientSampler
 from hf_federated.distillation import Cohort, PredictionCodec
 from hf_federated.distillation.codec import rows_of
 from hf_federated.distillation.public_rows import PublicRows
@@ -76,7 +77,7 @@ def run_rounds(aggregation: str, num_rounds: int, seed: int) -> tuple[dict[str, 
     loop = RoundLoop(
         context,
         collector,
-        lambda round: COHORT,
+        ClientSampler(COHORT, clients_per_round=1.0, seed=0),
         FederatedConfig(num_rounds=num_rounds, min_clients=len(COHORT) - 1),
         {"w": torch.ones(5), "v": torch.zeros(2, 3), "n": torch.tensor(3)},
     )
