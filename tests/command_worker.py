@@ -23,12 +23,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from forks import prepare_forks
-from rank_worker import wait
-
 from hf_federated.cli.main import main
 from hf_federated.experiments import train_recipe
 from hf_federated.experiments.network import commands
+from hf_federated.testing.processes import prepare_forks, wait
 
 
 assert commands and train_recipe  # imported before the fork, because the import takes seconds

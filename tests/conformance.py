@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from buffers import SHIFTS, ShiftedEngine
-from rank_troubles import SIZES
-from tiny import rows, tiny_model
 from torch import nn
 from transformers import TrainerCallback
 
@@ -21,28 +18,35 @@ from hf_federated import (
     ClientPart,
     Distillation,
     DistillationPart,
-    FederatedDataset,
     Round,
 )
 from hf_federated.aggregation import Accumulator, WeightedMean
 from hf_federated.distillation import Requirements
-from hf_federated.engines import Engine, LocalEngine, RankEngine
-from hf_federated.messages import ClientUpdate, Fit
+from hf_federated.messages import ClientUpdate, Fit, Message
 from hf_federated.postprocessing import ClipUpdate, Postprocessor
+from hf_federated.testing.scenario import Scenario
 
 
-# The engines of the suite, each with its numbers of processes. A new engine adds its line here.
-ENGINES: dict[str, tuple[Callable[[], Engine | None], int]] = {
-    "local": (LocalEngine, 1),
-    "serialized": (lambda: LocalEngine(serialize=True), 1),
-    "serialized at any address": (lambda: ShiftedEngine(*SHIFTS), 1),
-    "1 rank": (RankEngine, 1),
-    "2 ranks": (RankEngine, 2),
-    "2 serialized ranks": (lambda: RankEngine(serialize=True), 2),
-}
 REFERENCE = "local"
 # This engine serializes messages and has several processes. Tests with the other engines are marked slow.
 STRICTEST = "2 serialized ranks"
+
+
+@dataclass(frozen=True)
+class Question(Message):
+    """A message of `EveryAggregationHook` only."""
+
+    kind: ClassVar[str] = "question"
+    answered_by: ClassVar[str] = "answer"
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Answer(Message):
+    kind: ClassVar[str] = "answer"
+
+    values: dict[str, torch.Tensor]
 
 
 class EveryAggregationPart(ClientPart):
@@ -53,6 +57,11 @@ class EveryAggregationPart(ClientPart):
 
     def receive(self, message: Fit) -> None:
         self._message = message
+
+    def answer(self, message: Question) -> Message:
+        number = self.memory["answers"] = self.memory.get("answers", 0) + 1
+        size = message.factor * len(self.context.open_dataset())
+        return Answer(message.round, message.client_id, {"number": torch.tensor(number), "size": torch.tensor(size)})
 
     def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         return {**inputs, "output_hidden_states": True}
@@ -83,6 +92,7 @@ class EveryAggregationHook(Aggregation):
 
     name: ClassVar[str] = "every_aggregation_hook"
     client_part: ClassVar[type[ClientPart]] = EveryAggregationPart
+    messages: ClassVar[tuple[type[Message], ...]] = (Question, Answer)
     needs_gradients: ClassVar[bool] = True
 
     def __init__(self, weighting: str = "tokens", pull: float = 0.1) -> None:
@@ -97,6 +107,18 @@ class EveryAggregationHook(Aggregation):
 
     def postprocessors(self) -> list[Postprocessor]:
         return [ClipUpdate(0.05)]
+
+    def begin(self, round: Round) -> None:
+        self._answered = self._ask(round, "first questions", 0.1)
+
+    def finish(self, round: Round) -> dict[str, torch.Tensor]:
+        round.logs["answered"] = self._ask(round, "last questions", self._answered)
+        return super().finish(round)
+
+    def _ask(self, round: Round, phase: str, factor: float) -> float:
+        replies = round.ask(phase, lambda client_id: Question(round.number, client_id, factor)).values()
+        values = [reply.values for reply in replies if isinstance(reply, Answer)]
+        return sum(float(each["number"] * each["size"]) for each in values) / len(values)
 
     def fit_settings(self) -> dict[str, Any]:
         return {"scale": 1.0 + self._rounds / 7}
@@ -130,7 +152,9 @@ class EveryAggregationHook(Aggregation):
     def aggregate(self, accumulator: Accumulator, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self._rounds += 1
         squares, counts = accumulator.means["squares"], accumulator.means["counts"]
-        factor = float(counts.mean_of("examples")) / (accumulator.num_updates * self._num_clients)
+        factor = 1e-2 * self._answered + float(counts.mean_of("examples")) / (
+            accumulator.num_updates * self._num_clients
+        )
         factor += float(accumulator.extra.mean_of("steps")[1]) + 1e-3 * int(counts.mean_of("first"))
         result = {}
         for name, mean in accumulator.mean.finalize().items():
@@ -245,67 +269,36 @@ SLOW_DISTILLATIONS = ("cronus", "fedmd", "mhat")
 SLOW_SCENARIOS = {f"aggregation {name}" for name in SLOW_AGGREGATIONS}
 SLOW_SCENARIOS |= {f"distillation {name}" for name in SLOW_DISTILLATIONS}
 
-# Settings without which an algorithm does not run, or runs too long.
+# Arguments, fields of the configuration and training arguments without which an algorithm does not run, or too long.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "feddrs": {"num_samples": 3, "sample_length": 4, "num_steps": 2},
+    "fedopt": {"server_optimizer": "adam", "server_lr": 0.01},
+    # A cohort of four clients allows no hostile client.
+    "norm_bounded_mean": {"max_norm": 0.05},
+    "krum": {"num_hostile": 0, "num_selected": 2},
+    "median": {"server_optimizer": "momentum", "max_memory_mb": 0.01},
+}
 FEDERATIONS: dict[str, dict[str, Any]] = {
     "fedkd": {"num_rounds": 1},
     # Each client evaluates with its own head.
     "fedper": {"evaluate_clients": True, "client_store": "disk"},
-    "feddrs": {"distillation_kwargs": {"num_samples": 3, "sample_length": 4, "num_steps": 2}},
-    "fedopt": {"aggregation_kwargs": {"server_optimizer": "adam", "server_lr": 0.01}},
-    # A cohort of four clients allows no hostile client.
-    "norm_bounded_mean": {"aggregation_kwargs": {"max_norm": 0.05}},
-    "krum": {"aggregation_kwargs": {"num_hostile": 0, "num_selected": 2}},
-    "median": {
-        "aggregation_kwargs": {"server_optimizer": "momentum", "max_memory_mb": 0.01},
-        "report_anomalies": True,
-    },
+    "fednova": {"client_optimizer_state": "reset"},
+    "median": {"report_anomalies": True},
 }
 TRAININGS: dict[str, dict[str, Any]] = {
     "fednova": {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.05},
     "scaffold": {"optim": "sgd", "learning_rate": 0.05},
 }
+DUMMIES = {cls.name: f"{__name__}:{cls.__name__}" for cls in (EveryAggregationHook, EveryDistillationHook)}
 
 
-def client_model(client_id: str) -> nn.Module:
-    """The own model of a client, with one to three layers."""
-    number = int(client_id.split()[1])
-    return tiny_model(seed=number, num_hidden_layers=1 + number % 3, problem_type="single_label_classification")
-
-
-def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """
-    The federation of an algorithm.
-
-    Args:
-        name (`str`): One of `SCENARIOS`.
-
-    Returns:
-        `tuple`: The model, the fields of the configuration, the training arguments and other trainer arguments.
-    """
-    kind, _, algorithm = name.partition(" ")
-    clients = {f"client {number}": rows(size, seed=number) for number, size in enumerate(SIZES)}
-    federation: dict[str, Any] = {"parallelism": "clients", "clients_per_round": 4, "log_clients": True}
-    if algorithm != "fednova":
-        federation["client_optimizer_state"] = "carry"
-    training: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "eval_strategy": "steps"}
-    others: dict[str, Any] = {"train_dataset": FederatedDataset.from_dict(clients), "eval_dataset": rows(11, seed=9)}
-    if kind == "aggregation":
-        own_model = algorithm in AGGREGATIONS and AGGREGATIONS[algorithm].trains_private_models
-        is_own = algorithm == EveryAggregationHook.name
-        federation["aggregation"] = f"{__name__}:EveryAggregationHook" if is_own else algorithm
-        if algorithm == "fedper":
-            others["eval_dataset"] = FederatedDataset.from_dict({name: rows(5, seed=9) for name in clients})
-        if algorithm in AGGREGATIONS and AGGREGATIONS[algorithm].trains_on_server:
-            others["server_dataset"] = rows(6, seed=21)
-    else:
-        method = EveryDistillationHook() if algorithm == EveryDistillationHook.name else DISTILLATIONS[algorithm]()
-        own_model = not method.sends_parameters
-        is_own = algorithm == EveryDistillationHook.name
-        federation["distillation"] = f"{__name__}:EveryDistillationHook" if is_own else algorithm
-        if method.requirements.public_dataset:
-            others |= {"public_dataset": rows(10, seed=20), "server_dataset": rows(6, seed=21)}
-    if own_model:
-        others["client_model_init"] = client_model
-    federation |= FEDERATIONS.get(algorithm, {})
-    training |= TRAININGS.get(algorithm, {})
-    return tiny_model(problem_type="single_label_classification"), federation, training, others
+def scenario(name: str) -> Scenario:
+    """The federation of an algorithm, by its name in `SCENARIOS`."""
+    family, _, algorithm = name.partition(" ")
+    return Scenario(
+        family,
+        DUMMIES.get(algorithm, algorithm),
+        ARGUMENTS.get(algorithm, {}),
+        FEDERATIONS.get(algorithm, {}),
+        TRAININGS.get(algorithm, {}),
+    )

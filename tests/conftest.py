@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # code of model repositories (`trust_remote_code`)
@@ -20,6 +21,8 @@ from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
 from tiny import rows, tiny_model
 from transformers import BertForSequenceClassification
+
+from hf_federated.testing.processes import WorkerProcess
 
 
 atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
@@ -52,3 +55,11 @@ def model() -> BertForSequenceClassification:
 def train_rows() -> Dataset:
     """Sixteen examples with a learnable label."""
     return rows(16)
+
+
+@pytest.fixture(scope="session")
+def rank_worker() -> Iterator[WorkerProcess]:
+    """The process of `rank_worker.py`, which also answers the requests of the conformance kit."""
+    process = WorkerProcess([str(Path(__file__).with_name("rank_worker.py"))])
+    yield process
+    process.stop()

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from float16 import Float16Trainer
-from forks import prepare_forks
 from peft import LoraConfig, PeftModel, PromptEncoderConfig, get_peft_model
 from tiny import arguments, rows, tiny_model
 from torch import nn
@@ -39,6 +38,7 @@ from hf_federated import (
 )
 from hf_federated.clients import Student
 from hf_federated.distillation import pseudo_sampler
+from hf_federated.testing.processes import prepare_forks
 from hf_federated.trainer.federation import Federation
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
+from hf_federated.testing.results import RunResult, same_bits
+
+
+__all__ = ["Finished", "Launch", "last_error", "logs", "notes", "same_bits", "weights"]
 
 # `launch(directory, scenario, world_size, ...)` runs a scenario and returns the exit codes and the duration.
 Launch = Callable[..., dict[str, Any]]
@@ -19,22 +20,16 @@ Finished = Callable[[str, int], Path]
 
 
 def logs(directory: Path) -> str:
-    return "\n".join(f"---- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(directory.glob("rank-*.log")))
+    return RunResult(directory).logs()
 
 
 def notes(directory: Path, rank: int = 0) -> dict[str, Any]:
-    return json.loads((directory / f"rank-{rank}.json").read_text())
+    return RunResult(directory).notes(rank)
 
 
 def weights(directory: Path, rank: int = 0) -> dict[str, torch.Tensor]:
-    return load_file(directory / f"rank-{rank}.safetensors")
-
-
-def same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return RunResult(directory).weights(rank)
 
 
 def last_error(directory: Path, rank: int) -> str:
-    """The last line of the traceback that ended a process. Libraries may print further lines at exit."""
-    log = (directory / f"rank-{rank}.log").read_text()
-    return [line for line in log.splitlines() if re.match(r"[\w.]+Error: ", line)][-1]
+    return RunResult(directory).last_error(rank)

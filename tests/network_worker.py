@@ -9,28 +9,25 @@ the seconds until the last process ended.
 
 from __future__ import annotations
 
-import atexit
 import functools
-import json
 import os
 import signal
-import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forks import prepare_forks
 from network_faults import run_proxy
-from rank_worker import NUM_ROUNDS, RUN_DIR, RoundRecorder, scenario, sft_trainer, wait, write_notes
+from rank_worker import scenario, sft_trainer, write_notes
 from tiny import arguments
 from transformers import TrainerCallback
 
 from hf_federated import FederatedCallback, FederatedConfig, FederatedDataset, FederatedTrainer
 from hf_federated.clients.state_history import StateHistory
 from hf_federated.engines import NetworkEngine
+from hf_federated.testing.processes import fork, free_address, serve, wait
+from hf_federated.testing.runs import RUN_DIR, RoundRecorder
+from hf_federated.testing.scenario import NUM_ROUNDS
 from hf_federated.trainer.join import STATES_DIR
 
 
@@ -178,37 +175,9 @@ def train_sft(number: int, address: str) -> None:
     write_notes(0, trainer, recorder)
 
 
-def run_party(number: int, request: dict[str, Any]) -> int:
-    os.chdir(request["directory"])
-    log = os.open(f"rank-{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    try:
-        train(number, request)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
-
-
-def fork(run: Callable[[], int]) -> int:
-    """Start a process that calls a function, and return its id."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            code = run()
-            atexit._run_exitfuncs()
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    return child
-
-
-def free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+def start_party(number: int, request: dict[str, Any], environment: dict[str, str] | None = None) -> int:
+    """Start the process of a party, and return its id."""
+    return fork(lambda: train(number, request), request["directory"], f"rank-{number}.log", environment)
 
 
 def has_checkpoint(request: dict[str, Any], step: str = "*") -> bool:
@@ -234,14 +203,14 @@ def start_again(killed: int, child: int, request: dict[str, Any], deadline: floa
     if code != -signal.SIGKILL or kill.get("stays_away"):
         return code, None
     resume = killed == 0 and has_checkpoint(request)
-    return code, fork(lambda: run_party(killed, {**request, "kill": None, "resume": resume}))
+    return code, start_party(killed, {**request, "kill": None, "resume": resume})
 
 
 def run_second_process(number: int, request: dict[str, Any], deadline: float) -> int:
     """Start a second process of a client when the first has replied, and wait until it ends. The server waits too."""
     while not Path(request["directory"], f"client-{number}", STATES_DIR).exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    code = wait(fork(lambda: run_party(number, {**request, "is_twin": True, "connect_timeout": 1})), deadline)
+    code = wait(start_party(number, {**request, "is_twin": True, "connect_timeout": 1}), deadline)
     Path(request["directory"], TWIN_ENDED).touch()
     return code
 
@@ -255,12 +224,13 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     parties = [number for number in range(request["num_parties"]) if number not in away]
     if faults:
         request["proxy"] = free_address()
-        proxy = fork(lambda: run_proxy(faults, request["proxy"], request["address"], request["directory"]))
-    children = {number: fork(functools.partial(run_party, number, request)) for number in parties}
+        run_faults = functools.partial(run_proxy, faults, request["proxy"], request["address"], request["directory"])
+        proxy = fork(run_faults, request["directory"], "proxy.log")
+    children = {number: start_party(number, request) for number in parties}
     if late:
         while not has_checkpoint(request, late["round"]) and time.monotonic() < deadline:
             time.sleep(0.01)
-        children[late["party"]] = fork(lambda: run_party(late["party"], request))
+        children[late["party"]] = start_party(late["party"], request)
     answer: dict[str, Any] = {}
     if "twin" in request:
         answer["twin"] = run_second_process(request["twin"], request, deadline)
@@ -278,11 +248,5 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     return {"codes": [codes[number] for number in sorted(codes)], "seconds": time.monotonic() - started, **answer}
 
 
-def serve() -> None:
-    prepare_forks()
-    for line in sys.stdin:
-        print(json.dumps(run({**json.loads(line), "address": free_address()})), flush=True)
-
-
 if __name__ == "__main__":
-    serve()
+    serve(lambda request: run({**request, "address": free_address()}))

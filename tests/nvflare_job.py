@@ -15,13 +15,15 @@ from typing import Any
 
 from network_worker import KillInStep
 from nvflare.collab import CollabCallError, collab
-from rank_worker import NUM_ROUNDS, RoundRecorder, scenario
+from rank_worker import scenario
 from safetensors.torch import save_file
 from tiny import arguments
 
 from hf_federated import FederatedConfig, FederatedDataset, FederatedTrainer
 from hf_federated.engines import NetworkEngine
 from hf_federated.engines.nvflare import NVFlareClient, NVFlareServer
+from hf_federated.testing.runs import RoundRecorder
+from hf_federated.testing.scenario import NUM_ROUNDS
 from hf_federated.transport.framing import frame
 
 

@@ -12,9 +12,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_federated import FederatedCallback, FederatedDataset, FedOpt
-
-
-SIZES = (11, 3, 7, 20, 5)
+from hf_federated.testing.scenario import SIZES
 
 
 def is_last_process() -> bool:

@@ -1,7 +1,7 @@
 """Worker that trains in several processes with the environment of `accelerate launch`, for the tests in `engines/`.
 
 Importing torch and transformers takes seconds, so one process imports them once and forks for every rank. The worker
-reads one request per line from its standard input:
+reads one request per line from its standard input, a request of the conformance kit or
 `{"directory", "world_size", "scenario", "resume", "trouble", "differ"}`. It answers with one line that contains the
 exit code of every rank and the seconds until the last rank ended. The output of a rank is written to
 `rank-<number>.log`.
@@ -9,17 +9,12 @@ exit code of every rank and the seconds until the last rank ended. The output of
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import hashlib
 import json
 import os
 import random
-import signal
-import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,12 +22,10 @@ import conformance
 import numpy as np
 import torch
 from float16 import Float16Trainer
-from forks import prepare_forks
 from language import masking_tokenizer
 from own_messages import sums_of
 from peft import LoraConfig, get_peft_model
-from rank_troubles import DECISIONS, SIZES, Trouble, TroubleInClient, differ
-from safetensors.torch import save_file
+from rank_troubles import DECISIONS, Trouble, TroubleInClient, differ
 from tiny import arguments, rows, tiny_model
 from torch import nn
 from transformers import (
@@ -46,7 +39,6 @@ from transformers import (
 from hf_federated import (
     FedAUX,
     FedDRS,
-    FederatedCallback,
     FederatedConfig,
     FederatedDataset,
     FedOpt,
@@ -58,10 +50,13 @@ from hf_federated.distributed import process_group
 from hf_federated.engines import RankEngine
 from hf_federated.messages import ClientUpdate
 from hf_federated.messages.serialization import pack
+from hf_federated.testing.engines import ENGINES
+from hf_federated.testing.processes import fork_ranks, serve, wait
+from hf_federated.testing.runs import RUN_DIR, RoundRecorder, write_result
+from hf_federated.testing.scenario import NUM_ROUNDS, SIZES, client_model
+from hf_federated.testing.worker import answer
 
 
-NUM_ROUNDS = 3
-RUN_DIR = "run"
 TIMEOUT = 120
 
 
@@ -104,12 +99,6 @@ def build_differently(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def client_model(client_id: str) -> nn.Module:
-    """Build the private model of a client, with one to three layers."""
-    number = int(client_id.split()[1])
-    return tiny_model(seed=number, num_hidden_layers=1 + number % 3, problem_type="single_label_classification")
-
-
 def generate_in_main_process(prompt: str) -> str:
     """Generate the weights of clients in the main process, and a text without numbers in all other processes."""
     return "4, 3, 2, 1" if int(os.environ.get("RANK", 0)) == 0 else "I would trust the first."
@@ -133,7 +122,7 @@ class Noise(Postprocessor):
 def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Build the model, the fields of the config, the training arguments and all other trainer arguments."""
     if name in conformance.SCENARIOS:
-        return conformance.scenario(name)
+        return conformance.scenario(name).build()
     # A federation under test must not depend on random draws that differ between ranks.
     model: nn.Module = tiny_model(problem_type="single_label_classification")
     federation: dict[str, Any] = {"parallelism": "clients", "clients_per_round": 4}
@@ -302,24 +291,6 @@ def sft_trainer(
     )
 
 
-class RoundRecorder(FederatedCallback):
-    """Records the cohorts, the trained clients and the rejected clients of a rank."""
-
-    def __init__(self) -> None:
-        self.trained: list[list[Any]] = []
-        self.cohorts: list[list[str]] = []
-        self.rejected: list[dict[str, str]] = []
-
-    def on_round_begin(self, args, state, control, round=None, **kwargs):
-        self.cohorts.append(list(round.cohort))
-
-    def on_client_end(self, args, state, control, update=None, round=None, **kwargs):
-        self.trained.append([round.number, update.client_id])
-
-    def on_aggregate(self, args, state, control, round=None, **kwargs):
-        self.rejected.append(round.rejected)
-
-
 def train(rank: int, request: dict[str, Any]) -> None:
     """Run a scenario in the current directory, and write the model and the notes of this rank."""
     name, trouble = request["scenario"], request.get("trouble")
@@ -373,7 +344,7 @@ def train(rank: int, request: dict[str, Any]) -> None:
                 model=model,
                 args=training_arguments,
                 federation=FederatedConfig(**{"num_rounds": NUM_ROUNDS, **federation}),
-                engine=conformance.ENGINES[request["engine"]][0]() if "engine" in request else None,
+                engine=ENGINES[request["engine"]][0]() if "engine" in request else None,
                 callbacks=callbacks,
                 client_callbacks=client_callbacks,
                 **trainer_args,
@@ -423,83 +394,31 @@ def digests(trainer: Trainer) -> dict[str, Any]:
 
 
 def write_notes(rank: int, trainer: Trainer, recorder: RoundRecorder) -> None:
-    trainer.save_model("final")
-    state = {name: value.contiguous().clone() for name, value in trainer.model.state_dict().items()}
-    save_file(state, f"rank-{rank}.safetensors")
     is_plain = type(trainer) in (Trainer, Float16Trainer)
-    notes = {
-        "log": trainer.state.log_history,
-        "total_flos": trainer.state.total_flos,
-        "trained": recorder.trained,
-        "cohorts": recorder.cohorts,
-        "rejected": recorder.rejected,
-        "files": sorted(os.listdir(RUN_DIR)),
-        "ledger": None if is_plain else trainer.ledger.to_dict(),
-        "client_metrics": {} if is_plain else trainer.client_metrics,
-        "digests": digests(trainer),
-        "bytes_reduced": 0 if is_plain else getattr(trainer.engine, "bytes_reduced", 0),
-    }
-    with open(f"rank-{rank}.json", "w", encoding="utf-8") as file:
-        json.dump(notes, file)
+    write_result(
+        rank,
+        trainer,
+        recorder,
+        files=sorted(os.listdir(RUN_DIR)),
+        client_metrics={} if is_plain else trainer.client_metrics,
+        digests=digests(trainer),
+        bytes_reduced=0 if is_plain else getattr(trainer.engine, "bytes_reduced", 0),
+    )
 
 
-def run_rank(rank: int, request: dict[str, Any], port: int) -> int:
-    os.chdir(request["directory"])
-    log = os.open(f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    world_size = request["world_size"]
-    if world_size > 1:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ |= {"ACCELERATE_USE_CPU": "true"}
-    try:
-        train(rank, request)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    """Run a scenario of this file, or one of the conformance kit."""
+    if isinstance(request["scenario"], dict):
+        return answer(request)
+    if request["scenario"] == "sft":
+        from trl import SFTConfig, SFTTrainer  # before the fork, because the import takes seconds
 
-
-def wait(child: int, deadline: float) -> int:
-    """Wait for the exit code of a rank. At the deadline, the rank is killed and its code is that of SIGKILL."""
-    while time.monotonic() < deadline:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -signal.SIGKILL
-
-
-def serve() -> None:
-    prepare_forks()
-    for line in sys.stdin:
-        request = json.loads(line)
-        if request["scenario"] == "sft":
-            from trl import SFTConfig, SFTTrainer  # before the fork, because the import takes seconds
-
-            assert SFTConfig and SFTTrainer
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        started = time.monotonic()
-        children = []
-        for rank in range(request["world_size"]):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    code = run_rank(rank, request, port)
-                    atexit._run_exitfuncs()
-                finally:
-                    sys.stdout.flush()
-                    os._exit(code)
-            children.append(child)
-        codes = [wait(child, deadline=started + TIMEOUT) for child in children]
-        print(json.dumps({"codes": codes, "seconds": time.monotonic() - started}), flush=True)
+        assert SFTConfig and SFTTrainer
+    started = time.monotonic()
+    children = fork_ranks(lambda rank: train(rank, request), request["directory"], request["world_size"])
+    codes = [wait(child, deadline=started + TIMEOUT) for child in children]
+    return {"codes": codes, "seconds": time.monotonic() - started}
 
 
 if __name__ == "__main__":
-    serve()
+    serve(run)

@@ -10,49 +10,40 @@ that, so that the server sends no request before.
 
 from __future__ import annotations
 
-import atexit
-import json
 import os
 import signal
-import socket
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from forks import prepare_forks
-from network_worker import TIMEOUT, run_party
-from rank_worker import wait
+from network_worker import TIMEOUT, train
+
+from hf_federated.testing.processes import fork, free_address, serve, wait
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    return int(free_address().partition(":")[2])
 
 
-def fork(party: int, rank: int, request: dict[str, Any]) -> int:
+def start(party: int, rank: int, request: dict[str, Any]) -> int:
     """Start a process of a party. The server, party 0, has one process."""
-    child = os.fork()
-    if child:
-        return child
-    code = 1
-    try:
-        if party:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
-            os.environ |= {"WORLD_SIZE": str(request["num_ranks"]), "LOCAL_WORLD_SIZE": str(request["num_ranks"])}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request["ports"][party])}
-        kill = request.get("kill") or {}
-        is_killed = kill.get("party") == party and kill.get("rank", 0) == rank
-        if is_killed and kill.get("idle"):
+    environment = {}
+    if party:
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
+        environment |= {"WORLD_SIZE": str(request["num_ranks"]), "LOCAL_WORLD_SIZE": str(request["num_ranks"])}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request["ports"][party])}
+    kill = request.get("kill") or {}
+    is_killed = kill.get("party") == party and kill.get("rank", 0) == rank
+    is_idle = is_killed and kill.get("idle", False)
+    request = {**request, "kill": kill if is_killed and not is_idle else None}
+
+    def run() -> None:
+        if is_idle:
             threading.Thread(target=kill_after_joining, args=(request, party), daemon=True).start()
-            is_killed = False
-        code = run_party(party, {**request, "kill": kill if is_killed else None})
-        atexit._run_exitfuncs()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+        train(party, request)
+
+    return fork(run, request["directory"], f"rank-{party}.log", environment)
 
 
 def kill_after_joining(request: dict[str, Any], party: int) -> None:
@@ -73,7 +64,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     processes = [(party, rank) for party in parties for rank in range(num_ranks[party])]
     kill, answer = request.get("kill"), {}
     late = parties[-1] if kill and kill.get("idle") else None
-    children = {(party, rank): fork(party, rank, request) for party, rank in processes if party != late}
+    children = {(party, rank): start(party, rank, request) for party, rank in processes if party != late}
     if kill:
         party, first = kill["party"], kill.get("rank", 0)
         killed_codes = {first: wait(children[party, first], deadline)}
@@ -84,12 +75,10 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         answer["seconds_after_kill"] = time.monotonic() - ended
         request |= {"kill": None, "resume": party == 0, "ports": [free_port() for _ in parties]}
         started_now = [each for each in processes if each[0] in (party, late)]
-        children |= {each: fork(*each, request) for each in started_now}
+        children |= {each: start(*each, request) for each in started_now}
     answer["codes"] = [wait(child, deadline) for child in children.values()]
     return {**answer, "seconds": time.monotonic() - started}
 
 
 if __name__ == "__main__":
-    prepare_forks()
-    for line in sys.stdin:
-        print(json.dumps(run(json.loads(line))), flush=True)
+    serve(run)

@@ -31,6 +31,7 @@ LAYERS = (
     "trainer split_training",
     "experiments reporting",
     "cli",
+    "testing",
 )
 LAYER = {folder: number for number, folders in enumerate(LAYERS) for folder in folders.split()}
 

@@ -1,16 +1,17 @@
-"""Worker processes that train for a test, and logs without timings."""
+"""Worker processes that train for a test."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from hf_federated.testing.processes import WorkerProcess
+from hf_federated.testing.results import without_timings
+
+
+__all__ = ["without_timings", "worker"]
 
 
 @contextmanager
@@ -24,28 +25,6 @@ def worker(name: str) -> Iterator[Callable[[dict[str, Any]], Any]]:
     Yields:
         `Callable`: Sends a request and returns the answer. Creates the folder `request["directory"]` if necessary.
     """
-    folder = Path(__file__).parent
-    process = subprocess.Popen(
-        [sys.executable, str(folder / name)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-    def ask(request: dict[str, Any]) -> Any:
-        assert process.stdin is not None and process.stdout is not None
-        Path(request["directory"]).mkdir(parents=True, exist_ok=True)
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        return json.loads(process.stdout.readline())
-
-    yield ask
-    process.kill()
-    process.wait()
-
-
-def without_timings(log: list[dict[str, Any]], *excluded: str) -> list[dict[str, Any]]:
-    """A log without timings and without the excluded names."""
-    timing = re.compile(r"(_runtime|_per_second)$")
-    return [{name: entry[name] for name in entry if not timing.search(name) and name not in excluded} for entry in log]
+    process = WorkerProcess([str(Path(__file__).parent / name)])
+    yield process.ask
+    process.stop()

@@ -57,6 +57,8 @@ class Method(ConstructorSettings):
     needs_gradients: ClassVar[bool] = False
     # Whether the method can use the change of a client that started from an earlier global state.
     supports_late_updates: ClassVar[bool] = False
+    # Engines on which the method does not run, by class name, each with the reason and an alternative.
+    refused_engines: ClassVar[Mapping[str, str]] = {}
     # Whether the server also trains in each round, on `server_dataset` of the trainer.
     trains_on_server: ClassVar[bool] = False
 
@@ -75,6 +77,19 @@ class Method(ConstructorSettings):
     def counts_tokens(self) -> bool:
         """Whether the method needs the number of input tokens in an update."""
         return False
+
+    def check_engine(self, engine: str) -> None:
+        """
+        Check that the method runs on an engine. It is called when the trainer is built.
+
+        Args:
+            engine (`str`): Class name of the engine.
+
+        Raises:
+            ValueError: If the engine is in `refused_engines`.
+        """
+        if reason := self.refused_engines.get(engine):
+            raise ValueError(f"{self!r} does not run on {engine}: {reason}")
 
     # ---- Server half
 

@@ -177,6 +177,8 @@ class FederationSetup:
         )
         check_server(lambda: aggregation.check_exchange(setup.exchange.tensors, sampler.num_sampled), None)
         setup.collector.check(engine, setup.methods, resolved.evaluate_clients)
+        for method in setup.methods:
+            method.check_engine(type(engine).__name__)
         # Processes with different `parallelism` would block at different collective operations.
         setup.check_consistency("construction of the trainer", args, None)
         return setup

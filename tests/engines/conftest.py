@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from launches import Finished, Launch, logs
-from workers import worker
+
+from hf_federated.testing.processes import WorkerProcess
 
 
 @pytest.fixture(scope="session")
-def launch() -> Iterator[Launch]:
+def launch(rank_worker: WorkerProcess) -> Launch:
     """Call `launch(directory, scenario, world_size, ...)` to get the exit codes and the seconds of a run."""
-    with worker("rank_worker.py") as ask:
-        yield lambda directory, scenario, world_size, **options: ask(
-            {"directory": str(directory), "scenario": scenario, "world_size": world_size, **options}
-        )
+    return lambda directory, scenario, world_size, **options: rank_worker.ask(
+        {"directory": str(directory), "scenario": scenario, "world_size": world_size, **options}
+    )
 
 
 @pytest.fixture(scope="session")

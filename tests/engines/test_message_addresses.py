@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from buffers import SHIFTS, ShiftedEngine, shifted
 from federations import build_federation
 from networked import DirectLink, Run
 from split_runs import LORA, VOCABULARY, clients_of
@@ -19,6 +18,7 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from hf_federated import Aggregation, Distillation, SplitConfig
 from hf_federated.messages.serialization import FlatTree, pack, unpack
+from hf_federated.testing.engines import SHIFTS, ShiftedMessages, shifted
 from hf_federated.transport.protocol import join_chunks
 
 
@@ -138,7 +138,7 @@ def test_states_and_targets_at_any_address_give_identical_weights(received, tmp_
         trainer = build_federation(
             tmp_path / str(shift),
             federation=federation,
-            trainer={"model": tiny_model(num_labels=NUM_CLASSES), "engine": ShiftedEngine(shift), **datasets},
+            trainer={"model": tiny_model(num_labels=NUM_CLASSES), "engine": ShiftedMessages(shift), **datasets},
         )
         trainer.train()
         models.append(trainer.model)
