@@ -75,6 +75,7 @@ def check_method(
     | separate clients | a client half that uses state of the server or of other clients |
     | memory | what a client half keeps outside its memory |
     | other clients | a client half that uses the examples of other clients |
+    | estimate | messages whose bytes `hf-federated estimate` cannot know |
     | killed and resumed | state of the server that is not in `state_dict` |
     | resumed on ranks, 1 rank, 2 ranks | a result that depends on the number of processes |
     | network | a result that depends on the machine of a client |

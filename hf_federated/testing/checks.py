@@ -23,8 +23,14 @@ from .runs import RUN_DIR, Request
 from .scenario import Scenario, keeps_models
 
 
+# Bytes by which the digits of a number can change the messages of a round.
+ROUNDING = 16
 # `Trainer` averages `train_loss` over the rounds since the resume.
 RESUMED = ("train_loss",)
+
+
+class SkippedCheckError(Exception):
+    """A check does not apply to a method. The message is the reason."""
 
 
 class CrashedRunError(Exception):
@@ -137,6 +143,8 @@ class Check:
             return Outcome(self.name, skipped=reason)
         try:
             problem = self.find(trials)
+        except SkippedCheckError as error:
+            return Outcome(self.name, skipped=str(error))
         except CrashedRunError as error:
             return Outcome(self.name, str(error), log=error.log)
         return Outcome(self.name, problem, self.remedy if problem else "")
@@ -177,11 +185,12 @@ def compared_with(engine: str, **options: Any) -> Callable[[Trials], str]:
 def find_other_data(trials: Trials) -> str:
     """Find a client that sends other replies to the same messages if the other clients have other examples."""
     reference = trials.reference.notes()
-    client_id = reference["cohorts"][0][0]
+    # The client that answers last in the first round, because the other clients can only influence what follows.
+    client_id = [name for name in reference["cohorts"][0] if name in reference["transcript"]][-1]
     before = reference["transcript"][client_id]
     after = trials.run("recording", unchanged=client_id).notes()["transcript"][client_id]
     if before[0][0] != after[0][0]:
-        return f"The first message to client {client_id!r} depends on the examples of other clients."
+        raise SkippedCheckError(f"the first message to {client_id!r} depends on the examples of other clients")
     for number, ((request, reply), (other_request, other_reply)) in enumerate(zip(before, after, strict=False)):
         if request != other_request:
             break
@@ -190,6 +199,26 @@ def find_other_data(trials: Trials) -> str:
                 f"With other examples of the other clients, client {client_id!r} sends another reply number "
                 f"{number + 1} to the same messages."
             )
+    return ""
+
+
+def find_wrong_estimate(trials: Trials) -> str:
+    """Find messages whose bytes dry rounds do not estimate."""
+    result, codes = trials.ask("local", only_estimated=True)
+    if any(codes):
+        error = result.last_error()
+        if "DryRoundError" in error:
+            raise SkippedCheckError(error.partition("Error: ")[2])
+        raise CrashedRunError(result, codes)
+    estimated, measured = (each.notes()["ledger"]["rounds"] for each in (result, trials.reference))
+    for number, clients in measured.items():
+        for client_id, values in clients.items():
+            expected = estimated[number].get(client_id, [0, 0])
+            if max(abs(before - after) for before, after in zip(expected, values, strict=True)) > ROUNDING:
+                return (
+                    f"Round {int(number) + 1}, client {client_id!r}: dry rounds estimate {expected} bytes down and "
+                    f"up, and the ledger of the run has {values}."
+                )
     return ""
 
 
@@ -249,6 +278,13 @@ def if_synchronous(trials: Trials) -> str:
     return "the updates of a round depend on the order in which replies arrive" if is_asynchronous else ""
 
 
+def if_bytes_are_estimated(trials: Trials) -> str:
+    """Return why the check of the estimate does not apply."""
+    if trials.scenario.federation.get("evaluate_clients"):
+        return "dry rounds do not count evaluations"
+    return if_synchronous(trials)
+
+
 def if_several_rounds(trials: Trials) -> str:
     """Return why a resume after the first round does not apply."""
     return "the run has one round" if trials.scenario.num_rounds == 1 else ""
@@ -306,6 +342,12 @@ CHECKS = (
         "Keep the values that a client half needs in later messages in `self.memory`, by assigning to its keys.",
     ),
     Check("other clients", find_other_data, HALF),
+    Check(
+        "estimate",
+        find_wrong_estimate,
+        "The sizes of messages may depend on names, shapes and dtypes, but not on the values of tensors.",
+        applies=if_bytes_are_estimated,
+    ),
     Check("killed and resumed", find_lost_state, STATE),
     Check("resumed on ranks", find_lost_state_elsewhere, STATE, "ranks", if_several_rounds),
     Check("1 rank", find_rank_difference("1 rank"), SUMS, "ranks"),

@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerCallback
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..engines import Engine, NetworkEngine
+from ..experiments.estimate.dry_round import dry_round
 from ..messages import ClientUpdate
 from ..methods import Round
 from ..server import FederatedCallback
@@ -83,6 +84,7 @@ class Request:
         kill_round (`int`, *optional*): Round in which the process kills itself.
         unchanged (`str`, *optional*): As in [`Scenario.build`].
         only_built (`bool`, *optional*, defaults to `False`): Whether to build the trainer and not to train.
+        only_estimated (`bool`, *optional*, defaults to `False`): Whether to run dry rounds in place of a training.
         path (`Sequence[str]`, *optional*): `sys.path` of the process that checks the method.
     """
 
@@ -95,6 +97,7 @@ class Request:
     kill_round: int | None = None
     unchanged: str | None = None
     only_built: bool = False
+    only_estimated: bool = False
     path: Sequence[str] = ()
 
     @property
@@ -113,7 +116,10 @@ def run_rank(rank: int, request: Request) -> None:
     """
     factory = ENGINES[request.engine][0] if request.engine in ENGINES else PROBES[request.engine]
     trainer, recorder = build_trainer(request, RUN_DIR, factory())
-    if not request.only_built:
+    if request.only_estimated:
+        ledger = dry_round(trainer, Scenario(**request.scenario).num_rounds)
+        Path(f"rank-{rank}.json").write_text(json.dumps({"ledger": ledger.to_dict()}), encoding="utf-8")
+    elif not request.only_built:
         trainer.train(resume_from_checkpoint=request.resume)
         write_result(rank, trainer, recorder)
 

@@ -195,15 +195,19 @@ class ReadsOtherClients(FedAvg):
 
 class ContinuesLocallyPart(ClientPart):
     def receive(self, message: Any) -> None:
-        local = dict(self.context.model.trainer.model.named_parameters())
-        for name, value in message.state.items():
-            value.copy_(torch.lerp(value, local[name].detach(), 0.1))
+        model = self.context.model.trainer.model
+        self.before = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def on_gradients(self, parameters: Any) -> None:
+        for name, parameter in parameters.items():
+            parameter.grad += 0.1 * (parameter.detach() - self.before[name])
 
 
 class ContinuesLocally(FedAvg):
-    """Its client half mixes the received state with the weights that the model has."""
+    """Its client half pulls the weights towards those that the model has before it receives the global state."""
 
     client_part: ClassVar[type[ClientPart]] = ContinuesLocallyPart
+    needs_gradients: ClassVar[bool] = True
 
 
 class ChangesMessagePart(ClientPart):
@@ -242,6 +246,46 @@ class GlobalGenerator(FedAvg):
 
 
 # ---- Faults of messages
+
+
+@dataclass(frozen=True)
+class AskLarge(Message):
+    kind: ClassVar[str] = "ask_large"
+    answered_by: ClassVar[str] = "large"
+
+
+@dataclass(frozen=True)
+class Large(Message):
+    """The changes of a client that are larger than 0.001."""
+
+    kind: ClassVar[str] = "large"
+
+    values: torch.Tensor
+
+
+class SendsLargePart(ClientPart):
+    def receive(self, message: Any) -> None:
+        self.before = message.state
+
+    def send(self, update: Any) -> Any:
+        changes = torch.cat([(value - self.before[name]).flatten() for name, value in update.state.items()])
+        self.memory["large"] = changes[changes > 1e-3]
+        return update
+
+    def answer(self, message: Message) -> Message:
+        return Large(message.round, message.client_id, self.memory["large"])
+
+
+class SendsLarge(FedAvg):
+    """The bytes of its messages depend on the training."""
+
+    messages: ClassVar[tuple[type[Message], ...]] = (AskLarge, Large)
+    client_part: ClassVar[type[ClientPart]] = SendsLargePart
+
+    def finish(self, round: Any) -> State:
+        replies = round.ask("large changes", lambda client_id: AskLarge(round.number, client_id))
+        round.logs["num_large"] = float(sum(len(reply.values) for reply in replies.values()))
+        return super().finish(round)
 
 
 class UndeclaredReply(Counting):

@@ -39,7 +39,8 @@ FAULTS = {
     "ReadsServer": ("separate clients", "of step 2"),
     "SharesInstance": ("separate clients", "of step 2"),
     "KeepsOnInstance": ("memory", "of step 2"),
-    "ReadsOtherClients": ("other clients", "client 'client 0' sends another reply number 1 to the same messages"),
+    "ReadsOtherClients": ("other clients", "client 'client 4' sends another reply number 1 to the same messages"),
+    "SendsLarge": ("estimate", r"Round 1, client 'client 0': dry rounds estimate \[\d+, \d+\] bytes down and up"),
     "ForgetsState": ("killed and resumed", "of step 2"),
 }
 

@@ -44,7 +44,7 @@ SCENARIOS = [
 
 
 def build_scenario(name: str, directory: Any) -> FederatedTrainer:
-    model, federation, training, others = conformance.scenario(name)
+    model, federation, training, others = conformance.scenario(name).build()
     training["eval_strategy"] = "no"
     return FederatedTrainer(
         model=model,
