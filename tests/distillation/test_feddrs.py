@@ -22,7 +22,7 @@ from hf_federated.clients import DiskStore, MemoryStore
 from hf_federated.distillation import Teachers
 from hf_federated.distillation.pseudo_sampler import PseudoSampler
 from hf_federated.messages import CLASS_COUNT, ClientUpdate, Fit
-from hf_federated.trainer.federation import Federation
+from hf_federated.trainer.workers import Workers
 
 
 def test_distillation_trains_task_parameters_and_keeps_averaged_embeddings(tmp_path):
@@ -351,7 +351,7 @@ def test_memory_for_teachers_does_not_grow_with_the_number_of_clients(tmp_path, 
     few, many = (most_live_tensors(tmp_path / str(number), number, monkeypatch) for number in (2, 8))
     assert few == many
     # If teachers were in memory, the count would include them.
-    monkeypatch.setattr(Federation, "_disk_store", lambda self, folder: MemoryStore())
+    monkeypatch.setattr(Workers, "disk_store", lambda self, folder: MemoryStore())
     assert most_live_tensors(tmp_path / "memory", 8, monkeypatch) == many + 8
 
 
