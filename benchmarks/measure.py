@@ -129,7 +129,7 @@ def federated_trainer(
 ) -> FederatedTrainer:
     """Create the federated trainer of a workload. It evaluates `num_eval_examples` examples after each round."""
     rows = build_rows(workload)
-    clients = FederatedDataset.from_column(rows, "client").remove_columns("client")
+    clients = FederatedDataset.from_column(rows, "client")
     args = training_arguments(workload, output_dir)
     eval_rows = None
     if num_eval_examples:
