@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,3 +44,13 @@ def test_benchmark_runs_and_writes_its_numbers(name, options, keys, tmp_path, mo
     if name == "split.py":
         # Hidden states and gradients in float32, up and down, for one example of 8 tokens with hidden size 16.
         assert numbers["formula"] == 4 * 8 * 16 * 4 < numbers["bytes"]
+
+
+def test_measurement_of_overhead_times_each_round_after_the_first(tmp_path):
+    spec, result = tmp_path / "spec.json", tmp_path / "result.json"
+    spec.write_text(json.dumps({"workload": {"model": "tiny", "num_clients": 2, "num_rounds": 3}, "threads": 1}))
+    command = [sys.executable, str(BENCHMARKS / "measure.py"), "overhead", str(spec), str(result)]
+    subprocess.run(command, check=True, timeout=300)
+    rounds = json.loads(result.read_text())["rounds"]
+    assert len(rounds) == 2
+    assert all(seconds > 0 for entry in rounds for seconds in entry.values())
