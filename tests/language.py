@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer
@@ -15,9 +17,8 @@ WORDS = {"north": [f"snow{i}" for i in range(12)], "south": [f"sand{i}" for i in
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(words: Sequence[str] = (*SPECIAL, *WORDS["north"], *WORDS["south"])) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per word."""
-    words = [*SPECIAL, *WORDS["north"], *WORDS["south"]]
     model = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     model.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=model, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
@@ -30,13 +31,13 @@ def masking_tokenizer() -> PreTrainedTokenizerFast:
     return with_mask
 
 
-def language_model(hidden_size: int = 16) -> LlamaForCausalLM:
+def language_model(hidden_size: int = 16, vocab_size: int = len(SPECIAL) + 24) -> LlamaForCausalLM:
     """A Llama model with two layers. Each call returns the same weights."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return LlamaForCausalLM(
             LlamaConfig(
-                vocab_size=len(SPECIAL) + 24,
+                vocab_size=vocab_size,
                 hidden_size=hidden_size,
                 intermediate_size=hidden_size,
                 num_hidden_layers=2,

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from .encoding import Encoding, Targets
-from .lazy_rows import LazyRows
 
 
 # Encoded targets, the same for all clients or as a function of the client id.
@@ -51,9 +50,10 @@ class Alignment:
 
     def encode_targets(self, targets: Targets, encoding: Encoding) -> EncodedTargets:
         """Encode targets of the server for the clients: once for all clients, or as a function of the client id."""
-        if self.is_identity or isinstance(targets, LazyRows):
+        if self.is_identity:
             return encoding.encode_targets(targets)
-        return lambda client_id: encoding.encode_targets(self.to_client(client_id, targets))
+        rows = targets[torch.arange(len(targets))]
+        return lambda client_id: encoding.encode_targets(self.to_client(client_id, rows))
 
     def client_shape(self, client_id: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """
@@ -75,7 +75,10 @@ class Alignment:
             logits (`torch.Tensor`): Logits of the client, of the shape of `client_shape`.
 
         Returns:
-            `torch.Tensor`: Logits of shape `(rows, classes)` of the server's model.
+            `torch.Tensor`: Finite logits of shape `(rows, classes)` of the server's model.
+
+        Raises:
+            ValueError: If the logits cannot be mapped. The client is then excluded from the rest of the round.
         """
         return logits
 

@@ -270,7 +270,7 @@ class Distillation(Settings, Method):
             round=round.number,
             metrics=dict(round.metrics),
             ask=lambda phase, clients, message_for: round.ask(phase, message_for, clients),
-            decode=lambda values, classes=num_classes: self.encoding.decode(values, classes),
+            decode=self.encoding.decode,
             seed=server.seed,
             min_clients=round.min_clients,
             rejected=round.rejected,

@@ -48,8 +48,8 @@ R = TypeVar("R")
 Reply = TypeVar("Reply", bound=Message)
 # `run_on_main(label, find)` calls `find` on the main process and returns its result on all processes.
 RunOnMain = Callable[[str, Callable[[], Any]], Any]
-# `decode(values)` decodes to the classes of the server, `decode(values, num_classes)` to another number of classes.
-Decode = Callable[..., torch.Tensor]
+# `decode(values, num_classes)` decodes predictions.
+Decode = Callable[[Mapping[str, torch.Tensor], int], torch.Tensor]
 
 
 @dataclass
@@ -136,9 +136,9 @@ class Cohort:
             RoundFailedError: If fewer than `min_clients` clients sent valid predictions.
         """
         predictions, indices = self._ask_for_predictions(rows, shape, keeps_graph, self._unpack)
-        if self.positions is not None:
-            predictions = {client_id: predictions[client_id][indices[client_id]] for client_id in predictions}
-        return {client_id: self.alignment.to_server(client_id, logits) for client_id, logits in predictions.items()}
+        if self.positions is None:
+            return predictions
+        return {client_id: predictions[client_id][indices[client_id]] for client_id in predictions}
 
     def predict_lazily(self, rows: PublicRows, shape: tuple[int, ...]) -> dict[str, LazyRows]:
         """
@@ -175,7 +175,7 @@ class Cohort:
                 if self.positions is not None:
                     values, missing = self.positions.take_absent(rows.indices(self.positions.num_rows), values)
                 num_present = shape[0] - len(missing)
-                predictions = read(values, self.alignment.client_shape(client_id, (num_present, *shape[1:])))
+                predictions = read(client_id, values, (num_present, *shape[1:]))
                 if not keeps_graph and not num_present:
                     raise ValueError(
                         f"its tokenizer keeps none of the {shape[0]} words of the public examples, so no client could "
@@ -338,13 +338,17 @@ class Cohort:
             self.check_enough()
         return accepted
 
-    def _unpack(self, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
-        values = self.decode(encoded) if self.alignment.is_identity else self.decode(encoded, shape[-1])
-        _check(values, values.shape, shape)
-        return values
+    def _unpack(self, client_id: str, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+        sent = self.alignment.client_shape(client_id, shape)
+        logits = self.decode(encoded, sent[-1])
+        _check(logits, logits.shape, sent)
+        aligned = self.alignment.to_server(client_id, logits)
+        if aligned is not logits:
+            _check(aligned, aligned.shape, shape)
+        return aligned
 
-    def _check_lazy(self, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> LazyRows:
-        rows = decode_lazily(encoded, self.decode)
+    def _check_lazy(self, client_id: str, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> LazyRows:
+        rows = decode_lazily(encoded, lambda values: self.decode(values, shape[-1]))
         for start, indices in rows.index_blocks():
             try:
                 block = rows[indices]

@@ -176,6 +176,12 @@ class FedID(Distillation):
         self._require(("public_epochs",), lambda value: value >= 1, "at least 1")
         if self.feedback not in ("chain_rule", "per_example"):
             self._refuse_without_effect("feedback_step_size", given=f"feedback={self.feedback!r}")
+        if not self.alignment.is_identity:
+            raise ValueError(
+                f"{type(self).__name__} sends all clients the same targets and gradients, so its `alignment` must be "
+                f"Alignment(), not {type(self.alignment).__name__}. Use a method that sends targets once in a round, "
+                "such as DSFL."
+            )
         if not self.clients_distill and self.feedback == "none":
             raise ValueError(
                 "feedback='none' and clients_distill=False leave the clients nothing to learn. Change one of them."

@@ -399,7 +399,7 @@ def cohort_with_replies(replies):
         ask=lambda phase, client_ids, message: {
             client_id: Predictions(0, client_id, replies[client_id]) for client_id in client_ids
         },
-        decode=lambda values: PredictionCodec().decode(values, rows_of(NUM_CLASSES))["rows"],
+        decode=lambda values, num_classes: PredictionCodec().decode(values, rows_of(num_classes))["rows"],
         seed=0,
         positions=positions,
     )
