@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..methods import Accumulator, UpdateCollection
+from ..methods.previous_release import LocalHook
 from ..utils.algorithm_names import AGGREGATION_NAMES, import_reference
 from ..utils.weighted_mean import WeightedMean
 from .base import Aggregation
@@ -71,6 +72,7 @@ __all__ = [
     "FedProx",
     "GeometricMedian",
     "Krum",
+    "LocalHook",
     "LocalOnly",
     "LowRankUpdates",
     "MutualKD",

@@ -50,7 +50,7 @@ from .llm_weighting import LLMWeighting, text_generation
 from .losses import kl_divergence, mean_absolute_error, mean_squared_error, soft_cross_entropy
 from .low_rank import compress, decompress, energy_schedule
 from .mhat import MHAT
-from .previous_release import DistillationClient, LocalDistillation
+from .previous_release import ClientContext, DistillationClient, LocalDistillation
 from .public_rows import PublicRows
 from .requirements import Requirements
 from .robust_mean import ROBUST_MEANS, robust_mean
@@ -108,6 +108,7 @@ __all__ = [
     "AdaFD",
     "Alignment",
     "Ask",
+    "ClientContext",
     "ClientReport",
     "Cohort",
     "Cronus",

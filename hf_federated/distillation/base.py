@@ -38,7 +38,7 @@ from .cohort import Cohort, RunOnMain
 from .encoding import Encoding, Targets
 from .lazy_rows import LazyRows
 from .losses import kl_divergence
-from .previous_release import adapt_distillation
+from .previous_release import LossMethods, adapt_distillation
 from .requirements import Requirements
 from .server import DistillationServer
 from .settings import Settings
@@ -49,7 +49,7 @@ ClientLogits = Mapping[str, torch.Tensor]
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
-class Distillation(Settings, Method):
+class Distillation(LossMethods, Settings, Method):
     """
     Base class of the distillation algorithms.
 

@@ -21,6 +21,8 @@ from .client import DistillationPart
 def adapt_distillation(cls: Any) -> None:
     """Let a distillation of version 0.1 take part in the conversation of a round."""
     own = vars(cls)
+    if not issubclass(cls.client_part, (LossPart, ClientClassPart)):
+        cls.library_part = cls.client_part
     builds_client = "client" in own and len(inspect.signature(own["client"]).parameters) == 1
     if "client_class" in own or builds_client:
         warn_of(cls, "client", "Set `client_part` to a subclass of DistillationPart.")
@@ -30,7 +32,7 @@ def adapt_distillation(cls: Any) -> None:
         cls.client_part = type("ClientOfPreviousRelease", (ClientClassPart,), {"build": staticmethod(build)})
     elif "client_loss" in own or "feedback_loss" in own:
         warn_of(cls, "client_loss", "Override this method in a subclass of DistillationPart, and set `client_part`.")
-        cls.client_part = LossPart
+        cls.client_part = _loss_part(cls)
     if "expected_extra" in own:
         warn_of(cls, "expected_extra", "Override `update_extra`.")
         cls.update_extra = _update_extra
@@ -77,19 +79,45 @@ class DistillationClient:
         return LocalDistillation()
 
     def handle(self, message: Message, context: Any) -> Message:
-        """Answer a message of one of the types in `messages`."""
-        return LossPart(context, self.algorithm).answer(message)
+        """Answer a message of one of the types in `messages`, with the methods that a subclass overrides."""
+        part = _loss_part(type(self.algorithm))(context, self.algorithm)
+        for name in ("predict", "distill", "take_feedback"):
+            setattr(part, name, getattr(self, name, getattr(part, name)))
+        return part.answer(message)
 
 
 class LossPart(DistillationPart):
-    """Uses `client_loss` and `feedback_loss` of the method, if it has them."""
+    """Uses `client_loss` and `feedback_loss` of the method."""
 
     def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
-        loss = getattr(self.method, "client_loss", super().client_loss)
-        return loss(logits, targets, settings)
+        return self.method.client_loss(logits, targets, settings)
 
     def feedback_loss(self, logits: torch.Tensor, message: Feedback) -> torch.Tensor:
-        return getattr(self.method, "feedback_loss", super().feedback_loss)(logits, message)
+        return self.method.feedback_loss(logits, message)
+
+
+def _loss_part(cls: Any) -> type[DistillationPart]:
+    """Return the library's client half of a method, with the losses of the method."""
+    return type("LossPartOfPreviousRelease", (LossPart, cls.library_part), {})
+
+
+class LossMethods:
+    """The losses of a client in version 0.1, which a subclass of a distillation calls with `super()`."""
+
+    # The client half without the interfaces of version 0.1.
+    library_part: ClassVar[type[DistillationPart]] = DistillationPart
+
+    def client_loss(self, logits: torch.Tensor, targets: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
+        """As [`DistillationPart.client_loss`]."""
+        return self._library_half().client_loss(logits, targets, settings)
+
+    def feedback_loss(self, logits: torch.Tensor, message: Feedback) -> torch.Tensor:
+        """As [`DistillationPart.feedback_loss`]."""
+        return self._library_half().feedback_loss(logits, message)
+
+    def _library_half(self) -> DistillationPart:
+        # The losses use no context.
+        return self.library_part(ClientContext("", None), self)
 
 
 class PreviousContext(ClientContext):

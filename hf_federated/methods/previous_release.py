@@ -20,7 +20,7 @@ def warn_of(cls: type, name: str, replacement: str) -> None:
     warnings.warn(
         f"{cls.__name__}.{name} is an interface of hf_federated 0.1 and will be ignored from 1.0 on. {replacement}",
         FutureWarning,
-        stacklevel=5,
+        stacklevel=4,
     )
 
 

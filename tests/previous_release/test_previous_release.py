@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
-from distillation_setup import distillation_trainer
+from distillation_setup import distillation_trainer, same_clients
 from federations import CLIENTS, build_federation
 from tiny import same_weights
 
-from hf_federated import DSFL, FedProx
+import hf_federated
+from hf_federated import DSFL, FedID, FedProx, aggregation, distillation
+from hf_federated.distillation import DistillationClient
+from hf_federated.messages import Predictions
 
 
 def load(name: str):
@@ -48,6 +52,64 @@ def test_distillation_client_of_version_0_1_trains_as_before(tmp_path) -> None:
     memory = trainer.engine.worker.models.get_state(next(iter(trainer.clients)))["memories"]["1 sharp_mean"]
     # Each round asks for predictions and sends targets.
     assert memory == {"rounds": num_rounds, "answers": 2 * num_rounds}
+
+
+@pytest.mark.parametrize(("method", "kwargs"), [(DSFL, {}), (FedID, {"feedback": "per_example"})])
+def test_distillation_that_calls_the_loss_of_its_base_class_trains_as_the_base_class(tmp_path, method, kwargs) -> None:
+    with pytest.warns(FutureWarning, match="SameLoss.client_loss is an interface") as warned:
+
+        @dataclass(kw_only=True, repr=False, eq=False)
+        class SameLoss(method):
+            def client_loss(self, logits, targets, settings):
+                return super().client_loss(logits, targets, settings)
+
+            def feedback_loss(self, logits, message):
+                return super().feedback_loss(logits, message)
+
+    assert {warning.filename for warning in warned} == {__file__}
+    trainer, reference = (
+        distillation_trainer(tmp_path / cls.__name__, cls(**kwargs), federation={"num_rounds": 1})
+        for cls in (SameLoss, method)
+    )
+    for run in (trainer, reference):
+        run.train()
+    assert same_weights(trainer.model, reference.model) and same_clients(trainer, reference)
+
+
+def test_client_class_keeps_the_loss_of_the_base_class_and_may_override_the_replies(tmp_path) -> None:
+    predicted = []
+
+    class Client(DistillationClient):
+        def predict(self, message, model, student):
+            predicted.append(message.client_id)
+            return Predictions(message.round, message.client_id, {"values": torch.zeros(student.num_rows, 2)})
+
+    with pytest.warns(FutureWarning, match="ZeroPredictions.client is an interface"):
+
+        @dataclass(kw_only=True, repr=False, eq=False)
+        class ZeroPredictions(DSFL):
+            client_class = Client
+
+    trainer = distillation_trainer(tmp_path / "old", ZeroPredictions(), federation={"num_rounds": 1})
+    trainer.train()
+    assert predicted == list(trainer.clients)
+
+    class ZeroPart(DSFL.client_part):
+        def predict(self, message, model, student):
+            return Predictions(message.round, message.client_id, {"values": torch.zeros(student.num_rows, 2)})
+
+    @dataclass(kw_only=True, repr=False, eq=False)
+    class Zero(DSFL):
+        client_part = ZeroPart
+
+    reference = distillation_trainer(tmp_path / "new", Zero(), federation={"num_rounds": 1})
+    reference.train()
+    assert same_weights(trainer.model, reference.model) and same_clients(trainer, reference)
+
+
+def test_names_of_version_0_1_are_found_where_they_were() -> None:
+    assert aggregation.LocalHook is hf_federated.LocalHook
+    assert distillation.ClientContext is hf_federated.methods.ClientContext
 
 
 def test_callback_of_version_0_1_sees_and_changes_the_round(tmp_path) -> None:
