@@ -70,7 +70,7 @@ class QuantizedBlocks(Codec):
             return torch.empty(0, num_row_bytes(self._dtype, width), dtype=torch.uint8)
         # The repeated last value does not change the range of the last block.
         padding = num_rows * width - value.numel()
-        values = functional.pad(value.float().view(1, -1), (0, padding), mode="replicate")
+        values = functional.pad(value.float().reshape(1, -1), (0, padding), mode="replicate")
         return pack_rows(self._dtype, values.view(num_rows, width))[self._dtype]
 
     def decode(

@@ -240,6 +240,15 @@ def test_change_of_bfloat16_values_is_not_rounded_to_bfloat16():
     assert talk.arrive(talk.reply(received, {"w": torch.tensor([0.5], dtype=torch.bfloat16)}))["w"].tolist() == [0.5]
 
 
+def test_transposed_parameters_are_sent_in_both_directions():
+    """The change of a parameter has the memory layout of the parameter."""
+    talk = Conversation({"w": torch.randn(4, 300).t()}, QuantizeChanges())
+    for _ in range(3):
+        before, change = talk.state, {"w": torch.randn(4, 300).t()}
+        talk.run(change)
+        torch.testing.assert_close(talk.state["w"] - before["w"], change["w"], rtol=0, atol=0.05)
+
+
 # ---- Rejected updates and lost memories
 
 
