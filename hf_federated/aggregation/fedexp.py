@@ -11,7 +11,7 @@ from ..methods import Accumulator
 from ..utils.arguments import require
 from ..utils.weighted_mean import State, WeightedMean
 from .base import Aggregation
-from .update_statistics import distance, rounded
+from .update_statistics import distance, rounded, step_towards
 
 
 SQUARED_NORM = "squared_norm"
@@ -82,13 +82,7 @@ class FedExP(Aggregation):
 
     @torch.no_grad()
     def aggregate(self, accumulator: Accumulator, state: State) -> State:
-        step = self._step(accumulator)
-        if step == 1.0:
-            return accumulator.mean.finalize()
-        result = {name: accumulator.mean.mean_of(name, wide=True) for name in state}
-        for name, value in _floating(state).items():
-            result[name] = torch.lerp(value.to(result[name]), result[name], step).to(value.dtype)
-        return result
+        return step_towards(accumulator.mean, state, self._step(accumulator))
 
     def _step(self, accumulator: Accumulator) -> float:
         """Return `η_g`."""

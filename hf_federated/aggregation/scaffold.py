@@ -14,6 +14,7 @@ from ..methods import Accumulator, ClientPart
 from ..utils.arguments import require
 from ..utils.weighted_mean import State, wide_dtype
 from .base import Aggregation
+from .update_statistics import step_towards
 
 
 class ControlVariatePart(ClientPart):
@@ -151,14 +152,7 @@ class Scaffold(Aggregation):
             name: (value + share * change.mean_of(name, wide=True)).to(value.dtype)
             for name, value in self._control.items()
         }
-        if self.server_lr == 1.0:
-            return mean.finalize()
-        return {name: self._step_towards(value, mean.mean_of(name, wide=True)) for name, value in state.items()}
-
-    def _step_towards(self, value: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-        if not value.is_floating_point():
-            return mean
-        return torch.lerp(value.to(mean), mean, self.server_lr).to(value.dtype)
+        return step_towards(mean, state, self.server_lr)
 
     def state_dict(self) -> dict[str, Any]:
         return {"control": self._control}

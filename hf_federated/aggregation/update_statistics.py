@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..methods import UpdateCollection
-from ..utils.weighted_mean import PIECE, State, wide_dtype
+from ..utils.weighted_mean import PIECE, State, WeightedMean, wide_dtype
 from .lora_factors import (
     FactorPair,
     add_gram,
@@ -219,6 +219,27 @@ def coordinate_wise(updates: UpdateCollection, statistic: Callable[[torch.Tensor
     for pair in pairs:
         result |= coordinate_wise_factors(updates, pair, statistic)
     return {name: _wide(result[name], value) for name, value in reference.items()}
+
+
+def step_towards(mean: WeightedMean, state: State, step: float) -> State:
+    """
+    Move the floating tensors of a state by a step towards a mean, one wide tensor at a time.
+
+    Args:
+        mean ([`WeightedMean`]): The mean of the updates.
+        state (`dict[str, torch.Tensor]`): The global state.
+        step (`float`): Share of the distance. The result for 1 is the mean.
+
+    Returns:
+        `dict[str, torch.Tensor]`: The state, with the integer tensors of the mean.
+    """
+    if step == 1.0:
+        return mean.finalize()
+    result: State = {}
+    for name, value in state.items():
+        wide = mean.mean_of(name, wide=True)
+        result[name] = torch.lerp(value.to(wide), wide, step).to(value.dtype) if value.is_floating_point() else wide
+    return result
 
 
 def _wide(value: torch.Tensor, reference: torch.Tensor, wide: torch.dtype = torch.float32) -> torch.Tensor:

@@ -140,7 +140,7 @@ class Accumulator:
         """
         self._check_linear()
         single = copy.copy(self)
-        single.first_client, single.means = None, {name: mean.empty() for name, mean in self.means.items()}
+        single.means = {name: mean.empty() for name, mean in self.means.items()}
         single.add(update)
         return {name: mean.sums(_center(name, reference)) for name, mean in single.means.items()}
 
