@@ -160,6 +160,7 @@ class FedDRS(Distillation):
     name: ClassVar[str] = "feddrs"
     parameters: ClassVar[str] = "averaged"
     needs_teachers: ClassVar[bool] = True
+    reports_class_counts = True
     client_part: ClassVar[type[ClientPart]] = FedDRSPart
     ignores: ClassVar[tuple[str, ...]] = (
         "server_epochs",
@@ -192,7 +193,6 @@ class FedDRS(Distillation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.reports_class_counts = True
         kinds = [self.sampling] if isinstance(self.sampling, str) else list(self.sampling)
         self.sampling = KINDS if "mixed" in kinds else tuple(kind for kind in KINDS if kind in kinds)
         if not self.sampling or not {*kinds} <= {*KINDS, "mixed"}:

@@ -23,8 +23,8 @@ class QuantizeChanges(Postprocessor):
     """
     Send quantized changes to the clients and back: `x̂_i ← x̂_i + Q(x − x̂_i)`, `Δ_i = Q(x_i − x̂_i + e_i)`.
 
-    `x` is the global state, `x̂_i` the state that client `i` knows, and `x_i` the state that it trained from `x̂_i`. The
-    client keeps `e_i ← x_i − x̂_i + e_i − Δ_i` ([Karimireddy et al., 2019](https://arxiv.org/abs/1901.09847)). The
+    `x` is the global state, `x̂_i` the received state of client `i`, and `x_i` the state that it trained from `x̂_i`.
+    The client keeps `e_i ← x_i − x̂_i + e_i − Δ_i` ([Karimireddy et al., 2019](https://arxiv.org/abs/1901.09847)). The
     server aggregates `x + Δ_i`, so errors on the way down do not enter the global state ([Philippenko and Dieuleveut,
     2021](https://arxiv.org/abs/2102.12528)). The first message to a client is exact. After an update that the server
     did not use, both sides return to `x̂_i` and `e_i` of the last accepted update. Integer tensors are sent unchanged.
@@ -85,7 +85,7 @@ class QuantizeChanges(Postprocessor):
             raise InvalidUpdateError(f"Client {update.client_id!r}, round {update.round + 1}: {error}") from error
 
     def _settle(self, message: Fit, memory: Memory, checksum: Any = None) -> State:
-        """Keep or drop what the last message and update changed, and return the state that the client knows."""
+        """Keep or drop what the last message and update changed, and return the state of the client."""
         sent, sent_round, residual = (memory.pop(name, None) for name in ("sent", "sent_round", "next_residual"))
         known, accepted = memory.get("state", {}), message.accepted_round
         if accepted is not None and accepted == sent_round:

@@ -206,7 +206,7 @@ def test_state_of_the_client_follows_the_global_state_without_drift(bits):
 
 
 def test_errors_on_the_way_down_do_not_enter_the_global_state():
-    """A client that changes nothing leaves the global state as it is, although it knows another state."""
+    """A client that changes nothing leaves the global state as it is, although it received another state."""
     talk = Conversation(state_of(0), QuantizeChanges(4))
     talk.run({name: torch.zeros(shape) for name, shape in SHAPES.items()})
     talk.state = before = added(talk.state, state_of(1))
