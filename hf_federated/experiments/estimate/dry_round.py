@@ -234,7 +234,9 @@ def _build_loop(federation: DryFederation, engine: RecordingEngine, sampler: Cli
         progress=RoundProgress(list, config.num_rounds or 1),
         bound=BoundUpdate(math.inf),
     )
+    # A copy, because the configuration of a trainer can contain the collector that the trainer uses.
     collector: UpdateCollector = COLLECTOR_NAMES.build(config.collector, config.collector_kwargs, UpdateCollector)
+    collector = type(collector)(**collector.settings())
     collector.check(engine, federation.methods)
     collector.start(context)
     exchange = federation.exchange()

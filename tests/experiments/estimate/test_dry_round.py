@@ -33,6 +33,7 @@ from hf_federated.experiments.execution import build_run
 from hf_federated.experiments.recipe.recipe import load_recipe
 from hf_federated.messages import ClientUpdate, Fit
 from hf_federated.messages.ledger import Ledger
+from hf_federated.server.collectors import BufferedCollector
 
 
 FAST = ("aggregation scaffold", "aggregation median", "distillation fedid", "distillation fedaux")
@@ -176,6 +177,15 @@ def test_dry_round_changes_neither_the_trainer_nor_random_numbers(tmp_path):
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert np.array_equal(np.random.get_state()[1], generators[1])
     assert trainer.ledger.rounds() == []
+
+
+def test_dry_round_does_not_start_the_collector_of_the_trainer(tmp_path):
+    collector = BufferedCollector(2)
+    trainer = build_federation(tmp_path, federation={"collector": collector})
+    trainer.train()
+    order, context = list(collector.recorded_order), collector.context
+    dry_round(trainer, 2)
+    assert order and collector.recorded_order == order and collector.context is context
 
 
 def test_many_mini_batches_count_as_the_one_in_the_middle(tmp_path):
