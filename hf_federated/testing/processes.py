@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import json
@@ -71,24 +72,30 @@ class WorkerProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                start_new_session=True,
             )
             atexit.register(self.stop)
         Path(request["directory"]).mkdir(parents=True, exist_ok=True)
         stdin, stdout = self._process.stdin, self._process.stdout
         line = ""
-        if stdin is not None and stdout is not None:
-            stdin.write(json.dumps(request) + "\n")
-            stdin.flush()
-            line = stdout.readline()
+        try:
+            if stdin is not None and stdout is not None:
+                stdin.write(json.dumps(request) + "\n")
+                stdin.flush()
+                line = stdout.readline()
+        finally:
+            # After a Ctrl-C, too: the next request must not get the answer to this one.
+            if not line:
+                self.stop()
         if not line:
-            self.stop()
             raise RuntimeError(f"The process {' '.join(self._command)} ended. Its error output shows the reason.")
         return json.loads(line)
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process, and all processes that it has forked."""
         if self._process is not None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # the process has ended
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             atexit.unregister(self.stop)
             self._process = None
