@@ -77,7 +77,7 @@ def check_method(
     | other clients | a client half that uses the examples of other clients |
     | estimate | messages whose bytes `hf-federated estimate` cannot know |
     | killed and resumed | state of the server that is not in `state_dict` |
-    | resumed on ranks, 1 rank, 2 ranks | a result that depends on the number of processes |
+    | 1 rank, 2 ranks, resumed on ranks | a result that depends on the number of processes |
     | network | a result that depends on the machine of a client |
 
     A method that does not support an engine lists it in `refused_engines`. The check is then that the constructor of

@@ -19,7 +19,7 @@ from .engines import ENGINES
 from .processes import WorkerProcess
 from .report import Outcome
 from .results import RunResult, differences
-from .runs import RUN_DIR, Request
+from .runs import RUN_DIR, TIMEOUT, Request
 from .scenario import Scenario, keeps_models
 
 
@@ -37,8 +37,11 @@ class CrashedRunError(Exception):
     """A run ended with an error. The message is the error."""
 
     def __init__(self, result: RunResult, codes: Sequence[int]) -> None:
-        rank = next(number for number, code in enumerate(codes) if code)
-        super().__init__(f"The run ended with this error: {result.last_error(rank)}")
+        # A process with an error is the cause if other processes were killed while they waited for it.
+        code = max(codes, key=lambda code: (code != 0, code))
+        end = f"was killed by signal {-code} (it may take {TIMEOUT} seconds). Its last output" if code < 0 else ""
+        error = result.last_error(codes.index(code)).rstrip(".")
+        super().__init__(f"The run {end or 'ended with this error'}: {error}.")
         self.log = result.logs()
 
 
@@ -146,7 +149,7 @@ class Check:
         except SkippedCheckError as error:
             return Outcome(self.name, skipped=str(error))
         except CrashedRunError as error:
-            return Outcome(self.name, str(error), log=error.log)
+            return Outcome(self.name, str(error), self.remedy, log=error.log)
         return Outcome(self.name, problem, self.remedy if problem else "")
 
 
@@ -297,7 +300,10 @@ def if_trained_together(trials: Trials) -> str:
     return "several processes cannot train private models together" if has_private else ""
 
 
-STATE = "Keep the values that the server half needs in later rounds in `state_dict`, and restore them."
+STATE = (
+    "Keep the values that the server half needs in later rounds in `state_dict`, and restore them. A postprocessor "
+    "keeps them in the argument `memory`."
+)
 MESSAGES = "Put into messages what the halves share, and do not change the tensors of a message in place."
 HALF = (
     "A client half may use the constructor arguments, the message, its client and its memory, but no object, class "
@@ -314,7 +320,12 @@ CHECKS = (
         "Store each constructor argument in an attribute of the same name.",
         applies=if_lists_settings,
     ),
-    Check("trains", find_failed_training, "The server must accept the update of each client."),
+    Check(
+        "trains",
+        find_failed_training,
+        "The method must train without an error, and the server must accept the update of each client. Memories and "
+        "`state_dict` may contain tensors, numbers, texts, `None`, and lists, tuples and dictionaries of these.",
+    ),
     Check(
         "messages",
         find_unreadable_messages,
@@ -325,7 +336,7 @@ CHECKS = (
         "random numbers",
         compared_with("disturbed generators"),
         "Draw random numbers from a generator whose seed is that of the message or of the run, not from the global "
-        "generators.",
+        "generators, and read no clock.",
     ),
     Check("serialized", compared_with("serialized"), MESSAGES, "serialized"),
     Check("order of replies", compared_with("reversed replies"), SUMS, applies=if_synchronous),
@@ -339,7 +350,8 @@ CHECKS = (
     Check(
         "memory",
         compared_with("renewed clients", states="clients"),
-        "Keep the values that a client half needs in later messages in `self.memory`, by assigning to its keys.",
+        "Keep the values that a client half needs in later messages in `self.memory`, by assigning to its keys. A "
+        "postprocessor keeps them in the argument `memory`.",
     ),
     Check("other clients", find_other_data, HALF),
     Check(
@@ -349,11 +361,11 @@ CHECKS = (
         applies=if_bytes_are_estimated,
     ),
     Check("killed and resumed", find_lost_state, STATE),
-    Check("resumed on ranks", find_lost_state_elsewhere, STATE, "ranks", if_several_rounds),
     Check("1 rank", find_rank_difference("1 rank"), SUMS, "ranks"),
     Check("1 rank, data", find_rank_difference("1 rank", "data"), SUMS, "ranks"),
     Check("2 ranks", find_rank_difference("2 serialized ranks"), SUMS, "ranks"),
     Check("2 ranks, data", find_disagreement, SUMS, "ranks", if_trained_together),
+    Check("resumed on ranks", find_lost_state_elsewhere, STATE, "ranks", if_several_rounds),
     Check("network", compared_with("network", states="clients"), HALF, "network", if_synchronous),
 )
 

@@ -29,6 +29,8 @@ from .tiny import tiny_arguments
 
 # Folder of the checkpoints and the final model.
 RUN_DIR = "run"
+# Seconds after which the processes of a run are killed.
+TIMEOUT = 150
 # Seconds that the parties of a networked run wait for each other.
 JOIN_TIMEOUT = 60.0
 

@@ -11,12 +11,8 @@ from typing import Any
 
 from ..security.certificates import create_certificates
 from .processes import fork, fork_ranks, free_address, serve, wait
-from .runs import Request, run_party, run_rank
+from .runs import TIMEOUT, Request, run_party, run_rank
 from .scenario import CLIENTS
-
-
-# Seconds after which the processes of a run are killed.
-TIMEOUT = 150
 
 
 def answer(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from hf_federated.postprocessing import QuantizeChanges
 from hf_federated.server.collectors import BufferedCollector
 from hf_federated.testing import ConformanceError, ConformanceReport, check_method
 from hf_federated.testing.check_method import checks_of, scenario_of
-from hf_federated.testing.checks import CHECKS, Trials
+from hf_federated.testing.checks import CHECKS, CrashedRunError, Trials
 from hf_federated.testing.report import Outcome
+from hf_federated.testing.results import RunResult
 
 
 ONE_PROCESS = ("local", "serialized")
@@ -76,6 +77,7 @@ def test_failed_run_skips_the_checks_that_need_it(rank_worker):
         check_method(WrongDtype, engines=ONE_PROCESS, verbose=False, worker=rank_worker)
     outcomes = raised.value.report.outcomes
     assert [outcome.check for outcome in raised.value.report.failures] == ["trains"]
+    assert outcomes[1].remedy
     assert {outcome.skipped for outcome in outcomes[2:]} == {"the run on LocalEngine failed"}
 
 
@@ -90,6 +92,20 @@ def test_secure_sum_passes_on_every_engine(rank_worker, capsys):
 @pytest.mark.parametrize("method", [Counting, Counting(0.5), Distilling], ids=str)
 def test_method_without_a_fault_passes_on_every_engine(rank_worker, method):
     assert not check_method(method, worker=rank_worker).failures
+
+
+@pytest.mark.parametrize(
+    ("codes", "problem"),
+    [
+        ([-9, 0], "The run was killed by signal 9 (it may take 150 seconds). Its last output: waiting."),
+        ([-9, 1], "The run ended with this error: ValueError: no share."),
+    ],
+    ids=["time limit", "another process waits"],
+)
+def test_problem_of_a_run_is_that_of_the_process_that_caused_it(tmp_path, codes, problem):
+    for rank, output in enumerate(["waiting\n", "ValueError: no share.\n"]):
+        (tmp_path / f"rank-{rank}.log").write_text(output)
+    assert str(CrashedRunError(RunResult(tmp_path), codes)) == problem
 
 
 # ---- Engines that a method refuses
