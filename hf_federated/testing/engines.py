@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import itertools
-import os
+import math
 import random
 import re
 from collections.abc import Callable, Generator
@@ -12,7 +14,7 @@ from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from ..clients.models import SharedModel
 from ..clients.state_history import StateHistory
 from ..engines import Engine, EngineContext, LocalEngine, Plan, RankEngine
 from ..messages import ClientUpdate, Fit, Message, Metrics, read_message
+from .processes import fork, wait
 
 
 # Names of metrics that differ between two equal runs.
@@ -140,9 +143,7 @@ class SeparateClients(LocalEngine):
         super().start(context)
         for number, client_id in enumerate(context.costs):
             here, there = Pipe()
-            if os.fork() == 0:
-                here.close()
-                self._serve(there, Path(f"client-{number}"))
+            self._fork(self._serve, here, there, Path(f"client-{number}"))
             there.close()
             self._connections[client_id] = here
 
@@ -151,31 +152,27 @@ class SeparateClients(LocalEngine):
         connection.send_bytes(message.to_bytes())
         return read_message(connection.recv_bytes(), self.kinds)
 
-    def _serve(self, connection: Connection, folder: Path) -> NoReturn:
+    def _fork(self, run: Callable[..., None], *args: Any) -> int:
+        return fork(functools.partial(run, *args), ".", "rank-0-clients.log")
+
+    def _serve(self, here: Connection, connection: Connection, folder: Path) -> None:
         """Answer the messages of a client until the server ends."""
-        code, name = 1, ""
-        history = StateHistory(folder, self.worker.models)
-        try:
+        here.close()
+        history, name = StateHistory(folder, self.worker.models), ""
+        with contextlib.suppress(EOFError):
             while True:
                 message = read_message(connection.recv_bytes(), self.kinds)
-                child = os.fork() if self.is_renewed else 0
-                if child == 0:
-                    history.restore(name)
-                    reply = self.worker.handle(message).to_bytes()
-                    if self.is_renewed:
-                        history.record(message.nonce, reply)
-                    connection.send_bytes(reply)
-                    if self.is_renewed:
-                        break
-                elif os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+                if not self.is_renewed:
+                    connection.send_bytes(self.worker.handle(message).to_bytes())
+                elif wait(self._fork(self._answer, connection, message, history, name), math.inf):
                     break
-                else:
-                    name = message.nonce
-            code = 0
-        except EOFError:
-            code = 0
-        finally:
-            os._exit(code)
+                name = message.nonce
+
+    def _answer(self, connection: Connection, message: Message, history: StateHistory, name: str) -> None:
+        history.restore(name)
+        reply = self.worker.handle(message).to_bytes()
+        history.record(message.nonce, reply)
+        connection.send_bytes(reply)
 
 
 # The engines of the conformance kit, each with its number of processes. A new engine adds its line here.
