@@ -17,7 +17,9 @@ from tiny import arguments, rows, tiny_model
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_federated import (
+    ClientPart,
     ClipUpdate,
+    FedAvg,
     FederatedConfig,
     FederatedTrainer,
     FedID,
@@ -106,6 +108,27 @@ class SendLargeValues(Postprocessor):
         return dataclasses.replace(update, metrics={**update.metrics, "num_large": float(sum(large))})
 
 
+class EqualChangesPart(ClientPart):
+    """Divides each change by the largest change, which must not be zero, and prepares this in `on_batch`."""
+
+    def receive(self, message: Fit) -> None:
+        self.before = message.state
+
+    def on_batch(self, model: Any, inputs: Any, num_items: Any) -> None:
+        self.scale = 1e-3
+
+    def send(self, update: ClientUpdate) -> ClientUpdate:
+        changes = {name: value - self.before[name] for name, value in update.state.items()}
+        largest = max(float(change.abs().max()) for change in changes.values())
+        return dataclasses.replace(
+            update, state={name: self.before[name] + change / largest * self.scale for name, change in changes.items()}
+        )
+
+
+class EqualChanges(FedAvg):
+    client_part = EqualChangesPart
+
+
 CLIENTS = {"a": rows(5), "client with a long name": rows(130, seed=1), "c": rows(12, seed=2)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"federation": {"exchange_dtype": "bfloat16", "aggregation": "scaffold"}},
@@ -122,6 +145,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "local head": {"federation": {"keep_local": "head", "aggregation": "fedavg"}},
     "8 bits": {"trainer": {"postprocessors": [QuantizeChanges()]}, "num_rounds": 3},
     "4 bits": {"trainer": {"postprocessors": [QuantizeChanges(bits=4)]}, "federation": {"clients_per_round": 2}},
+    "division by the change": {"federation": {"aggregation": EqualChanges()}},
     "asking": {"federation": {"aggregation": AskingAverage()}, "num_rounds": 3},
     "asking, with values": {"federation": {"aggregation": AskingAverage(reads_values=True)}, "num_rounds": 3},
 }
