@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 
-from ..utils.fields import Count, check_fields
+from ..utils.fields import Count, check_values
 from .serialization import FlatTree, PackedPieces, pack, packed_size, unpack
 
 
@@ -82,10 +82,9 @@ class Serializable:
         if not isinstance(fields, dict) or fields.keys() != expected.keys():
             given = list(fields) if isinstance(fields, dict) else fields
             raise ValueError(f"A message of kind {cls.kind!r} has the fields {sorted(expected)}, got {given!r}.")
-        read = cls(**fields)
         if not cls.checks_fields:
-            check_fields(read, f"A message of kind {cls.kind!r} has an invalid field: ")
-        return read
+            check_values(cls, fields, f"A message of kind {cls.kind!r} has an invalid field: ")
+        return cls(**fields)
 
     @classmethod
     def _fields_of(cls, tree: dict[str, Any]) -> Any:

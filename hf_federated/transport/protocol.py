@@ -21,7 +21,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from transformers.utils import logging
 
@@ -183,7 +183,7 @@ class Header:
             ValueError: If a field is missing or unknown, has another type, or is out of range.
         """
         values = parse_json_object(text, cls.__name__)
-        names = checks_of(cls).keys()
+        names = checks_of(cast(Any, cls)).keys()
         if values.keys() != names:
             raise ValueError(f"{cls.__name__} must have the fields {[*names]}, but has the fields {sorted(values)}.")
         header = cls(**values)

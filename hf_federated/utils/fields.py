@@ -145,6 +145,15 @@ def check_fields(instance: Any, prefix: str = "") -> None:
         raise ValueError(f"{prefix}`{name}` {problem}.")
 
 
+def check_values(cls: Any, values: Mapping[str, Any], prefix: str = "") -> None:
+    """
+    Check values by field before an instance of `cls` is built, as [`check_fields`]. Absent fields are not checked.
+    """
+    for name, check in checks_of(cls).items():
+        if name in values and (problem := check(values[name])) is not None:
+            raise ValueError(f"{prefix}`{name}` {problem}.")
+
+
 def problems_of(instance: Any) -> dict[str, str]:
     """
     Find the fields of a dataclass whose values the annotations do not allow.
@@ -158,18 +167,14 @@ def problems_of(instance: Any) -> dict[str, str]:
     cls: Any = type(instance)
     return {
         name: problem
-        for name, check in _checks_of(cls).items()
+        for name, check in checks_of(cls).items()
         if (problem := check(getattr(instance, name))) is not None
     }
 
 
+@functools.cache
 def checks_of(cls: Any) -> dict[str, Check]:
     """Return the check of each field of a dataclass by name."""
-    return _checks_of(cls)
-
-
-@functools.cache
-def _checks_of(cls: Any) -> dict[str, Check]:
     hints = get_type_hints(cls, include_extras=True)
     return {item.name: check_of(hints[item.name]) for item in dataclasses.fields(cls)}
 

@@ -7,7 +7,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .fields import checks_of
+from .fields import check_values
 
 
 if TYPE_CHECKING:
@@ -62,9 +62,7 @@ class SavedConfig:
                 values = json.load(file)
             if not isinstance(values, dict):
                 raise ValueError(f"it contains a {type(values).__name__} instead of a dictionary.")
-            for name, check in checks_of(cls).items():
-                if name in values and (problem := check(values[name])) is not None:
-                    raise ValueError(f"`{name}` {problem}.")
+            check_values(cls, values)
             return cls.from_dict(values)
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(

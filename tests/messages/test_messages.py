@@ -8,8 +8,9 @@ import json
 import math
 import pickle
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -29,6 +30,8 @@ from hf_federated.messages import (
     Metrics,
     Predict,
     Predictions,
+    kinds_of,
+    message_from_tree,
     read_message,
 )
 from hf_federated.messages.serialization import TREE_KEY, FlatTree, pack, packed_size, unpack
@@ -495,3 +498,26 @@ def test_shared_tensors_count_once_in_the_size():
     across = dataclasses.replace(twice, state={"w": shared}, extra={"v": shared})
     for message in (twice, apart, across, twice):
         assert message.num_bytes == len(message.to_bytes())
+
+
+@dataclass(frozen=True)
+class Interval(Message):
+    """A message whose constructor computes with its fields."""
+
+    kind: ClassVar[str] = "interval"
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if self.high - self.low < 0:
+            raise ValueError("the interval is empty")
+
+
+def test_constructor_of_a_message_receives_only_values_of_its_annotations():
+    """The constructor of a user may raise any error for a value of another type, which would end the server."""
+    tree = Interval(0, "north", 1.0, 2.0).to_tree()
+    assert message_from_tree(tree, kinds_of(Interval)) == Interval(0, "north", 1.0, 2.0)
+    tree["fields"]["high"] = "2.0"
+    with pytest.raises(ValueError, match="'interval' has an invalid field: `high` is a value of type str"):
+        read_message(pack(tree), kinds_of(Interval))
