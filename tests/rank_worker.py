@@ -104,6 +104,19 @@ def generate_in_main_process(prompt: str) -> str:
     return "4, 3, 2, 1" if int(os.environ.get("RANK", 0)) == 0 else "I would trust the first."
 
 
+class CountsOnServer(Postprocessor):
+    """Changes each update by the number of messages to the client. Only the server keeps a memory."""
+
+    def server_send(self, message, memory):
+        memory["sent"] = memory.get("sent", 0) + 1
+        return message
+
+    def server_receive(self, update, state, memory):
+        return dataclasses.replace(
+            update, state={name: value + 1e-3 * memory["sent"] for name, value in update.state.items()}
+        )
+
+
 class Noise(Postprocessor):
     """Adds noise from the global random generators on the client and the server."""
 
@@ -163,6 +176,8 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         trainer_args["data_collator"] = DataCollatorForLanguageModeling(masking_tokenizer(), seed=7)
     elif name == "noise":
         trainer_args["postprocessors"] = [Noise()]
+    elif name == "steps of the server":
+        trainer_args["postprocessors"] = [CountsOnServer()]
     elif name == "one client":
         clients = {"only": rows(10)}
         federation["clients_per_round"] = 1

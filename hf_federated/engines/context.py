@@ -26,6 +26,8 @@ class EngineContext:
             the run.
         kinds (`Mapping[str, type[Message]]`, *optional*): The kinds of messages that engine and clients read, as from
             [`~hf_federated.messages.kinds_of`]. Defaults to the messages of this library.
+        keeps_ranks (`bool`, *optional*, defaults to `False`): Whether each client stays on one rank in all rounds,
+            because the server keeps memories of the client there.
     """
 
     build_worker: Callable[[], ClientWorker]
@@ -34,3 +36,4 @@ class EngineContext:
     processes: ProcessGroup
     saved_clients: Callable[[], list[Path]] = list
     kinds: Mapping[str, type[Message]] = field(default_factory=lambda: KINDS)
+    keeps_ranks: bool = False

@@ -104,8 +104,8 @@ class RankEngine(LocalEngine):
     """
     Runs the clients on the ranks of a launch, which share the work as `parallelism` of [`FederatedConfig`] defines.
 
-    A client that keeps a state between rounds stays on its rank. The ranks therefore exchange one payload per round
-    and a few numbers per client.
+    A client stays on its rank if the rank keeps a state of the client or memories of postprocessors. The ranks
+    therefore exchange one payload per round and a few numbers per client.
 
     Args:
         serialize (`bool`, *optional*, defaults to `False`): As in [`LocalEngine`].
@@ -131,8 +131,8 @@ class RankEngine(LocalEngine):
         self._spreads_clients = context.parallelism == "clients"
         self._costs = context.costs
         self._mean_cost = sum(context.costs.values()) / len(context.costs)
-        # The rank of each client that keeps a state.
-        self._fixed: dict[str, int] = {}
+        # The rank of each client of which the rank keeps a state or memories.
+        self._fixed = assign(self._costs, self.processes.world_size, {}) if context.keeps_ranks else {}
 
     def _ranks_of(self, cohort: Sequence[str]) -> dict[str, int]:
         # A client without training examples, which only evaluates, has no cost.
@@ -239,7 +239,5 @@ class RankEngine(LocalEngine):
         if not self._spreads_clients:
             super().load(directory, digests)
             return
-        costs = {client_id: self._costs[client_id] for client_id in sorted(digests)}
-        self._fixed = assign(costs, self.processes.world_size, {})
-        own = [client_id for client_id, rank in self._fixed.items() if rank == self.processes.rank]
-        super().load(directory, {client_id: digests[client_id] for client_id in own})
+        self._fixed |= self._ranks_of(sorted(digests))
+        super().load(directory, {client_id: digests[client_id] for client_id in self.own_clients(sorted(digests))})

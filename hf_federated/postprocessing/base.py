@@ -85,6 +85,11 @@ class Postprocessor:
         cls, base = type(self), Postprocessor
         return cls.server_send is not base.server_send or cls.client_receive is not base.client_receive
 
+    @property
+    def keeps_server_memory(self) -> bool:
+        """Whether the server may keep a memory of each client. Each client then stays on one rank of a launch."""
+        return self.changes_requests or type(self).server_receive is not Postprocessor.server_receive
+
     def server_send(self, message: Fit, memory: Memory) -> Fit:
         """
         Change a message before it leaves the server.

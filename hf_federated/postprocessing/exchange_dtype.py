@@ -65,6 +65,10 @@ class SendChanges(Postprocessor):
     def _narrows(self, value: torch.Tensor) -> bool:
         return value.is_floating_point() and value.dtype != self.dtype
 
+    @property
+    def keeps_server_memory(self) -> bool:
+        return False
+
     def server_receive(self, update: ClientUpdate, state: dict[str, torch.Tensor], memory: Memory) -> ClientUpdate:
         for name, value in (*update.state.items(), *update.extra.items()):
             if value.is_floating_point() and value.dtype != self.dtype:

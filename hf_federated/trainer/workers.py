@@ -79,7 +79,15 @@ class Workers:
             return [clients_directory(path) for path in sorted(Path(self._args.output_dir).glob("checkpoint-*"))]
 
         kinds = kinds_of(*(kind for method in setup.methods for kind in method.messages))
-        return EngineContext(self._build_worker, costs, config.parallelism, setup.processes, saved_clients, kinds)
+        return EngineContext(
+            self._build_worker,
+            costs,
+            config.parallelism,
+            setup.processes,
+            saved_clients,
+            kinds,
+            keeps_ranks=any(step.keeps_server_memory for step in setup.postprocessors),
+        )
 
     def _build_worker(self) -> ClientWorker:
         setup = self._setup

@@ -29,6 +29,7 @@ SCENARIOS = [
     "lora",
     "local buffers",
     "noise",
+    "steps of the server",
     "masked",
     "fedid",
     "adafd",
@@ -39,13 +40,20 @@ SCENARIOS = [
 
 # Scenarios that always run over two and three processes. The conformance suite runs every algorithm over two
 # processes, so the other scenarios are slow tests.
-OVER_TWO = {"fedavg", "noise", "carry", "lora", "local buffers", "fedid"}
+OVER_TWO = {"fedavg", "noise", "steps of the server", "carry", "lora", "local buffers", "fedid"}
 OVER_THREE = {"fedavg", "fedid"}
 SLOW = [pytest.mark.slow]
 RUNS = [pytest.param(name, 2, marks=[] if name in OVER_TWO else SLOW) for name in SCENARIOS]
 RUNS += [pytest.param(name, 2, marks=SLOW) for name in ("fedid mpl_sampled", "fedid per_example")]
 RUNS += [pytest.param(name, 3, marks=[] if name in OVER_THREE else SLOW) for name in SCENARIOS]
-RESUMED = {("carry", (2, 1)), ("scaffold", (1, 2)), ("lora", (1, 2)), ("masked", (2, 1)), ("fedid", (3, 2))}
+RESUMED = {
+    ("carry", (2, 1)),
+    ("scaffold", (1, 2)),
+    ("lora", (1, 2)),
+    ("masked", (2, 1)),
+    ("fedid", (3, 2)),
+    ("steps of the server", (2, 1)),
+}
 
 
 # ---- Equal results over any number of processes
@@ -197,7 +205,7 @@ def test_client_with_a_state_stays_in_its_process(finished) -> None:
     ("scenario", "before", "after"),
     [
         pytest.param(name, *world_sizes, marks=[] if (name, world_sizes) in RESUMED else SLOW)
-        for name in ("carry", "scaffold", "lora", "masked", "fedid", "fedaux")
+        for name in ("carry", "scaffold", "lora", "masked", "fedid", "fedaux", "steps of the server")
         for world_sizes in ((2, 1), (1, 2), (3, 2))
     ],
 )
