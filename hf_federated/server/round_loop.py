@@ -136,7 +136,7 @@ class RoundLoop:
 
         Clients are left out after a failure that leaves too few clients.
         """
-        num_spare = max(len(clients) - self.round.min_clients, 0)
+        num_spare = max(len(self.round.clients) - self.round.min_clients, 0)
         plan = Plan(self.round.number, tuple(clients), message_for, phase, max_failures=num_spare)
         return self.context.progress.collect(self.context.engine, plan)
 

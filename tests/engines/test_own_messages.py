@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+from federations import build_federation
 from launches import notes
-from own_messages import OWN_KINDS, AskSum, SumWorker, ask_sum, sums_of
+from own_messages import OWN_KINDS, AskSum, Sum, SumWorker, ask_sum, sums_of
 from tiny import arguments, rows, tiny_model
 
-from hf_federated import FederatedConfig, FederatedTrainer
+from hf_federated import FedAvg, FederatedConfig, FederatedTrainer
 from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import ClientEngine, EngineContext, LocalEngine, NetworkEngine, Plan
 from hf_federated.messages import KINDS, Fit, Message, Predict, kinds_of, message_from_tree, read_message
@@ -78,6 +79,24 @@ def test_own_messages_travel_over_the_network(tmp_path, monkeypatch, server_know
     else:
         assert all("its reply is damaged: Unknown message kind 'sum'" in reply.error for reply in replies)
         assert len(replies) == 2
+
+
+class AskTwo(FedAvg):
+    """Asks two of the three clients."""
+
+    messages: ClassVar[tuple[type[Message], ...]] = (AskSum, Sum)
+
+    def begin(self, round):
+        self.replies = round.ask("sums", lambda name: ask_sum(name, round.number), clients=round.cohort[:2])
+
+
+def test_failure_in_a_part_of_the_cohort_leaves_no_client_unasked(tmp_path):
+    """The base class of client halves answers no message, so both clients fail."""
+    trainer = build_federation(tmp_path, federation={"aggregation": AskTwo(), "min_clients": 2}, num_rounds=1)
+    trainer.train()
+    replies = trainer.aggregation.replies
+    assert list(replies) == ["north", "south"]
+    assert all("does not answer the message AskSum" in reply.error for reply in replies.values())
 
 
 # ---- Kinds
