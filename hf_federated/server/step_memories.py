@@ -55,9 +55,9 @@ class StepMemories:
             seed (`int`): Seed of the message.
         """
         entry = self.store.get(update.client_id)
-        memories = entry.setdefault("memories", {})
+        had_memories = bool(memories := entry.setdefault("memories", {}))
         received = run_server_receive(self.steps, update, state, seed, memories)
-        if memories:
+        if memories or had_memories:
             self.store.set(update.client_id, entry)
         return received
 

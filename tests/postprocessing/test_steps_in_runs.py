@@ -11,6 +11,8 @@ from tiny import same_weights
 
 from hf_federated import FederatedCallback, Postprocessor
 from hf_federated.engines import LocalEngine
+from hf_federated.messages import ClientUpdate
+from hf_federated.server import StepMemories
 
 
 class Counting(Postprocessor):
@@ -138,3 +140,18 @@ def test_steps_change_the_sums_before_the_aggregation(tmp_path) -> None:
     changed.train()
     for name, value in plain.exchange.read().items():
         torch.testing.assert_close(changed.exchange.read()[name], value + 1)
+
+
+def test_server_forgets_a_memory_that_a_step_empties() -> None:
+    class Toggling(Postprocessor):
+        def server_receive(self, update, state, memory):
+            memory.clear() if memory else memory.update(received=1)
+            return update
+
+    memories = StepMemories([Toggling()])
+    update = ClientUpdate(0, "north", {}, num_examples=1, num_tokens=0, num_steps=1)
+    kept = []
+    for _ in range(3):
+        memories.receive(update, {}, seed=0)
+        kept.append(memories.store.get("north")["memories"])
+    assert kept == [{"0 Toggling": {"received": 1}}, {}, {"0 Toggling": {"received": 1}}]
