@@ -176,7 +176,8 @@ class FederationSetup:
             **fields,
         )
         check_server(lambda: aggregation.check_exchange(setup.exchange.tensors, sampler.num_sampled), None)
-        setup.collector.check(engine, setup.methods, resolved.evaluate_clients)
+        min_clients = resolved.min_clients_of(sampler.num_sampled)
+        setup.collector.check(engine, setup.methods, resolved, min_clients)
         for method in setup.methods:
             method.check_engine(type(engine).__name__)
         # Processes with different `parallelism` would block at different collective operations.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ...config import FederatedConfig
 from ...engines import Engine
 from ...methods import Accumulator, Method, Round
 from ...utils.constructor_settings import ConstructorSettings
@@ -67,23 +69,42 @@ class UpdateCollector(ConstructorSettings, ABC):
     name: ClassVar[str] = ""
     # Whether requests stay open after a round, which some engines do not support.
     holds_requests: ClassVar[bool] = False
+    # Number of accepted updates with which a round ends. By default, a round waits for its cohort.
+    buffer_size: float = math.inf
 
-    def check(self, engine: Engine, methods: Sequence[Method], evaluates_clients: bool = False) -> None:
+    def check(
+        self,
+        engine: Engine,
+        methods: Sequence[Method],
+        config: FederatedConfig | None = None,
+        min_clients: int = 1,
+    ) -> None:
         """
         Check that the collector works with an engine and with the methods. It is called when the trainer is built.
 
         Args:
             engine ([`Engine`]): The engine that runs the clients.
             methods (`Sequence[Method]`): The methods of the federation.
-            evaluates_clients (`bool`, *optional*, defaults to `False`): Whether all clients are evaluated in a round.
+            config ([`FederatedConfig`], *optional*): The configuration.
+            min_clients (`int`, *optional*, defaults to `1`): Smallest number of valid updates of a round.
 
         Raises:
-            ValueError: If the engine, a method or the evaluation is not supported. The message names an alternative.
+            ValueError: If the engine, a method or a setting is not supported. The message names an alternative.
         """
         for method in methods if self.holds_requests else ():
             if not method.supports_late_updates:
                 raise ValueError(f"{method!r} needs all updates in their round. Set collector='synchronous'.")
-        if self.holds_requests and evaluates_clients:
+        if self.buffer_size < min_clients:
+            raise ValueError(
+                f"buffer_size={self.buffer_size} is below min_clients={min_clients}, so every round would fail. Lower "
+                "`min_clients`, or raise `buffer_size`."
+            )
+        if self.holds_requests and config is not None and config.round_deadline is not None:
+            raise ValueError(
+                f"round_deadline={config.round_deadline} does not work with collector={self.name!r}, whose requests "
+                "stay open after a round. Leave `round_deadline` out."
+            )
+        if self.holds_requests and config is not None and config.evaluate_clients:
             raise ValueError(
                 f"evaluate_clients=True asks clients that still train with collector={self.name!r}. Leave "
                 "`evaluate_clients` out, and evaluate the clients after the training."

@@ -73,7 +73,7 @@ class BufferedCollector(UpdateCollector):
         oldest = -math.inf if self.max_staleness is None else round.number - self.max_staleness
         for client_id in [name for name, older in self._requests.items() if older.round.number < oldest]:
             engine.withdraw(client_id)
-            del self._requests[client_id]
+            del self._requests[client_id], self._finish[client_id]
         idle = [client_id for client_id in round.clients if client_id not in self._requests]
         for client_id in idle[: len(round.cohort) - len(self._requests)]:
             uniform = derived_seed(self.context.fit.seed, "duration", client_id, round.number) / 2**32

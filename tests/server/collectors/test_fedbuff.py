@@ -144,6 +144,8 @@ def test_requests_beyond_the_largest_staleness_are_withdrawn(tmp_path) -> None:
     staleness = [number - update.round for number, update in zip(rounds, engine.updates, strict=True)]
     assert max(staleness) == 1
     assert len(trainer.collector.recorded_order) == 12
+    saved = trainer.collector.state_dict()
+    assert saved["finish"].keys() == saved["numbers"].keys()
 
 
 def test_failing_client_frees_its_slot(tmp_path) -> None:
@@ -180,6 +182,18 @@ def test_evaluation_of_clients_that_train_is_refused(tmp_path) -> None:
             federation={"evaluate_clients": True},
             trainer={"eval_dataset": FederatedDataset.from_dict(CLIENTS)},
         )
+
+
+@pytest.mark.parametrize(
+    ("federation", "error"),
+    [
+        ({"round_deadline": 5.0}, "round_deadline=5.0 does not work with collector='fedbuff'"),
+        ({"min_clients": 0.75}, "buffer_size=2 is below min_clients=3, so every round would fail"),
+    ],
+)
+def test_settings_of_a_round_that_waits_for_its_cohort_are_refused(tmp_path, federation, error) -> None:
+    with pytest.raises(ValueError, match=error):
+        train(tmp_path, BufferedCollector(2), federation=federation)
 
 
 def test_order_of_another_run_is_refused(tmp_path) -> None:
