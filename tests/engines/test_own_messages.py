@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -15,7 +15,7 @@ from tiny import arguments, rows, tiny_model
 from hf_federated import FedAvg, FederatedConfig, FederatedTrainer
 from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import ClientEngine, EngineContext, LocalEngine, NetworkEngine, Plan
-from hf_federated.messages import KINDS, Fit, Message, Predict, kinds_of, message_from_tree, read_message
+from hf_federated.messages import KINDS, Fit, Message, Metrics, Predict, kinds_of, message_from_tree, read_message
 from hf_federated.trainer import join
 from hf_federated.trainer.network_settings import NetworkSettings
 
@@ -97,6 +97,30 @@ def test_failure_in_a_part_of_the_cohort_leaves_no_client_unasked(tmp_path):
     replies = trainer.aggregation.replies
     assert list(replies) == ["north", "south"]
     assert all("does not answer the message AskSum" in reply.error for reply in replies.values())
+
+
+@pytest.mark.parametrize(
+    ("hostile", "reason"),
+    [
+        (lambda asked, reply: Metrics(0, "a", 1, {}, nonce=reply.nonce), "it is a 'metrics', expected a 'sum'"),
+        (lambda asked, reply: asked, "it is a 'ask_sum', expected a 'sum'"),
+        (lambda asked, reply: replace(reply, nonce="0" * 32), "it does not contain the nonce of the request"),
+        (lambda asked, reply: replace(reply, client_id="bb"), "it is in the name of client 'bb'"),
+        (lambda asked, reply: replace(reply, round=1), "it belongs to round 2"),
+        (lambda asked, reply: replace(reply, value=3.0), "`value` is a value of type float, expected a tensor"),
+    ],
+)
+def test_wrong_reply_to_an_own_request_is_refused(hostile, reason):
+    class Hostile(LocalEngine):
+        def _deliver(self, message):
+            reply = super()._deliver(message)
+            return hostile(message, reply) if message.client_id == "a" else reply
+
+    engine = Hostile()
+    engine.start(EngineContext(SumWorker, {}, "data", process_group(), kinds=OWN_KINDS))
+    refused, accepted = engine.collect(Plan(0, ("a", "bb"), ask_sum)).values()
+    assert f"its reply was refused: {reason}" in refused.error
+    assert accepted.value.item() == SUMS["bb"]
 
 
 # ---- Kinds
