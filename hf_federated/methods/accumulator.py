@@ -11,8 +11,8 @@ from ..utils.weighted_mean import State, WeightedMean, WeightedSums
 from .update_collection import UpdateCollection
 
 
-# The sums of an update, or of several updates, by the name of the mean.
 Contribution = Mapping[str, WeightedSums]
+"""The sums of an update, or of several updates, by the name of the mean."""
 
 
 class Accumulates(Protocol):

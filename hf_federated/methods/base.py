@@ -1,10 +1,11 @@
-"""`Method`: the server half of a federated method, which creates its client halves.
+"""`Method`: base class of federated methods, and their server half.
 
-A round is one conversation. The round loop calls the server half in this order; each line can send messages.
+The round loop calls the server half in this order:
 
 ```
 begin(round)               may ask the clients (round.ask)
-fit_settings(), fit_extra  -> fields of the Fit messages; the clients train
+fit_settings(), fit_extra(state), state_for(client_id, state)
+                           -> fields of the Fit messages; the clients train
 check(round, update)       for each reply: raises ValueError if the method cannot use the update
 accept(round, update)      for each reply, in any order: add the update to round.sums
 finish(round)              -> the new global state, from round.sums; may ask the clients
@@ -34,7 +35,7 @@ class Method(ConstructorSettings):
     """
     Base class of federated methods. [`Aggregation`] and [`Distillation`] are the two families.
 
-    A method of the base class does not change the conversation: clients train and the global state stays.
+    The base class ignores the updates of the clients: they train, and the global state does not change.
 
     Example:
 
@@ -49,15 +50,15 @@ class Method(ConstructorSettings):
 
     # Name in recipes and messages. Defaults to the name of the class.
     name: ClassVar[str] = ""
-    # Classes of the messages that only this method exchanges: requests, which a client half answers, and replies.
+    # Message classes of this method: the requests that its client half answers, and the replies.
     messages: ClassVar[tuple[type[Message], ...]] = ()
     # Class of the client half.
     client_part: ClassVar[type[ClientPart]] = ClientPart
-    # Whether the client half needs the gradients of a step, which some optimizers do not keep.
+    # Whether the client half reads gradients. The trainer then refuses optimizers that do not keep them.
     needs_gradients: ClassVar[bool] = False
-    # Whether the method can use the change of a client that started from an earlier global state.
+    # Whether the method can use an update that a client started from the global state of an earlier round.
     supports_late_updates: ClassVar[bool] = False
-    # Engines on which the method does not run, by class name, each with the reason and an alternative.
+    # Engines on which the method does not run: the reason and an alternative, by class name.
     refused_engines: ClassVar[Mapping[str, str]] = {}
     # Whether the server also trains in each round, on `server_dataset` of the trainer.
     trains_on_server: ClassVar[bool] = False
@@ -80,7 +81,7 @@ class Method(ConstructorSettings):
 
     def check_engine(self, engine: str) -> None:
         """
-        Check that the method runs on an engine. It is called when the trainer is built.
+        Check that the method runs on an engine. The constructor of the trainer calls this method.
 
         Args:
             engine (`str`): Class name of the engine.
@@ -95,12 +96,10 @@ class Method(ConstructorSettings):
 
     def on_server_update(self, update: ClientUpdate) -> None:
         """
-        Receive the result of the server's own training of this round, before `begin`.
-
-        It is called if the class sets `trains_on_server`.
+        Called before `begin` if `trains_on_server` is set, with the result of the server's training.
 
         Args:
-            update ([`ClientUpdate`]): The update that a client with the examples of the server would send.
+            update ([`ClientUpdate`]): The update that a client with the server's examples would send.
         """
 
     def begin(self, round: Round) -> None:
@@ -126,9 +125,9 @@ class Method(ConstructorSettings):
 
     def state_for(self, client_id: str, state: State) -> State:
         """
-        Return the state that the `Fit` message of a client contains. By default, all clients receive the global state.
+        Return the state for the `Fit` message of a client. Defaults to the global state.
 
-        It may have other names and shapes than the global state, which the client half of the method writes into the
+        Names and shapes may differ from those of the global state. The client half then writes the tensors into the
         client's model. Messages of other kinds contain the global state.
 
         Args:
@@ -139,11 +138,12 @@ class Method(ConstructorSettings):
 
     def expected_for(self, client_id: str, state: State) -> State:
         """
-        Return the state that the server expects of a client, with the values from which the client starts.
+        Return the tensors that the server expects in an update of a client. Defaults to [`~Method.state_for`].
 
-        The server rejects an update with other names, shapes or dtypes. It measures the change of the client, and
-        postprocessors that send changes are undone, with the values. Defaults to [`~Method.state_for`]. The sums of
-        the updates ([`~Method.accumulator`]) have the names and shapes of the global state.
+        The values are those from which the client starts. The server rejects an update with other names, shapes or
+        dtypes. It uses the values to measure the change of the client, and to restore a state from a change that a
+        postprocessor sends. The sums of the updates ([`~Method.accumulator`]) have the names and shapes of the global
+        state.
 
         Args:
             client_id (`str`): Id of the client.
@@ -153,7 +153,7 @@ class Method(ConstructorSettings):
 
     def update_extra(self, state: State) -> State:
         """
-        Return tensors with the names, shapes and dtypes that this method expects in `extra` of an update.
+        Return tensors with the names, shapes and dtypes that the server expects in `extra` of an update.
 
         Args:
             state (`dict[str, torch.Tensor]`): The global state.
@@ -164,7 +164,7 @@ class Method(ConstructorSettings):
         """
         Check the values of the additional tensors of an update.
 
-        The names, shapes and dtypes have already been compared with the expected tensors, and all values are finite.
+        The names, shapes and dtypes are those of [`~Method.update_extra`], and all values are finite.
 
         Args:
             extra (`Mapping[str, torch.Tensor]`): Additional tensors of the client.
@@ -177,7 +177,7 @@ class Method(ConstructorSettings):
         """
         Check that the method can use an update.
 
-        The tensors of the update and the numbers that it claims have already been checked.
+        The server has already checked the tensors, and the numbers of examples, tokens and steps.
 
         Args:
             round ([`Round`]): The round. `round.state` is the state that the client received.
@@ -191,7 +191,7 @@ class Method(ConstructorSettings):
         """
         Create an empty accumulator for one round.
 
-        An override may add means with their references to `means` of [`Accumulator`].
+        An override may add entries to `means` of the [`Accumulator`].
 
         Args:
             state (`dict[str, torch.Tensor]`): The global state that the clients received. Empty if updates contain no
@@ -212,10 +212,12 @@ class Method(ConstructorSettings):
 
     def accept(self, round: Round, update: ClientUpdate) -> None:
         """
-        Called for each update that passed all checks, in the process that received it. Do not store the update.
+        Called for each update that passed all checks. Do not store the update.
+
+        In a launch of several processes, each process calls it for the updates of its clients.
 
         Args:
-            round ([`Round`]): The round. `round.sums` are the sums to add the update to.
+            round ([`Round`]): The round. Add the update to `round.sums`.
             update ([`ClientUpdate`]): The update.
         """
 
@@ -233,7 +235,7 @@ class Method(ConstructorSettings):
 
     def after(self, round: Round) -> None:
         """
-        Called when the model contains the new global state. A method that trains the model sets `round.state`.
+        Called when the model has the new global state. A method that trains the model sets `round.state`.
 
         Args:
             round ([`Round`]): The round.
@@ -249,16 +251,14 @@ class Method(ConstructorSettings):
     # ---- Client half
 
     def on_client(self) -> Method:
-        """Return the method of the client side: an instance with the same constructor arguments and no state."""
+        """Return the instance for the clients: it has the same constructor arguments, and no state of the server."""
         return type(self)(**self.settings())
 
     def client(self, context: ClientContext) -> ClientPart:
         """
-        Create the client half for one message.
-
-        It runs on the client, on the instance that [`~Method.on_client`] returned.
+        Create the client half for one message. The client calls it on the instance from [`~Method.on_client`].
 
         Args:
-            context ([`ClientContext`]): The client and the memory of this half.
+            context ([`ClientContext`]): The client, and the memory of the client half.
         """
         return self.client_part(context, self)

@@ -1,4 +1,4 @@
-"""`Round`: one conversation between the server and the clients, as the server half of a method sees it."""
+"""`Round`: the values of a round on the server, and the messages to its clients."""
 
 from __future__ import annotations
 
@@ -28,19 +28,18 @@ def _no_engine(phase: str, clients: Sequence[str], message_for: MessageFor) -> d
 @dataclass
 class Round:
     """
-    A round of a run on the server.
+    A round on the server. The server half of a method and callbacks receive it.
 
     Args:
         number (`int`): Number of the round, from 0.
         cohort (`tuple[str, ...]`): Ids of the clients that are sampled in this round, in order.
-        state (`dict[str, torch.Tensor]`): The global values of the exchanged tensors, by name: those that the clients
-            receive, after [`Method.finish`] the aggregated values, and after [`Method.after`] the values after the
-            distillation.
+        state (`dict[str, torch.Tensor]`): The global state. Before [`Method.finish`], it is the state that the clients
+            receive, and afterwards the aggregated state. A distillation replaces it in [`Method.after`].
         min_clients (`int`, *optional*, defaults to `1`): Smallest number of clients with which the round succeeds.
-        sums ([`Accumulator`], *optional*): The sums to which [`Method.accept`] adds an update. After the updates are
-            collected, the sums of all accepted updates of all processes.
+        sums ([`Accumulator`], *optional*): In [`Method.accept`], the sums to add the update to. They contain only
+            some of the updates. After the updates are collected, the sums of all accepted updates of all processes.
         metrics (`dict[str, dict[str, float]]`): Metrics of each accepted client, including `num_examples`,
-            `num_tokens` and `num_steps`. Available when the updates are collected.
+            `num_tokens` and `num_steps`. Empty until the updates are collected.
         rejected (`dict[str, str]`): Clients that failed or whose update was rejected, with the reason.
         logs (`dict[str, float]`): Values for the log of the round.
         exchange (`Callable`, *optional*): Sends messages to clients and returns their replies.
@@ -87,7 +86,7 @@ class Round:
 
     def ask(self, phase: str, message_for: MessageFor, clients: Sequence[str] | None = None) -> dict[str, Message]:
         """
-        Send each client a message, and wait for the replies.
+        Send a message to each client, and wait for the replies.
 
         Args:
             phase (`str`): Name of the phase, for the log and for errors.
@@ -96,9 +95,9 @@ class Round:
             clients (`Sequence[str]`, *optional*): Ids of the clients. Defaults to [`~Round.clients`].
 
         Returns:
-            `dict[str, Message]`: The replies by client id, in the order of the clients. The reply of a client that
-            failed is a [`ClientFailure`]. Clients after a failure that leaves too few clients are not asked and have
-            no reply.
+            `dict[str, Message]`: The replies by client id, in the order of the clients. A client that fails has a
+            [`ClientFailure`]. When fewer than `min_clients` clients can still reply, the server sends no further
+            messages, and the remaining clients have no entry.
         """
         return self.exchange(phase, self.clients if clients is None else clients, message_for)
 

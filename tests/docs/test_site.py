@@ -44,10 +44,20 @@ def text(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
+def entries_of_the_reference() -> list[str]:
+    pages = "".join(text(page) for page in PAGES if page.startswith("docs/reference/"))
+    return re.findall(r"^::: ([\w.]+)$", pages, flags=re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", sorted(hf_federated.__all__))
 def test_public_name_is_in_the_reference(name) -> None:
-    pages = [page for page in PAGES if page.startswith("docs/reference/")]
-    assert sum(f"\n::: hf_federated.{name}\n" in text(page) for page in pages) == 1
+    assert entries_of_the_reference().count(f"hf_federated.{name}") == 1
+
+
+@pytest.mark.parametrize("module", ["methods", "server.collectors", "testing"])
+def test_names_for_authors_of_methods_are_in_the_reference(module) -> None:
+    documented = {entry.rpartition(".")[2] for entry in entries_of_the_reference()}
+    assert set(importlib.import_module(f"hf_federated.{module}").__all__) <= documented
 
 
 def documented_variables(source: str) -> set[str]:

@@ -25,8 +25,8 @@ class BufferedCollector(UpdateCollector):
     AISTATS 2022), algorithm 1. A client that started from the state `x^v` of round `v` sends `y`, which arrives in
     round `t`. The algorithm averages it as `x^t + s(t − v) (y − x^v)` with `s(τ) = 1 / √(1 + τ)`. Each round starts
     new clients of its cohort until `clients_per_round` clients train; the paper starts one as soon as one finishes.
-
     `K` of the paper is `buffer_size`, `η_g` is `server_lr` of [`FedOpt`], the concurrency is `clients_per_round`.
+
     Args:
         buffer_size (`int`, *optional*, defaults to `10`): Number of accepted updates of a round.
         max_staleness (`int`, *optional*): Largest `τ`. An older request is withdrawn. Defaults to no limit.
