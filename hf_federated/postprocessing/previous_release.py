@@ -1,4 +1,4 @@
-"""Compatibility with 0.1: postprocessors with the methods `client_side` and `server_side`. Remove it in 0.3."""
+"""Compatibility with 0.1: postprocessors with the methods `client_side` and `server_side`. Remove it in 1.0."""
 
 from __future__ import annotations
 
