@@ -44,7 +44,7 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def bare_round(
-    models: list[Any], optimizers: list[Any], options: argparse.Namespace, public: Any, labelled: Any
+    models: list[Any], optimizers: list[Any], options: argparse.Namespace, public: Any, labeled: Any
 ) -> None:
     """
     Run one pass over the public examples without the library.
@@ -54,11 +54,11 @@ def bare_round(
         optimizers (`list[torch.optim.Optimizer]`): Optimizers of the models, in the same order.
         options (`argparse.Namespace`): Options of the command line.
         public (`datasets.Dataset`): Public examples.
-        labelled (`datasets.Dataset`): Labeled examples of the server.
+        labeled (`datasets.Dataset`): Labeled examples of the server.
     """
     server, *clients = models
     tokens = torch.tensor(public["input_ids"])
-    labelled_tokens, labels = torch.tensor(labelled["input_ids"]), torch.tensor(labelled["labels"])
+    labeled_tokens, labels = torch.tensor(labeled["input_ids"]), torch.tensor(labeled["labels"])
     weight, size = 1 / len(clients), 0.01
     for number, batch in enumerate(tokens.split(options.batch_size)):
         inputs = {"input_ids": batch}
@@ -69,7 +69,7 @@ def bare_round(
         with evaluation_mode(server):
             gradients = loss_gradients(soft_cross_entropy(server(**inputs).logits, ensemble), parameters)
             with virtual_step(parameters, gradients, size):
-                loss = F.cross_entropy(server(input_ids=labelled_tokens[drawn]).logits, labels[drawn])
+                loss = F.cross_entropy(server(input_ids=labeled_tokens[drawn]).logits, labels[drawn])
                 validation = loss_gradients(loss, parameters)
         feedback = chain_rule_feedback(server, inputs, validation, size)
         server.train()
@@ -92,7 +92,7 @@ def main() -> None:
     def rows(num_rows: int, seed: int) -> Dataset:
         return random_rows(num_rows, options.length, VOCABULARY, seed)
 
-    public, labelled = rows(options.num_batches * options.batch_size, 0), rows(2 * options.batch_size, 1)
+    public, labeled = rows(options.num_batches * options.batch_size, 0), rows(2 * options.batch_size, 1)
     trainer = build_trainer(
         options,
         VOCABULARY,
@@ -100,7 +100,7 @@ def main() -> None:
         FederatedConfig(num_rounds=1 + options.repetitions, distillation="fedid", local_steps=1),
         {"learning_rate": 1e-4, "lr_scheduler_type": "constant"},
         public_dataset=public.remove_columns("labels"),
-        server_dataset=labelled,
+        server_dataset=labeled,
     )
     bare = [copy.deepcopy(trainer.model) for _ in range(1 + options.num_clients)]
     # The same optimizer as in the Trainer. It lasts for the whole run, as in the library.
@@ -112,7 +112,7 @@ def main() -> None:
     def measured(*args: Any) -> Any:
         result: list[Any] = []
         seconds["library"].append(timed(lambda: result.append(distill(*args))))
-        seconds["bare loop"].append(timed(lambda: bare_round(bare, optimizers, options, public, labelled)))
+        seconds["bare loop"].append(timed(lambda: bare_round(bare, optimizers, options, public, labeled)))
         return result[0]
 
     algorithm.distill = measured

@@ -1,4 +1,4 @@
-"""A small distillation with three clients of different architectures, public data and labelled data of the server."""
+"""A small distillation with three clients of different architectures, public data and labeled data of the server."""
 
 from __future__ import annotations
 

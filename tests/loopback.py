@@ -49,7 +49,7 @@ def join(tls: Path, server: GrpcServer | Relay, client_id: str = "north", **sett
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    """Wait until a condition holds that other threads fulfil."""
+    """Wait until a condition holds that other threads fulfill."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not hold in time"

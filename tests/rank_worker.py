@@ -65,18 +65,18 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 class BatchNormModel(nn.Module):
-    """A classifier with a batch normalisation, whose exchanged buffers include an integer."""
+    """A classifier with a batch normalization, whose exchanged buffers include an integer."""
 
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.embedding = nn.Embedding(32, 8)
-            self.normalisation = nn.BatchNorm1d(8)
+            self.normalization = nn.BatchNorm1d(8)
             self.classifier = nn.Linear(8, 2)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        logits = self.classifier(self.normalisation(self.embedding(input_ids).mean(1)))
+        logits = self.classifier(self.normalization(self.embedding(input_ids).mean(1)))
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return {"loss": loss, "logits": logits}
 
@@ -186,7 +186,7 @@ def scenario(name: str) -> tuple[nn.Module, dict[str, Any], dict[str, Any], dict
         federation |= {"exchange": "all"}
     elif name == "local buffers":
         model = BatchNormModel()
-        federation |= {"exchange": "*", "keep_local": ["normalisation.*", "classifier.*"], "evaluate_clients": True}
+        federation |= {"exchange": "*", "keep_local": ["normalization.*", "classifier.*"], "evaluate_clients": True}
         trainer_args["eval_dataset"] = FederatedDataset.from_dict({name: eval_clients[name] for name in clients})
     elif name == "local lora":
         model = build_differently(lambda: tiny_lora(BertForSequenceClassification(tiny_model().config)))

@@ -1,4 +1,4 @@
-"""Krum and multi-Krum: the updates that are closest to their neighbours."""
+"""Krum and multi-Krum: the updates that are closest to their neighbors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .update_statistics import combine, gram_matrix, split_names, squared_distan
 
 class Krum(RobustAggregation):
     """
-    Krum: the update that is closest to its neighbours, or with multi-Krum the mean of several such updates.
+    Krum: the update that is closest to its neighbors, or with multi-Krum the mean of several such updates.
 
     [Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent](https://papers.nips.cc/paper/2017/hash/f4b9ec30ad9f68f89b29639786cb62ef-Abstract.html)
     (Blanchard et al., NeurIPS 2017), section 4 and, for multi-Krum, section 6.

@@ -102,8 +102,8 @@ class AdaFD(Distillation):
             is built, if `weighting="llm"` is used for token prediction, or no model named `generate` is found.
 
     Requirements:
-        - Data: the same unlabelled public examples on the server and all clients. `train_on_labelled=True` also needs
-          labelled examples on the server. `clients_evaluate=True` also needs evaluation examples on the clients.
+        - Data: the same unlabeled public examples on the server and all clients. `train_on_labeled=True` also needs
+          labeled examples on the server. `clients_evaluate=True` also needs evaluation examples on the clients.
         - Models: any architectures and tokenizers with the same labels in the same order. Token prediction needs the
           same vocabulary.
         - Tasks: single-label classification, tagging ([`~hf_federated.tasks.SequenceTagging`]) and token prediction
@@ -114,7 +114,7 @@ class AdaFD(Distillation):
 
     Relations:
         - [`MHAT`] weighs clients by their number of examples and averages probabilities.
-        - [`FedID`] uses labelled examples of the server instead of the clients' training losses.
+        - [`FedID`] uses labeled examples of the server instead of the clients' training losses.
         - Choose AdaFD if some clients learn their task much better than other clients. A client that reports a small
           loss is trusted, so prefer [`Cronus`] if clients may report wrong values.
 

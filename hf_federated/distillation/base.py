@@ -3,8 +3,7 @@
 Clients exchange predictions on public examples instead of parameters. Clients can therefore have different models and
 tokenizers. All models must have the same labels in the same order. Some tasks predict a label for each word or each
 token (`clients/positions.py`). For these tasks, a row of predictions is one word or one token of a public example. The
-formulas describe one softmax and apply to each row. After the local training of the clients, a round has these steps
-on the server:
+formulas apply to each row. After the local training of the clients, a round has these steps on the server:
 
 ```
 cohort.predict(rows)       -> logits of each client for the public examples
@@ -38,7 +37,7 @@ from .cohort import Cohort, RunOnMain
 from .encoding import Encoding, Targets
 from .lazy_rows import LazyRows
 from .losses import kl_divergence
-from .previous_release import LossMethods, adapt_distillation
+from .previous_release import LossMethods, adapt_distillation, read_former_name
 from .requirements import Requirements
 from .server import DistillationServer
 from .settings import Settings
@@ -72,21 +71,22 @@ class Distillation(LossMethods, Settings, Method):
             Learning rate of the clients' distillation. Defaults to the learning rate of the training arguments.
         prediction_dtype (`str`, *optional*, defaults to `"float32"`):
             Dtype in which predictions are sent: `"float32"`, `"float16"`, `"bfloat16"` or `"int8"`.
-        train_on_labelled (`bool`, *optional*, defaults to `False`):
-            Whether the server's model also trains on the server's labelled examples. It makes `server_epochs` passes
+        train_on_labeled (`bool`, *optional*, defaults to `False`):
+            Whether the server's model also trains on the server's labeled examples. It makes `server_epochs` passes
             over them after the passes over the public examples.
         top_k (`int`, *optional*):
             Number of classes per prediction that are sent. The remaining classes share one value. By default, all
             classes are sent. Predictions of words and tokens also stay in this form in memory, and each batch is
             expanded to all classes when it is needed. One exception: if clients learn the logits of the server's model
             ([`MHAT`], [`AdaFD`]), the server holds its logits of all public examples for all classes.
+        train_on_labelled (`bool`, *optional*): Former name of `train_on_labeled`.
 
     Raises:
         ValueError: If a setting is out of range or the method does not use it.
 
     Requirements:
-        - Data: the server and all clients have the same unlabelled public examples (`public_dataset`).
-          `train_on_labelled=True` also needs labelled examples on the server (`server_dataset`).
+        - Data: the server and all clients have the same unlabeled public examples (`public_dataset`).
+          `train_on_labeled=True` also needs labeled examples on the server (`server_dataset`).
         - Models: any architectures with the same labels in the same order.
         - Tasks: classification, tagging and token prediction.
         - Sent: predictions on the public examples, in both directions. No parameters.
@@ -130,6 +130,7 @@ class Distillation(LossMethods, Settings, Method):
     needs_teachers: ClassVar[bool] = False
     # How the predictions of a client correspond to those of the server's model.
     alignment: ClassVar[Alignment] = Alignment()
+    aliases: ClassVar[Mapping[str, str]] = {"train_on_labelled": "train_on_labeled"}
     # Inherited settings that the method does not use. A value other than the default raises an error.
     ignores: ClassVar[tuple[str, ...]] = ()
 
@@ -138,15 +139,17 @@ class Distillation(LossMethods, Settings, Method):
     temperature: float = 1.0
     server_lr: float | None = None
     client_lr: float | None = None
-    train_on_labelled: bool = False
+    train_on_labeled: bool = False
     prediction_dtype: str = "float32"
     top_k: int | None = None
+    train_on_labelled: bool | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         adapt_distillation(cls)
 
     def __post_init__(self) -> None:
+        read_former_name(self)
         self._require(("server_epochs", "client_epochs"), lambda value: value >= 1, "at least 1")
         rates = ("temperature", "server_lr", "client_lr")
         self._require(rates, lambda value: value > 0, "positive", optional=True)
@@ -160,7 +163,7 @@ class Distillation(LossMethods, Settings, Method):
     @property
     def requirements(self) -> Requirements:
         """Data and models that the method needs."""
-        return Requirements(server_dataset=self.train_on_labelled)
+        return Requirements(server_dataset=self.train_on_labeled)
 
     @property
     def passes_per_round(self) -> int:
@@ -341,7 +344,7 @@ class Distillation(LossMethods, Settings, Method):
         """
         Train the server's model on targets of all public examples.
 
-        With `train_on_labelled`, also train it on the server's labelled examples.
+        With `train_on_labeled`, also train it on the server's labeled examples.
 
         Args:
             targets (`torch.Tensor` or `LazyRows`): Targets of shape `(rows, classes)`.
@@ -352,11 +355,10 @@ class Distillation(LossMethods, Settings, Method):
             `dict[str, float]`: Losses for the log.
         """
         passes = self.server_epochs
-        labelled_passes = passes if self.train_on_labelled else 0
-        server.prepare(passes, labelled_passes)
+        server.prepare(passes, passes if self.train_on_labeled else 0)
         logs = {"server_distillation_loss": server.fit(targets, self.server_loss, passes, round)}
-        if labelled_passes:
-            logs["server_labelled_loss"] = server.fit_labelled(labelled_passes, round)
+        if self.train_on_labeled:
+            logs["server_labelled_loss"] = server.fit_labeled(passes, round)
         return logs
 
     def ensemble(self, predictions: ClientLogits, cohort: Cohort) -> torch.Tensor:

@@ -49,8 +49,8 @@ class Cronus(Distillation):
         ValueError: If the method is unknown or the share is out of range.
 
     Requirements:
-        - Data: the same unlabelled public examples on the server and all clients. `train_on_labelled=True` also needs
-          labelled examples on the server.
+        - Data: the same unlabeled public examples on the server and all clients. `train_on_labeled=True` also needs
+          labeled examples on the server.
         - Models: any architectures and tokenizers with the same labels in the same order. Token prediction needs the
           same vocabulary.
         - Tasks: single-label classification, tagging ([`~hf_federated.tasks.SequenceTagging`]) and token prediction

@@ -1,7 +1,7 @@
 """FedAUX: FedDF whose teacher weighs each client by its certainty for each example.
 
 Sattler et al., FedAUX: Leveraging Unlabeled Auxiliary Data in Federated Learning (IEEE TNNLS 2021, arXiv 2102.02514).
-The paper also pre-trains the model on the unlabelled auxiliary data. Here, pass the pre-trained model to the trainer.
+The paper also pre-trains the model on the unlabeled auxiliary data. Here, pass the pre-trained model to the trainer.
 The paper's variant with several architectures is not implemented.
 """
 
@@ -127,7 +127,7 @@ class FedAUX(Distillation):
             Number of a client's examples for the regression, drawn without replacement. By default, all examples are
             used.
         kwargs (*optional*): As in [`Distillation`], except `client_epochs`, `client_lr`, `prediction_dtype` and
-            `top_k`. Clients do not distil, and the averaged tensors are sent in float32.
+            `top_k`. Clients do not distill, and the averaged tensors are sent in float32.
 
     Raises:
         ValueError: If a setting is out of range, or only one of `dp_epsilon` and `dp_delta` is given. When a trainer
@@ -135,7 +135,7 @@ class FedAUX(Distillation):
         ImportError: When a trainer is built, if scikit-learn is not installed.
 
     Requirements:
-        - Data: the same unlabelled public examples on the server and all clients. Clients need a `Dataset`, not an
+        - Data: the same unlabeled public examples on the server and all clients. Clients need a `Dataset`, not an
           `IterableDataset`, because the scores use all their examples.
         - Models: one architecture for the server and all clients, with last hidden states.
         - Tasks: single-label classification.

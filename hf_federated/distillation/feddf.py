@@ -47,14 +47,14 @@ class FedDF(Distillation):
 
     Args:
         kwargs (*optional*): As in [`Distillation`], except `client_epochs`, `client_lr`, `prediction_dtype` and
-            `top_k`. Clients do not distil, and the averaged tensors are sent in float32. For predictions over a
+            `top_k`. Clients do not distill, and the averaged tensors are sent in float32. For predictions over a
             vocabulary these tensors are large. [`FedED`] with `top_k` sends only the likely tokens.
 
     Raises:
         ValueError: As in [`Distillation`].
 
     Requirements:
-        - Data: the same unlabelled public examples on the server and all clients.
+        - Data: the same unlabeled public examples on the server and all clients.
         - Models: one architecture for the server and all clients. The paper's variant with several architectures is
           not implemented.
         - Tasks: single-label classification, tagging ([`~hf_federated.tasks.SequenceTagging`]) and token prediction

@@ -103,7 +103,7 @@ class FedDRS(Distillation):
         post_num_iterations (`int`, *optional*, defaults to `3`):
             Number of times after the last round that samples are made and learned.
         post_only (`bool`, *optional*, defaults to `False`):
-            Whether to distil only after the last round.
+            Whether to distill only after the last round.
         adversarial_weight (`float`, *optional*, defaults to `0.1`):
             `λ`, the weight of the server's model in the loss of adversarial samples.
         post_adversarial_weight (`float`, *optional*):
@@ -167,7 +167,7 @@ class FedDRS(Distillation):
         "client_epochs",
         "temperature",
         "client_lr",
-        "train_on_labelled",
+        "train_on_labeled",
         "prediction_dtype",
         "top_k",
     )

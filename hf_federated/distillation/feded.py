@@ -28,19 +28,19 @@ class FedED(Distillation):
     `Σ_k |D_k| z_k / Σ_k |D_k|`, by KL divergence. All clients start their next round from the parameters of the
     server's model.
 
-    In the paper, the server also trains on labelled public examples. This class uses unlabelled public examples, as
-    the comparison in FedID (Ma et al., 2023) does. `train_on_labelled=True` adds the server's labelled examples.
+    In the paper, the server also trains on labeled public examples. This class uses unlabeled public examples, as
+    the comparison in FedID (Ma et al., 2023) does. `train_on_labeled=True` adds the server's labeled examples.
 
     Args:
         kwargs (*optional*): As in [`Distillation`], except `client_epochs` and `client_lr`, because clients do not
-            distil.
+            distill.
 
     Raises:
         ValueError: As in [`Distillation`].
 
     Requirements:
-        - Data: the same unlabelled public examples on the server and all clients. `train_on_labelled=True` also needs
-          labelled examples on the server.
+        - Data: the same unlabeled public examples on the server and all clients. `train_on_labeled=True` also needs
+          labeled examples on the server.
         - Models: one architecture for the server and all clients.
         - Tasks: single-label classification, tagging ([`~hf_federated.tasks.SequenceTagging`]) and token prediction
           ([`~hf_federated.tasks.Seq2Seq`] with public targets, causal [`~hf_federated.tasks.LanguageModeling`]).

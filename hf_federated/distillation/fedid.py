@@ -1,4 +1,4 @@
-"""FedID: clients receive feedback on how the server's loss on labelled examples changed after it learned from them.
+"""FedID: clients receive feedback on how the server's loss on labeled examples changed after it learned from them.
 
 Ma et al., FedID: Federated Interactive Distillation for Large-Scale Pretraining Language Models (EMNLP 2023),
 algorithm 1 and equations 9 to 15.
@@ -77,7 +77,7 @@ class FedIDPart(DistillationPart):
 @dataclass(kw_only=True, repr=False, eq=False)
 class FedID(Distillation):
     """
-    FedID: clients learn from the ensemble and from feedback on the server's loss on labelled examples.
+    FedID: clients learn from the ensemble and from feedback on the server's loss on labeled examples.
 
     [FedID: Federated Interactive Distillation for Large-Scale Pretraining Language
     Models](https://aclanthology.org/2023.emnlp-main.529) (Ma et al., EMNLP 2023), algorithm 1 and equations 9 to 15.
@@ -87,7 +87,7 @@ class FedID(Distillation):
     1. The clients send their predictions.
     2. The server's model takes a step on their mean `q = Σ_k w_k y_k`. `y_k` are probabilities, and `w_k` is
        proportional to the client's number of examples.
-    3. The server computes its loss on a batch of its labelled examples, and answers with `q` and with feedback.
+    3. The server computes its loss on a batch of its labeled examples, and answers with `q` and with feedback.
     4. Each client takes one step on `CE(q, f_k(x))` plus the term of the feedback (equation 15).
 
     The paper broadcasts the validation loss, which is a number without a gradient for any client. Equation 12 implies
@@ -106,7 +106,7 @@ class FedID(Distillation):
     clients train long enough first, and set `client_lr` below the learning rate of their local training.
 
     Clients send predictions in training mode, with dropout, because they take their step on the same graph. The server
-    computes its loss on labelled examples without dropout.
+    computes its loss on labeled examples without dropout.
 
     In tagging and token prediction, each row of the predictions is a word or a token, and `B` is the number of words
     or tokens over which a loss is averaged.
@@ -125,7 +125,7 @@ class FedID(Distillation):
         public_epochs (`int`, *optional*, defaults to `1`):
             Number of passes over the public examples in a round. It replaces `server_epochs` and `client_epochs`.
         kwargs (*optional*): As in [`Distillation`], except `server_epochs`, `client_epochs`, `temperature` and
-            `train_on_labelled`. The losses have no temperature, and the server does not train on its labelled
+            `train_on_labeled`. The losses have no temperature, and the server does not train on its labeled
             examples.
 
     Raises:
@@ -133,7 +133,7 @@ class FedID(Distillation):
             setting.
 
     Requirements:
-        - Data: the same unlabelled public examples on the server and all clients, and labelled examples on the server
+        - Data: the same unlabeled public examples on the server and all clients, and labeled examples on the server
           (`server_dataset`), except with `feedback="none"`.
         - Models: any architectures and tokenizers with the same labels in the same order. Token prediction needs the
           same vocabulary.
@@ -142,10 +142,10 @@ class FedID(Distillation):
         - Sent: for each mini-batch, logits from the clients, and `q` and the feedback from the server. No parameters.
 
     Relations:
-        - [`MHAT`] exchanges predictions once per round and can train the server on its labelled examples. Choose MHAT
+        - [`MHAT`] exchanges predictions once per round and can train the server on its labeled examples. Choose MHAT
           if communication for each mini-batch is too slow.
-        - [`AdaFD`] weighs clients by their training loss and needs no labelled examples on the server.
-        - Choose FedID if the server has a few labelled examples that it should use for feedback rather than for
+        - [`AdaFD`] weighs clients by their training loss and needs no labeled examples on the server.
+        - Choose FedID if the server has a few labeled examples that it should use for feedback rather than for
           training.
 
     Example:
@@ -161,8 +161,8 @@ class FedID(Distillation):
     name: ClassVar[str] = "fedid"
     client_part: ClassVar[type[ClientPart]] = FedIDPart
     broadcasts: ClassVar[str] = "probabilities"
-    # The server evaluates on its labelled examples and does not train on them.
-    ignores: ClassVar[tuple[str, ...]] = ("server_epochs", "client_epochs", "temperature", "train_on_labelled")
+    # The server evaluates on its labeled examples and does not train on them.
+    ignores: ClassVar[tuple[str, ...]] = ("server_epochs", "client_epochs", "temperature", "train_on_labeled")
 
     feedback: str = "chain_rule"
     feedback_step_size: float = 0.01
@@ -323,7 +323,7 @@ class _ServerStep:
         feedback: dict[str, torch.Tensor] = {}
         if method in ("chain_rule", "per_example"):
             step_size = self._algorithm.feedback_step_size
-            gradient = self._server.ensemble_gradient(self._inputs, self._ensemble, self._labelled_loss, step_size)
+            gradient = self._server.ensemble_gradient(self._inputs, self._ensemble, self._labeled_loss, step_size)
             if method == "chain_rule":
                 self.exponent = _exponent(gradient)
                 scaled = torch.ldexp(gradient, torch.tensor(-self.exponent, device=gradient.device))
@@ -333,12 +333,12 @@ class _ServerStep:
             else:
                 feedback = {"rewards": to_cpu(per_example_feedback(gradient, self._labels).float())}
         sends_improvement = method in ("mpl", "mpl_sampled")
-        before = self._server.evaluate_loss(self._labelled_loss) if sends_improvement else 0.0
+        before = self._server.evaluate_loss(self._labeled_loss) if sends_improvement else 0.0
         self.loss = self._server.train_step(
             self._inputs, lambda logits: self._loss(logits, predictions, weights), self._purpose
         )
         if sends_improvement:
-            self.improvement = before - self._server.evaluate_loss(self._labelled_loss)
+            self.improvement = before - self._server.evaluate_loss(self._labeled_loss)
         return feedback
 
     def _gradient_norms(
@@ -369,20 +369,20 @@ class _ServerStep:
         return _draw_labels(self._ensemble, self._seed)
 
     @cached_property
-    def _labelled(self) -> dict[str, Any]:
-        """The labelled examples of this step. Only a method with feedback reads them."""
-        return self._server.labelled_batch(self._server.batch_size, *self._purpose)
+    def _labeled(self) -> dict[str, Any]:
+        """The labeled examples of this step. Only a method with feedback reads them."""
+        return self._server.labeled_batch(self._server.batch_size, *self._purpose)
 
-    def _labelled_loss(self) -> torch.Tensor:
+    def _labeled_loss(self) -> torch.Tensor:
         if self._server.student.positions is not None:
             # The model's own loss covers the words or tokens that have labels.
-            loss = self._server.student.loss(self._labelled)
+            loss = self._server.student.loss(self._labeled)
         else:
-            inputs = {name: value for name, value in self._labelled.items() if name != "labels"}
-            loss = F.cross_entropy(self._server.student.forward(inputs), self._labelled["labels"])
+            inputs = {name: value for name, value in self._labeled.items() if name != "labels"}
+            loss = F.cross_entropy(self._server.student.forward(inputs), self._labeled["labels"])
         if not bool(loss.detach().isfinite()):
             raise FloatingPointError(
-                f"The server's loss on a batch of its labelled examples is {float(loss.detach())}: no example of the "
+                f"The server's loss on a batch of its labeled examples is {float(loss.detach())}: no example of the "
                 "batch has a label, or the parameters of the server's model are no longer finite. Check the labels of "
                 "`server_dataset`, or lower `server_lr`."
             )

@@ -41,15 +41,15 @@ class FedKD(Distillation):
             paper. Clients report their number of examples of each class. `"size"`: a client's weight is its number of
             examples.
         kwargs (*optional*): As in [`Distillation`], except `client_epochs` and `client_lr`, because clients do not
-            distil.
+            distill.
 
     Raises:
         ValueError: If the weighting is unknown or the run has more than one round. When a trainer is built, if
             `weighting="class_counts"` is used for a task that predicts words or tokens.
 
     Requirements:
-        - Data: the same unlabelled public examples on the server and all clients. `train_on_labelled=True` also needs
-          labelled examples on the server.
+        - Data: the same unlabeled public examples on the server and all clients. `train_on_labeled=True` also needs
+          labeled examples on the server.
         - Models: any architectures and tokenizers with the same labels in the same order. Token prediction needs the
           same vocabulary.
         - Tasks: single-label classification, tagging ([`~hf_federated.tasks.SequenceTagging`]) and token prediction

@@ -41,7 +41,7 @@ class FedMD(Distillation):
     models use these models.
 
     The implementation differs from the paper in these points:
-    - The paper first trains its clients on labelled public examples. Public examples have no labels here, so start
+    - The paper first trains its clients on labeled public examples. Public examples have no labels here, so start
       from models that are already trained (`ClientSpec(model=...)`).
     - The paper draws some of the public examples in each round. Here, all public examples are used.
     - The paper has no server model. Here, the server's model learns the same targets as the clients.
@@ -53,8 +53,8 @@ class FedMD(Distillation):
         ValueError: As in [`Distillation`].
 
     Requirements:
-        - Data: the same unlabelled public examples on the server and all clients. `train_on_labelled=True` also needs
-          labelled examples on the server.
+        - Data: the same unlabeled public examples on the server and all clients. `train_on_labeled=True` also needs
+          labeled examples on the server.
         - Models: any architectures and tokenizers with the same labels in the same order. Token prediction needs the
           same vocabulary.
         - Tasks: those of [`Distillation`], and also regression and multi-label classification, because the mean

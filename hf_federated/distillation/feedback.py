@@ -1,7 +1,7 @@
 """Derivatives of the server's validation loss with respect to the clients' predictions.
 
 In FedID (Ma et al., FedID: Federated Interactive Distillation for Large-Scale Pretraining Language Models, EMNLP
-2023), the server learns from the clients and computes its loss on labelled examples. The clients then learn from this
+2023), the server learns from the clients and computes its loss on labeled examples. The clients then learn from this
 loss (equations 12 to 14). The loss depends on a client only through the predictions of the ensemble. For a server that
 takes one step of gradient descent on a batch of `B` public examples,
 

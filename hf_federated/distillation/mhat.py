@@ -29,8 +29,8 @@ class MHAT(Distillation):
     `q = Σ_k |D_k| softmax(z_k) / Σ_k |D_k|`, by cross-entropy. The clients learn the logits of the *server's model* by
     KL divergence.
 
-    In the paper, the server also trains on labelled public examples. This class uses unlabelled public examples, as
-    the comparison in FedID (Ma et al., 2023) does. `train_on_labelled=True` adds the server's labelled examples.
+    In the paper, the server also trains on labeled public examples. This class uses unlabeled public examples, as
+    the comparison in FedID (Ma et al., 2023) does. `train_on_labeled=True` adds the server's labeled examples.
 
     Args:
         kwargs (*optional*): As in [`Distillation`].
@@ -39,8 +39,8 @@ class MHAT(Distillation):
         ValueError: As in [`Distillation`].
 
     Requirements:
-        - Data: the same unlabelled public examples on the server and all clients. `train_on_labelled=True` also needs
-          labelled examples on the server.
+        - Data: the same unlabeled public examples on the server and all clients. `train_on_labeled=True` also needs
+          labeled examples on the server.
         - Models: any architectures and tokenizers with the same labels in the same order. Token prediction needs the
           same vocabulary.
         - Tasks: single-label classification, tagging ([`~hf_federated.tasks.SequenceTagging`]) and token prediction
@@ -50,9 +50,9 @@ class MHAT(Distillation):
     Relations:
         - [`FedED`] sends the server's parameters to the clients instead of its logits, which needs one architecture.
         - [`FedMD`], [`DSFL`] and [`Cronus`] send the ensemble to the clients. Choose MHAT if the clients should learn
-          from the trained model of the server, for example with `train_on_labelled=True`.
+          from the trained model of the server, for example with `train_on_labeled=True`.
         - [`AdaFD`] weighs clients by their training loss and trains the server by squared error.
-        - [`FedID`] exchanges mini-batches and adds feedback from labelled examples of the server.
+        - [`FedID`] exchanges mini-batches and adds feedback from labeled examples of the server.
 
     Example:
 

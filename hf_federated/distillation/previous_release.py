@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from datasets import Dataset
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
@@ -39,6 +41,48 @@ def adapt_distillation(cls: Any) -> None:
     if "on_update" in own:
         warn_of(cls, "on_update", "Override `accept`.")
         cls.accept = _accept
+
+
+def read_former_name(method: Any) -> None:
+    """Read the argument `train_on_labelled` of version 0.1."""
+    former, value = method.train_on_labelled, method.train_on_labeled
+    if value and former is False:
+        raise ValueError(
+            "`train_on_labeled` is True and its former name `train_on_labelled` is False. Set only `train_on_labeled`."
+        )
+    if former and not value:
+        _warn_of_spelling("train_on_labelled", stacklevel=5)
+        method.train_on_labeled = former
+    method.train_on_labelled = method.train_on_labeled
+
+
+def _warn_of_spelling(name: str, stacklevel: int = 3) -> None:
+    new = name.replace("labelled", "labeled")
+    warnings.warn(f"`{name}` will be removed in version 1.0. Use `{new}`.", FutureWarning, stacklevel=stacklevel)
+
+
+class FormerServerNames:
+    """The names of `DistillationServer` in version 0.1."""
+
+    labeled: Dataset | None
+    fit_labeled: Callable[..., float]
+    labeled_batch: Callable[..., dict[str, Any]]
+
+    @property
+    def labelled(self) -> Dataset | None:
+        """The server's labeled examples."""
+        _warn_of_spelling("labelled")
+        return self.labeled
+
+    def fit_labelled(self, num_epochs: int, round: int) -> float:
+        """As `fit_labeled`."""
+        _warn_of_spelling("fit_labelled")
+        return self.fit_labeled(num_epochs, round)
+
+    def labelled_batch(self, size: int, *purpose: str | int) -> dict[str, Any]:
+        """As `labeled_batch`."""
+        _warn_of_spelling("labelled_batch")
+        return self.labeled_batch(size, *purpose)
 
 
 def _update_extra(self: Any, state: State) -> State:

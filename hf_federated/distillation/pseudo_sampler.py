@@ -19,7 +19,7 @@ from .pseudo_samples import (
     descend,
     draw_labels,
     initial_embeddings,
-    labelled_positions,
+    labeled_positions,
     token_embeddings,
     word_embeddings,
 )
@@ -147,7 +147,7 @@ class PseudoSampler:
 
         Returns:
             `dict[str, torch.Tensor]`: `embeddings` of shape `(kinds × samples, positions, hidden)`, `labels`, and the
-            client's `logits` at the positions that have a label, in order, of shape `(labelled positions, classes)`.
+            client's `logits` at the positions that have a label, in order, of shape `(labeled positions, classes)`.
             All tensors are on the CPU.
 
         Raises:
@@ -172,8 +172,8 @@ class PseudoSampler:
                     logits = teacher_logits(embeddings, labels)
                 if not bool(logits.isfinite().all()) or not bool(embeddings.isfinite().all()):
                     self._raise_non_finite(teacher, labels, kind)
-                # Logits over a vocabulary take most of the memory, so only labelled positions are kept.
-                part = {"embeddings": embeddings, "labels": labels, "logits": labelled_positions(logits, labels)}
+                # Logits over a vocabulary take most of the memory, so only labeled positions are kept.
+                part = {"embeddings": embeddings, "labels": labels, "logits": labeled_positions(logits, labels)}
                 if self._algorithm.keeps_samples:
                     part["starts"] = starts
                 parts.append({name: value.cpu() for name, value in part.items()})
@@ -219,7 +219,7 @@ class PseudoSampler:
         """
         pairs = [(client, row) for client, part in enumerate(samples) for row in range(len(part["labels"]))]
         order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)).tolist()
-        targets_of = [part["logits"].split(_num_labelled(part["labels"])) for part in samples]
+        targets_of = [part["logits"].split(_num_labeled(part["labels"])) for part in samples]
         size, device = self.server.batch_size, self._student.device
         logits_of = self._logits(self._student.model)
         self._student.model.train()
@@ -232,12 +232,12 @@ class PseudoSampler:
                     for name in ("embeddings", "labels")
                 )
                 targets = torch.cat([targets_of[client][row] for client, row in batch]).to(device)
-                logits = labelled_positions(logits_of(embeddings, labels), labels)
+                logits = labeled_positions(logits_of(embeddings, labels), labels)
                 losses.append(self._student.step(kl_divergence(logits, targets)))
         return float(torch.stack(losses).mean())
 
 
-def _num_labelled(labels: torch.Tensor) -> list[int]:
+def _num_labeled(labels: torch.Tensor) -> list[int]:
     """Number of positions with a label, for each sample."""
     return (labels.view(len(labels), -1) != IGNORED).sum(1).tolist()
 

@@ -1,6 +1,6 @@
 """Pseudo-samples: input embeddings that are drawn from a model's word embeddings and moved by gradient descent.
 
-FedDRS (Text-Free Federated Transformers Knowledge Distillation Without GAN, section 4) distils on pseudo-samples
+FedDRS (Text-Free Federated Transformers Knowledge Distillation Without GAN, section 4) distills on pseudo-samples
 instead of text. This module makes the samples of one client. `feddrs.py` has the algorithm.
 
 | kind | samples | minimized loss |
@@ -178,7 +178,7 @@ def label_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def labelled_positions(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def labeled_positions(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The logits of all positions that have a label, of shape `(positions, classes)`."""
     return logits.flatten(0, -2)[labels.flatten() != IGNORED]
 
@@ -215,7 +215,7 @@ def adversarial_loss(
     student_logits = student(embeddings, labels)
     if adversary == "ce":
         return loss - weight * label_loss(student_logits, labels)
-    logits, student_logits = labelled_positions(logits, labels), labelled_positions(student_logits, labels)
+    logits, student_logits = labeled_positions(logits, labels), labeled_positions(student_logits, labels)
     return loss - weight * kl_divergence(student_logits, logits) * len(logits)
 
 

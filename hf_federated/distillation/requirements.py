@@ -11,9 +11,9 @@ class Requirements:
     Requirements of a method. The trainer checks them when it is built.
 
     Args:
-        public_dataset (`bool`, *optional*, defaults to `True`): The server and the clients have the same unlabelled
+        public_dataset (`bool`, *optional*, defaults to `True`): The server and the clients have the same unlabeled
             examples.
-        server_dataset (`bool`, *optional*, defaults to `False`): The server has labelled examples.
+        server_dataset (`bool`, *optional*, defaults to `False`): The server has labeled examples.
         client_evaluation (`bool`, *optional*, defaults to `False`): Clients have evaluation examples.
         class_probabilities (`bool`, *optional*, defaults to `True`): Predictions are distributions over classes,
             exactly one of which is correct.

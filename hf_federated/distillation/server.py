@@ -1,4 +1,4 @@
-"""`DistillationServer`: the server's model, the public examples and, optionally, the server's labelled examples."""
+"""`DistillationServer`: the server's model, the public examples and, optionally, the server's labeled examples."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..utils.weighted_mean import State
 from .feedback import chain_rule_feedback, evaluation_mode, loss_gradients, virtual_step
 from .lazy_rows import LazyRows
 from .losses import soft_cross_entropy
+from .previous_release import FormerServerNames
 from .public_rows import PublicRows
 from .teachers import Teachers
 
@@ -23,9 +24,9 @@ from .teachers import Teachers
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class DistillationServer:
+class DistillationServer(FormerServerNames):
     """
-    The server's side of a distillation: a model to train, public examples and, optionally, labelled examples.
+    The server's side of a distillation: a model to train, public examples and, optionally, labeled examples.
 
     Args:
         student ([`~hf_federated.clients.Student`]): The server's model with the public examples.
@@ -35,7 +36,7 @@ class DistillationServer:
             model.
         num_clients (`int`): Number of clients in the federation.
         clients_per_round (`int`): Number of clients that the server selects in a round.
-        labelled (`datasets.Dataset`, *optional*): The server's labelled examples, encoded for its model.
+        labeled (`datasets.Dataset`, *optional*): The server's labeled examples, encoded for its model.
         teachers ([`Teachers`], *optional*): The clients' models, for a method that needs them.
         device (`torch.device`, *optional*): Device of the global state. Defaults to the device of the model.
 
@@ -50,7 +51,7 @@ class DistillationServer:
         exchange: Exchange,
         num_clients: int,
         clients_per_round: int,
-        labelled: Dataset | None = None,
+        labeled: Dataset | None = None,
         teachers: Teachers | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -60,7 +61,7 @@ class DistillationServer:
         self.exchange = exchange
         self.num_clients = num_clients
         self.clients_per_round = clients_per_round
-        self.labelled = labelled
+        self.labeled = labeled
         self.teachers = teachers
         self.device = device
         self.num_rows = student.num_rows
@@ -143,28 +144,28 @@ class DistillationServer:
         """
         return self.student.predict(torch.arange(self.num_rows))
 
-    def prepare(self, public_epochs: int, labelled_epochs: int = 0) -> None:
+    def prepare(self, public_epochs: int, labeled_epochs: int = 0) -> None:
         """
         Create the optimizer and its learning rate schedule over the run. An existing optimizer is kept.
 
         Args:
             public_epochs (`int`): Number of passes over the public examples in a round.
-            labelled_epochs (`int`, *optional*, defaults to `0`): Number of passes over the labelled examples in a
+            labeled_epochs (`int`, *optional*, defaults to `0`): Number of passes over the labeled examples in a
                 round.
         """
-        labelled_batches = 0 if self.labelled is None else -(-len(self.labelled) // self.batch_size)
-        steps = public_epochs * self.batches_per_epoch + labelled_epochs * labelled_batches
+        labeled_batches = 0 if self.labeled is None else -(-len(self.labeled) // self.batch_size)
+        steps = public_epochs * self.batches_per_epoch + labeled_epochs * labeled_batches
         self.student.prepare(self.num_rounds * steps)
 
-    def _require_labelled(self) -> Dataset:
-        """The labelled examples, which the method requires."""
-        if self.labelled is None:
-            raise ValueError("The server has no labelled examples. Pass `server_dataset` to the trainer.")
-        return self.labelled
+    def _require_labeled(self) -> Dataset:
+        """The labeled examples, which the method requires."""
+        if self.labeled is None:
+            raise ValueError("The server has no labeled examples. Pass `server_dataset` to the trainer.")
+        return self.labeled
 
-    def fit_labelled(self, num_epochs: int, round: int) -> float:
+    def fit_labeled(self, num_epochs: int, round: int) -> float:
         """
-        Train the server's model on the server's labelled examples with the loss that the model computes.
+        Train the server's model on the server's labeled examples with the loss that the model computes.
 
         Args:
             num_epochs (`int`): Number of passes over the examples.
@@ -173,15 +174,15 @@ class DistillationServer:
         Returns:
             `float`: Mean loss of the last epoch.
         """
-        labelled = self._require_labelled()
+        labeled = self._require_labeled()
         seed = derived_seed(self.seed, "labelled training", round)
         self.student.model.train()
         losses: list[torch.Tensor] = []
         with isolated_rng(derived_seed(seed, "dropout")):
             for epoch in range(num_epochs):
-                order = public_order(len(labelled), derived_seed(seed, "epoch", epoch))
+                order = public_order(len(labeled), derived_seed(seed, "epoch", epoch))
                 losses = [
-                    self.student.step(self.student.loss(self.student.collate([labelled[int(row)] for row in batch])))
+                    self.student.step(self.student.loss(self.student.collate([labeled[int(row)] for row in batch])))
                     for batch in order.split(self.batch_size)
                 ]
         return float(torch.stack(losses).mean())
@@ -256,17 +257,17 @@ class DistillationServer:
             student.model, inputs, after, step_size, compute_logits=lambda model, inputs: student.forward(inputs)
         )
 
-    def labelled_batch(self, size: int, *purpose: str | int) -> dict[str, Any]:
+    def labeled_batch(self, size: int, *purpose: str | int) -> dict[str, Any]:
         """
-        Draw labelled examples without replacement.
+        Draw labeled examples without replacement.
 
         Args:
-            size (`int`): Number of examples. At most all labelled examples are drawn.
+            size (`int`): Number of examples. At most all labeled examples are drawn.
             purpose (`str` or `int`): Identifies the draw. The same purpose gives the same examples.
 
         Returns:
             `dict[str, Any]`: The batch, as inputs of the server's model, with `labels`.
         """
-        labelled = self._require_labelled()
-        rows = public_order(len(labelled), derived_seed(self.seed, "labelled rows", *purpose))[:size]
-        return self.student.collate([labelled[int(row)] for row in rows])
+        labeled = self._require_labeled()
+        rows = public_order(len(labeled), derived_seed(self.seed, "labelled rows", *purpose))[:size]
+        return self.student.collate([labeled[int(row)] for row in rows])

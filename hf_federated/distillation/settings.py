@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..config import name_functions
 from ..utils.arguments import require, require_one_of
+from ..utils.constructor_settings import ConstructorSettings
 
 
 @dataclass(kw_only=True, repr=False, eq=False)
-class Settings:
+class Settings(ConstructorSettings):
     """
-    Base class of dataclasses whose fields are settings. It lists, compares, checks and shows the settings.
-
-    Fields with `init=False` are state and not settings.
+    Base class of dataclasses whose constructor arguments are settings. It checks and shows the settings.
 
     Example:
 
@@ -27,18 +25,6 @@ class Settings:
     {'client_epochs': 2}
     ```
     """
-
-    def settings(self) -> dict[str, Any]:
-        """All settings and their values."""
-        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.init}
-
-    def non_default_settings(self) -> dict[str, Any]:
-        """The settings whose values are not the defaults."""
-        return {
-            item.name: getattr(self, item.name)
-            for item in dataclasses.fields(self)
-            if item.init and getattr(self, item.name) != item.default
-        }
 
     def _require(
         self, names: Sequence[str], is_allowed: Callable[[Any], bool], allowed: str, optional: bool = False

@@ -108,7 +108,7 @@ class Task(ABC):
             indices (`Sequence[int]`, *optional*): Row numbers for error messages. Defaults to the positions in the
                 batch.
             with_labels (`bool`, *optional*, defaults to `True`): Whether to read labels. Set it to `False` to encode
-                unlabelled examples for prediction.
+                unlabeled examples for prediction.
         """
 
     @abstractmethod

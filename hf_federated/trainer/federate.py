@@ -55,7 +55,7 @@ class FederatedTrainer(FederatedMixin, Trainer):
             targets of [`~hf_federated.tasks.Seq2Seq`], which are public text. Distillation of tags and tokens needs
             raw examples and `task`.
         server_dataset (`datasets.Dataset`, *optional*):
-            For distillation algorithms that need it: labelled examples of the server.
+            For distillation algorithms that need it: labeled examples of the server.
         clients (`Mapping[str, ClientSpec]`, *optional*):
             Clients with their own model, tokenizer or training arguments, by client id. `model` is then the server's
             model. Only for methods that exchange predictions.

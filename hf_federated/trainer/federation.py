@@ -37,7 +37,7 @@ from ..server.bound_update import BoundUpdate
 from ..utils.weighted_mean import State
 from .announcement import announce
 from .checkpoint import clients_directory, num_finished_rounds, read_server_state, write_server_state
-from .checks import check_labelled, check_resumed
+from .checks import check_labeled, check_resumed
 from .claim_limits import ClaimLimits
 from .client_checkpoint import STEPS_DIR, TEACHERS_DIR, save_clients, save_folder
 from .network_settings import NetworkSettings
@@ -137,10 +137,10 @@ class Federation:
         setup, distillation, student = self._setup, self._setup.distillation, self._workers.student
         if distillation is None or student is None:
             return None
-        labelled = setup.participants.server_dataset
-        if labelled is not None:
-            labelled = student.select_columns(setup.participants.encode(labelled, self._trainer.processing_class))
-            check_labelled(labelled)
+        labeled = setup.participants.server_dataset
+        if labeled is not None:
+            labeled = student.select_columns(setup.participants.encode(labeled, self._trainer.processing_class))
+            check_labeled(labeled)
 
         teachers: Teachers | None = None
         if distillation.needs_teachers:
@@ -154,7 +154,7 @@ class Federation:
             self.exchange,
             len(setup.clients),
             setup.sampler.num_sampled,
-            labelled,
+            labeled,
             teachers,
             self._device,
         )

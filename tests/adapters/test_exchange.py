@@ -87,7 +87,7 @@ def adapted(model: str, method: str) -> nn.Module:
         return get_peft_model(build(), METHODS[method][0](task))
 
 
-def randomised(state: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch.Tensor]:
+def randomized(state: dict[str, torch.Tensor], seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(value.shape, generator=generator).to(value.dtype) if value.is_floating_point() else value + 1
@@ -122,7 +122,7 @@ def test_adapter_is_exchanged_without_base_model(model, method):
 def test_writing_adapter_state_reproduces_sender_weights(model, method):
     sender, receiver = adapted(model, method), adapted(model, method)
     untouched = {name: p.detach().clone() for name, p in receiver.named_parameters() if not p.requires_grad}
-    state = randomised(Exchange(sender).read())
+    state = randomized(Exchange(sender).read())
     Exchange(sender).write(state)
     exchange = Exchange(receiver)
     exchange.write(Exchange(sender).read())
@@ -224,7 +224,7 @@ def test_tied_weights_are_exchanged_once_and_stay_tied(mode):
     assert model.lm_head.weight is model.transformer.wte.weight
     exchange = Exchange(model, mode)
     assert [name for name in exchange.names if "wte" in name or "lm_head" in name] == ["transformer.wte.weight"]
-    exchange.write(randomised(exchange.read()))
+    exchange.write(randomized(exchange.read()))
     assert model.lm_head.weight is model.transformer.wte.weight
     assert exchange.num_values == sum(parameter.numel() for parameter in model.parameters())
 
@@ -242,7 +242,7 @@ def test_read_returns_copy():
 def test_write_copies_values():
     model = tiny_model()
     exchange = Exchange(model)
-    state = randomised(exchange.read())
+    state = randomized(exchange.read())
     exchange.write(state)
     written = exchange.read()
     for value in state.values():
@@ -255,14 +255,14 @@ def test_write_keeps_parameter_objects():
     model = tiny_model()
     parameters = list(model.parameters())
     exchange = Exchange(model)
-    exchange.write(randomised(exchange.read()))
+    exchange.write(randomized(exchange.read()))
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
 
 
 def test_write_casts_state_to_model_dtype():
     model = tiny_model().bfloat16()
     exchange = Exchange(model)
-    state = randomised({name: value.float() for name, value in exchange.read().items()})
+    state = randomized({name: value.float() for name, value in exchange.read().items()})
     exchange.write(state)
     for name, value in exchange.read().items():
         assert value.dtype == torch.bfloat16 and torch.equal(value, state[name].bfloat16())
@@ -271,7 +271,7 @@ def test_write_casts_state_to_model_dtype():
 def test_state_with_missing_name_raises_and_changes_nothing():
     model = tiny_model()
     exchange = Exchange(model)
-    state = randomised(exchange.read())
+    state = randomized(exchange.read())
     del state["classifier.bias"]
     with pytest.raises(KeyError, match="The state lacks 'classifier.bias', which the model exchanges"):
         exchange.write(state)

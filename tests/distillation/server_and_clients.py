@@ -28,17 +28,17 @@ STEP_SIZE = 0.3
 
 @dataclass
 class Federation:
-    """A public batch, labelled examples of the server, the server's model, the clients' models and their weights."""
+    """A public batch, labeled examples of the server, the server's model, the clients' models and their weights."""
 
     server: nn.Module
     clients: list[nn.Module]
     weights: list[float]
     public: dict[str, torch.Tensor]
-    labelled: dict[str, torch.Tensor]
+    labeled: dict[str, torch.Tensor]
     labels: torch.Tensor
 
     def validation_loss(self, model: nn.Module) -> torch.Tensor:
-        return F.cross_entropy(model_logits(model, self.labelled), self.labels)
+        return F.cross_entropy(model_logits(model, self.labeled), self.labels)
 
     def predictions(self, averaged: str) -> list[torch.Tensor]:
         logits = [client(self.public["x"]) for client in self.clients]
@@ -81,15 +81,15 @@ def federation(
         torch.manual_seed(0)
         clients: list[nn.Module] = [Perceptron(num_classes).double() for _ in weights]
         public = {"x": torch.randn(num_rows, 4, dtype=torch.float64)}
-        labelled = {"x": torch.randn(7, 4, dtype=torch.float64)}
+        labeled = {"x": torch.randn(7, 4, dtype=torch.float64)}
         labels = torch.randint(num_classes, (7,))
         if kind == "mlp":
-            return Federation(Perceptron(num_classes).double(), clients, list(weights), public, labelled, labels)
+            return Federation(Perceptron(num_classes).double(), clients, list(weights), public, labeled, labels)
         server = TextServer(num_classes)
-        for inputs, count in ((public, num_rows), (labelled, 7)):
+        for inputs, count in ((public, num_rows), (labeled, 7)):
             inputs["input_ids"] = torch.randint(1, VOCAB_SIZE, (count, 6))
             inputs["attention_mask"] = (torch.arange(6) < torch.randint(3, 7, (count, 1))).long()
-        return Federation(server, clients, list(weights), public, labelled, labels)
+        return Federation(server, clients, list(weights), public, labeled, labels)
 
 
 class TextServer(nn.Module):
@@ -133,7 +133,7 @@ def exact_gradients(
             name: value - STEP_SIZE * gradient
             for (name, value), gradient in zip(parameters.items(), gradients, strict=True)
         }
-        validation_loss = F.cross_entropy(logits(stepped, federation.labelled), federation.labels)
+        validation_loss = F.cross_entropy(logits(stepped, federation.labeled), federation.labels)
         weights = [weight for client in federation.clients for weight in client.parameters()]
         *client_gradients, ensemble_gradient = torch.autograd.grad(validation_loss, [*weights, ensemble])
     return client_gradients, ensemble_gradient

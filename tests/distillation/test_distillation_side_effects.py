@@ -45,7 +45,7 @@ def test_distillation_does_not_use_the_global_generators(tmp_path, method):
     assert recorder.before == recorder.after and len(recorder.before) == 2
 
 
-def relabelled(data: Dataset, column: str = "labels") -> Dataset:
+def relabeled(data: Dataset, column: str = "labels") -> Dataset:
     """The same examples with wrong labels, in a column with the given name."""
     return data.remove_columns("labels").add_column(column, [1 - label for label in data["labels"]])
 
@@ -61,7 +61,7 @@ def relabelled(data: Dataset, column: str = "labels") -> Dataset:
     ],
 )
 def test_models_do_not_receive_labels_of_public_examples(tmp_path, column, args):
-    public = relabelled(rows(10, seed=5), column)
+    public = relabeled(rows(10, seed=5), column)
     trainer = distillation_trainer(tmp_path, "dsfl", public_dataset=public, federation={"num_rounds": 1}, args=args)
     trainer.train()
     for student in students_of(trainer):
@@ -125,7 +125,7 @@ def test_server_labels_affect_clients_through_feedback_only(tmp_path):
             "fedid",
             {"feedback": feedback},
             federation={"num_rounds": 1},
-            server_dataset=rows(6, seed=6) if number % 2 else relabelled(rows(6, seed=6)),
+            server_dataset=rows(6, seed=6) if number % 2 else relabeled(rows(6, seed=6)),
         )
         for number, feedback in enumerate(["none", "none", "chain_rule", "chain_rule"])
     ]
@@ -168,7 +168,7 @@ def test_no_gradients_graphs_or_virtual_steps_remain(tmp_path, method):
 def test_distillation_learning_rates_reach_zero_at_the_last_step(tmp_path, method, kwargs):
     trainer = distillation_trainer(tmp_path, method, kwargs)
     trainer.train()
-    # With FedED, only the server distils.
+    # With FedED, only the server distills.
     for student in students_of(trainer)[: 1 if method == "feded" else None]:
         scheduler = student._trainer.lr_scheduler
         assert scheduler.get_last_lr() == [0.0] * len(scheduler.base_lrs)

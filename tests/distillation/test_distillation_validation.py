@@ -253,14 +253,14 @@ def test_clients_evaluate_without_evaluation_data_is_rejected(tmp_path):
 @pytest.mark.parametrize(
     ("method", "kwargs", "words"),
     [
-        ("fedid", {}, "loss on a batch of its labelled examples is nan: no example of the batch has a label"),
-        ("dsfl", {"train_on_labelled": True}, "has the loss nan .*NaN if no example has a label"),
+        ("fedid", {}, "loss on a batch of its labeled examples is nan: no example of the batch has a label"),
+        ("dsfl", {"train_on_labeled": True}, "has the loss nan .*NaN if no example has a label"),
     ],
 )
 def test_server_dataset_with_ignored_labels_raises_an_error(tmp_path, method, kwargs, words):
-    unlabelled = Dataset.from_dict({"input_ids": rows(6, seed=6)["input_ids"], "labels": [-100] * 6})
+    unlabeled = Dataset.from_dict({"input_ids": rows(6, seed=6)["input_ids"], "labels": [-100] * 6})
     with pytest.raises(FloatingPointError, match=words):
-        distillation_trainer(tmp_path, method, kwargs, server_dataset=unlabelled).train()
+        distillation_trainer(tmp_path, method, kwargs, server_dataset=unlabeled).train()
 
 
 def test_resume_with_another_batch_size_is_rejected(tmp_path):

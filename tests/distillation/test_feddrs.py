@@ -372,7 +372,7 @@ def test_samples_start_from_tokens_of_the_tokenizer(t5_with_samples):
         assert 2 <= tokens.min() and 24 < tokens.max() < 28
 
 
-def test_samples_keep_logits_of_labelled_tokens_only(t5_with_samples):
+def test_samples_keep_logits_of_labeled_tokens_only(t5_with_samples):
     trainer = t5_with_samples
     for samples in trainer.distillation.samples.values():
         num_tokens = int((samples["labels"] != -100).sum())
@@ -416,7 +416,7 @@ def test_invalid_settings_are_rejected(settings, message):
 
 
 def test_public_dataset_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match="uses neither public examples nor labelled examples"):
+    with pytest.raises(ValueError, match="uses neither public examples nor labeled examples"):
         FederatedTrainer(
             model=tiny_model(),
             args=arguments(tmp_path),

@@ -1,4 +1,4 @@
-"""Distillation with `fp16=True`: the steps on public and labelled examples scale their losses."""
+"""Distillation with `fp16=True`: the steps on public and labeled examples scale their losses."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_clients_continue_from_their_own_models(tmp_path):
         ("cronus", "temperature", 2.0),
         ("fedmd", "temperature", 2.0),
         ("fedid", "server_epochs", 2),
-        ("fedid", "train_on_labelled", True),
+        ("fedid", "train_on_labeled", True),
     ],
 )
 def test_setting_without_effect_is_rejected(method, name, value):
@@ -307,10 +307,10 @@ def test_interactive_round_requests_every_mini_batch_once(finished):
     assert len(select_messages(record.received, Metrics)) == len(SIZES) * NUM_BATCHES
 
 
-def test_each_mini_batch_has_its_own_labelled_examples_and_label_seed(tmp_path):
+def test_each_mini_batch_has_its_own_labeled_examples_and_label_seed(tmp_path):
     record = Recorder()
-    kwargs, labelled = {"feedback": "mpl_sampled"}, rows(12, seed=6)
-    trainer = distillation_trainer(tmp_path, "fedid", kwargs, record=record, server_dataset=labelled)
+    kwargs, labeled = {"feedback": "mpl_sampled"}, rows(12, seed=6)
+    trainer = distillation_trainer(tmp_path, "fedid", kwargs, record=record, server_dataset=labeled)
     batches: list[frozenset[tuple[int, ...]]] = []
 
     class BatchRecorder(FederatedCallback):
@@ -318,14 +318,14 @@ def test_each_mini_batch_has_its_own_labelled_examples_and_label_seed(tmp_path):
             if round.number > 0:
                 return
             distillation_server = trainer.distillation.server
-            labelled_batch = distillation_server.labelled_batch
+            labeled_batch = distillation_server.labeled_batch
 
             def recorded(size, *purpose):
-                batch = labelled_batch(size, *purpose)
+                batch = labeled_batch(size, *purpose)
                 batches.append(frozenset(map(tuple, batch["input_ids"].tolist())))
                 return batch
 
-            distillation_server.labelled_batch = recorded
+            distillation_server.labeled_batch = recorded
 
     trainer.add_callback(BatchRecorder())
     trainer.train()
@@ -389,14 +389,14 @@ def test_feddf_server_targets_are_the_mean_of_client_logits(tmp_path):
     assert not select_messages(record.sent, (Predict, Distill, Feedback))
 
 
-def test_train_on_labelled_trains_the_server_on_labelled_examples(finished, tmp_path):
+def test_train_on_labeled_trains_the_server_on_labeled_examples(finished, tmp_path):
     without, _ = finished("mhat")
-    trainer = distillation_trainer(tmp_path, "mhat", {"train_on_labelled": True, "server_epochs": 2})
+    trainer = distillation_trainer(tmp_path, "mhat", {"train_on_labeled": True, "server_epochs": 2})
     trainer.train()
     assert not same_weights(without.model, trainer.model)
     losses = [entry["federated/server_labelled_loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 2 and losses[1] < losses[0]
-    # Each round has two epochs, each with 3 batches of public examples and 2 batches of labelled examples.
+    # Each round has two epochs, each with 3 batches of public examples and 2 batches of labeled examples.
     student = trainer.distillation.server.student
     assert student.state_dict()["scheduler"]["last_epoch"] == 2 * 2 * (NUM_BATCHES + 2)
     assert student.state_dict()["scheduler"]["_last_lr"][0] == pytest.approx(0)

@@ -52,7 +52,7 @@ def word_tokenizer(seed: int | None = None) -> PreTrainedTokenizerFast:
 
 
 def texts(num_rows: int, seed: int) -> Dataset:
-    """Texts of one to six words, labelled by whether the first word is in the second half of `WORDS`."""
+    """Texts of one to six words, labeled by whether the first word is in the second half of `WORDS`."""
     generator = random.Random(seed)
     drawn = [generator.choices(range(len(WORDS)), k=generator.randint(1, 6)) for _ in range(num_rows)]
     return Dataset.from_dict(
@@ -63,7 +63,7 @@ def texts(num_rows: int, seed: int) -> Dataset:
     )
 
 
-def labelled_model(seed: int = 0, **config):
+def labeled_model(seed: int = 0, **config):
     return tiny_model(seed, id2label={0: "low", 1: "high"}, label2id={"low": 0, "high": 1}, **config)
 
 
@@ -85,7 +85,7 @@ def own_tokenizer_trainer(tmp_path, method, clients, record=None, **trainer_kwar
     """Build a trainer with the given clients. `trainer_kwargs` override the defaults here."""
     trainer = FederatedTrainer(
         **{
-            "model": labelled_model(),
+            "model": labeled_model(),
             "args": arguments(tmp_path),
             "processing_class": word_tokenizer(),
             "train_dataset": {
@@ -111,7 +111,7 @@ def own_tokenizers(**model):
     specs = {}
     for number, name in enumerate(CLIENTS):
         tokenizer = word_tokenizer(seed=number + 1)
-        specs[name] = ClientSpec(model=renumbered(labelled_model(**model), tokenizer), processing_class=tokenizer)
+        specs[name] = ClientSpec(model=renumbered(labeled_model(**model), tokenizer), processing_class=tokenizer)
     return specs
 
 
@@ -127,7 +127,7 @@ def sent_predictions(record):
 def test_clients_with_other_token_ids_predict_and_learn_the_same(tmp_path, method):
     """Functions, private texts and random draws are the same, so all predictions of the run are bit-identical."""
     same, different = Recorder(), Recorder()
-    plain = {name: ClientSpec(model=labelled_model()) for name in CLIENTS}
+    plain = {name: ClientSpec(model=labeled_model()) for name in CLIENTS}
     trainers = [
         own_tokenizer_trainer(tmp_path / "a", method, plain, same),
         own_tokenizer_trainer(tmp_path / "b", method, own_tokenizers(), different),
@@ -271,7 +271,7 @@ def test_bert_roberta_and_xlnet_participate_in_a_round_of_fedid(tmp_path):
     roberta = {**small, "pad_token_id": 0, "max_position_embeddings": 16}
     xlnet = {"d_model": 16, "d_inner": 16, "n_layer": 1, "n_head": 2, "pad_token_id": 0}
     clients = {
-        "a": ClientSpec(model=labelled_model(seed=3), processing_class=word_tokenizer(seed=1)),
+        "a": ClientSpec(model=labeled_model(seed=3), processing_class=word_tokenizer(seed=1)),
         "b": classifier(RobertaForSequenceClassification, RobertaConfig, word_tokenizer(seed=2), **roberta),
         "c": classifier(XLNetForSequenceClassification, XLNetConfig, word_tokenizer(seed=3), **xlnet),
     }

@@ -34,7 +34,7 @@ from hf_federated.distillation.pseudo_samples import (
     draw_labels,
     initial_embeddings,
     label_loss,
-    labelled_positions,
+    labeled_positions,
     token_embeddings,
     word_embeddings,
 )
@@ -158,7 +158,7 @@ def test_positions_without_a_label_are_ignored():
     logits = torch.randn(2, 3, 5, generator=generator())
     labels = torch.tensor([[1, IGNORED, IGNORED], [0, 4, IGNORED]])
     kept = torch.stack([logits[0, 0], logits[1, 0], logits[1, 1]])
-    assert torch.equal(labelled_positions(logits, labels), kept)
+    assert torch.equal(labeled_positions(logits, labels), kept)
     torch.testing.assert_close(
         label_loss(logits, labels), F.cross_entropy(kept, torch.tensor([1, 0, 4]), reduction="sum")
     )

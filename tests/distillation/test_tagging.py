@@ -156,9 +156,9 @@ def test_adafd_with_center_compares_centred_logits(tmp_path):
     _, _, log = frozen_run(tmp_path, "adafd", {"center": True})
     weighted = sum(log[f"federated/weight/{client_id}"] * LOGITS[client_id] for client_id in LOGITS)
     difference = SERVER_LOGITS - weighted
-    centred = (difference - difference.mean(-1, keepdim=True)).square().mean()
-    assert abs(float(centred / difference.square().mean()) - 1) > 0.005
-    assert log["federated/server_distillation_loss"] == pytest.approx(float(centred), rel=1e-4)
+    centered = (difference - difference.mean(-1, keepdim=True)).square().mean()
+    assert abs(float(centered / difference.square().mean()) - 1) > 0.005
+    assert log["federated/server_distillation_loss"] == pytest.approx(float(centered), rel=1e-4)
 
 
 def test_feddf_server_targets_are_the_mean_of_word_logits(tmp_path):
@@ -194,8 +194,8 @@ def test_feded_server_targets_are_weighted_by_the_number_of_examples(tmp_path):
     torch.testing.assert_close(server_targets[0], weighted.float())
 
 
-def labelled_loss(parameters, tagged):
-    """The mean loss over the labelled words, with one token per word."""
+def labeled_loss(parameters, tagged):
+    """The mean loss over the labeled words, with one token per word."""
     losses = []
     for words, tags in zip(tagged["tokens"], tagged["ner_tags"], strict=True):
         ids = torch.tensor([[2 + WORDS.index(word) for word in words]])
@@ -250,7 +250,7 @@ def exact_gradient(q):
         name: item if gradient is None else item - 0.5 * gradient
         for (name, item), gradient in zip(parameters.items(), gradients, strict=True)
     }
-    return torch.autograd.grad(labelled_loss(stepped, sentences(5, seed=6)), q)[0]
+    return torch.autograd.grad(labeled_loss(stepped, sentences(5, seed=6)), q)[0]
 
 
 # ---- Words that a tokenizer truncates
@@ -398,8 +398,8 @@ def test_resume_gives_identical_weights(tmp_path, method):
     assert uninterrupted.ledger.to_dict() == resumed.ledger.to_dict()
 
 
-def test_train_on_labelled_logs_the_loss_on_labelled_words(tmp_path):
-    trainer = tagging_trainer(tmp_path, "mhat", {"train_on_labelled": True})
+def test_train_on_labeled_logs_the_loss_on_labeled_words(tmp_path):
+    trainer = tagging_trainer(tmp_path, "mhat", {"train_on_labeled": True})
     trainer.train()
     assert any("federated/server_labelled_loss" in entry for entry in trainer.state.log_history)
 

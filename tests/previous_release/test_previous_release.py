@@ -13,7 +13,7 @@ from federations import CLIENTS, build_federation
 from tiny import same_weights
 
 import hf_federated
-from hf_federated import DSFL, FedID, FedProx, aggregation, distillation
+from hf_federated import DSFL, MHAT, FedID, FedProx, aggregation, distillation
 from hf_federated.distillation import DistillationClient
 from hf_federated.messages import Predictions
 
@@ -110,6 +110,29 @@ def test_client_class_keeps_the_loss_of_the_base_class_and_may_override_the_repl
 def test_names_of_version_0_1_are_found_where_they_were() -> None:
     assert aggregation.LocalHook is hf_federated.LocalHook
     assert distillation.ClientContext is hf_federated.methods.ClientContext
+
+
+def test_train_on_labelled_of_version_0_1_is_train_on_labeled() -> None:
+    with pytest.warns(FutureWarning, match="Use `train_on_labeled`") as warned:
+        former = MHAT(train_on_labelled=True)
+    assert warned[0].filename == __file__
+    assert former.settings() == MHAT(train_on_labeled=True).settings()
+    assert former.train_on_labelled and not MHAT().train_on_labelled
+    with pytest.raises(ValueError, match="Set only `train_on_labeled`"):
+        MHAT(train_on_labeled=True, train_on_labelled=False)
+
+
+def test_names_of_labeled_examples_in_version_0_1_work(tmp_path) -> None:
+    trainer = distillation_trainer(tmp_path, "mhat", {"train_on_labeled": True})
+    trainer.train()
+    server = trainer.distillation.server
+    with pytest.warns(FutureWarning, match="Use `labeled`"):
+        assert server.labelled is server.labeled
+    with pytest.warns(FutureWarning, match="Use `labeled_batch`"):
+        assert torch.equal(server.labelled_batch(2)["labels"], server.labeled_batch(2)["labels"])
+    server.prepare(0, 1)
+    with pytest.warns(FutureWarning, match="Use `fit_labeled`"):
+        assert server.fit_labelled(1, 0) > 0
 
 
 def test_callback_of_version_0_1_sees_and_changes_the_round(tmp_path) -> None:

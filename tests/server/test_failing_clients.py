@@ -347,7 +347,7 @@ def test_trainer_can_train_again_after_a_keyboard_interrupt(tmp_path) -> None:
 
 
 def model_with_batch_norm() -> nn.Module:
-    """Build a model with two batch normalisations. Only the statistics of the trainable one are exchanged."""
+    """Build a model with two batch normalizations. Only the statistics of the trainable one are exchanged."""
     model = tiny_model()
     model.dropout = nn.Sequential(nn.BatchNorm1d(16), nn.BatchNorm1d(16, affine=False))
     return model

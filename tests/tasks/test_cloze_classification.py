@@ -77,8 +77,8 @@ def test_long_texts_lose_their_end(tokenizer):
 def test_names_and_numbers_are_labels(tokenizer):
     numbers = ROWS.cast_column("label", ClassLabel(names=["bad", "good"]))
     assert TASK.prepare(numbers, tokenizer)["labels"][:] == TASK.prepare(ROWS, tokenizer)["labels"][:]
-    unlabelled = TASK.encode({"text": ["a film"]}, tokenizer, with_labels=False)
-    assert "labels" not in unlabelled and len(unlabelled["input_ids"][0]) == unlabelled["prompt_length"][0]
+    unlabeled = TASK.encode({"text": ["a film"]}, tokenizer, with_labels=False)
+    assert "labels" not in unlabeled and len(unlabeled["input_ids"][0]) == unlabeled["prompt_length"][0]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_features_contain_example_id_and_character_offsets(tokenizer):
             assert text == (token.removeprefix("##") if in_context else None)
 
 
-def test_only_windows_with_complete_answer_are_labelled(tokenizer):
+def test_only_windows_with_complete_answer_are_labeled(tokenizer):
     encoded = TASK.encode(batch(row()), tokenizer)
     num_complete = 0
     for feature in range(len(encoded["input_ids"])):

@@ -152,10 +152,10 @@ def test_training_on_row_without_correct_answer_raises(tokenizer):
 
 
 def test_rows_without_labels_give_same_evaluation_examples(tokenizer):
-    unlabelled = TASK.prepare(ROWS.remove_columns(["label", "target"]), tokenizer, with_labels=False)
-    assert "labels" not in unlabelled.column_names
-    labelled = TASK.for_evaluation(TASK.prepare(ROWS, tokenizer), tokenizer)
-    assert TASK.for_evaluation(unlabelled, tokenizer).to_list() == labelled.to_list()
+    unlabeled = TASK.prepare(ROWS.remove_columns(["label", "target"]), tokenizer, with_labels=False)
+    assert "labels" not in unlabeled.column_names
+    labeled = TASK.for_evaluation(TASK.prepare(ROWS, tokenizer), tokenizer)
+    assert TASK.for_evaluation(unlabeled, tokenizer).to_list() == labeled.to_list()
 
 
 # ---- Scores

@@ -184,10 +184,10 @@ def test_label_column_is_required_only_without_custom_loss(tmp_path) -> None:
         def compute_loss(self, model, inputs, **kwargs):
             return model(**inputs).logits.pow(2).mean()
 
-    unlabelled = {name: data.remove_columns("labels") for name, data in CLIENTS.items()}
+    unlabeled = {name: data.remove_columns("labels") for name, data in CLIENTS.items()}
     with pytest.raises(ValueError, match="no label column"):
-        build_federation(tmp_path, unlabelled)
-    build_federation(tmp_path, unlabelled, base=CustomLoss).train()
+        build_federation(tmp_path, unlabeled)
+    build_federation(tmp_path, unlabeled, base=CustomLoss).train()
 
 
 # ---- Accepted input

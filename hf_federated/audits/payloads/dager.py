@@ -10,7 +10,7 @@ gradient has a low dimension. It contains every true input and almost no other i
 2. At the second attention layer, the input of a token depends on the other tokens of its example. The attack tests
    sequences of the tokens of step 1. For a decoder, it extends sequences token by token, because an input depends only
    on earlier tokens. For an encoder, it tests whole sequences: all sequences if their number is at most
-   `max_sequences`, otherwise it exchanges neighbouring tokens of a sequence as long as the distance decreases. The
+   `max_sequences`, otherwise it exchanges neighboring tokens of a sequence as long as the distance decreases. The
    published code draws random sequences in this case.
 
 Two details differ from the paper. The attack reads all linear layers of a block that have the same input (query, key
@@ -221,7 +221,7 @@ class Dager:
     def _exchange_tokens(
         self, probe: AttentionProbe, options: list[list[int]], num_examples: int
     ) -> Iterable[tuple[list[int], float]]:
-        """Exchange neighbouring tokens as long as the distance decreases, from random starts for each example."""
+        """Exchange neighboring tokens as long as the distance decreases, from random starts for each example."""
         draw = random.Random(0)
         for start in range(_NUM_STARTS * num_examples):
             # The first start has the nearest token at each position.
@@ -230,7 +230,7 @@ class Dager:
             for _ in range(_MAX_SWEEPS):
                 before = best
                 for position in range(len(options) - 1):
-                    # Two neighbours at a time: swapped tokens are a local minimum of single exchanges.
+                    # Two neighbors at a time: swapped tokens are a local minimum of single exchanges.
                     pairs = list(itertools.product(*options[position : position + 2]))
                     if len(pairs) == 1:
                         continue

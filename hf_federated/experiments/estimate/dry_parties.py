@@ -198,7 +198,7 @@ class DryServer(DistillationServer):
             self.student.trainer.repeats = 1
         yield from batches[half + num_alike :]
 
-    def fit_labelled(self, num_epochs: int, round: int) -> float:
+    def fit_labeled(self, num_epochs: int, round: int) -> float:
         return 0.0
 
     def train_step(self, inputs: dict[str, Any], loss: Any, purpose: tuple[int, ...]) -> torch.Tensor:

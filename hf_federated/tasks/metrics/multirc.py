@@ -16,7 +16,7 @@ class MultiRC(LocalMetric):
 
     Label 1 means that an answer is correct. `f1a` is the F1 of label 1 over the answers of all questions together,
     2·TP / (2·TP + FP + FN). It is 0 if no answer is correct or predicted to be correct. `exact_match` is the fraction
-    of questions for which all answers are labelled correctly. Sources: Khashabi et al., "Looking Beyond the Surface"
+    of questions for which all answers are labeled correctly. Sources: Khashabi et al., "Looking Beyond the Surface"
     (2018), section 4; Wang et al., "SuperGLUE" (2019), section 3, which names the metrics F1a and EM. A prediction
     other than 0 and 1 is not a positive prediction in F1, and its question is not an exact match.
 

@@ -223,7 +223,7 @@ def first_without_tokens(dataset: Dataset) -> int | None:
     return None
 
 
-def check_labelled(dataset: Dataset) -> None:
+def check_labeled(dataset: Dataset) -> None:
     """
     Refuse a server dataset without labels.
 
@@ -233,7 +233,7 @@ def check_labelled(dataset: Dataset) -> None:
     Raises:
         ValueError: If there is no label column.
     """
-    advice = "The server's validation loss needs labelled examples. Rename your column."
+    advice = "The server's validation loss needs labeled examples. Rename your column."
     _check_label_column("`server_dataset`", dataset.column_names, LABEL_COLUMNS, advice)
 
 

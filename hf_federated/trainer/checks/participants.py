@@ -1,4 +1,4 @@
-"""Checks of public and labelled examples, and of clients with their own models, against the algorithm."""
+"""Checks of public and labeled examples, and of clients with their own models, against the algorithm."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_participants(
     args: TrainingArguments | None = None,
 ) -> None:
     """
-    Check public and labelled examples, clients with their own models and postprocessors against the algorithm.
+    Check public and labeled examples, clients with their own models and postprocessors against the algorithm.
 
     Clients may have examples that are also public. A warning counts these examples.
 
@@ -78,7 +78,7 @@ def _check_server_examples(
     has_unused = participants.server_dataset is not None and not aggregation.trains_on_server
     if distillation is not None and not distillation.requirements.public_dataset and (has_public or has_unused):
         raise ValueError(
-            f"distillation={name!r} uses neither public examples nor labelled examples of the server. Leave "
+            f"distillation={name!r} uses neither public examples nor labeled examples of the server. Leave "
             "`public_dataset` and `server_dataset` out."
         )
     for argument in ("public_dataset", "server_dataset"):
