@@ -1,8 +1,8 @@
 """A toy secure sum: pairwise masks without dropouts, so that the server learns only the sum of the contributions.
 
 The masks are those of [Practical Secure Aggregation](https://dl.acm.org/doi/10.1145/3133956.3133982) (Bonawitz et al.,
-CCS 2017), section 4, without the shares for clients that drop out. It is a toy because the keys follow from the seed
-of the federation, which the server knows, so that runs can be compared. A real protocol draws them from `os.urandom`.
+CCS 2017), section 4, without the shares for clients that drop out. It is a toy: the keys follow from the seed that
+the server knows, so that runs can be compared. A real protocol draws the keys from `os.urandom`.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ class QuantizedBlocks(Codec):
     """
     Quantizes blocks of 256 consecutive values of a tensor, independently of the shape of the tensor.
 
-    With 8 bits, a block has a scale and a zero point: 8.25 bits for each value, and an error of at most half of 1/255
-    of the range of the block. With 4 bits, each group of 64 values has them: 5 bits for each value, and an error of at
-    most half of 1/15 of the range of the group. A tensor of fewer than 256 values is one shorter block. Each tensor is
-    sent as one tensor of bytes under its own name.
+    With 8 bits, each block has a scale and a zero point. A value takes 8.25 bits, and its error is at most 1/510 times
+    the range of its block. With 4 bits, each group of 64 values has a scale and a zero point. A value takes 5 bits,
+    and its error is at most 1/30 times the range of its group. A tensor of fewer than 256 values is one shorter block.
+    Each tensor is sent as one tensor of bytes under its own name.
 
     Args:
         bits (`int`, *optional*, defaults to `8`): 8 or 4.

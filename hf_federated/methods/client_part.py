@@ -184,8 +184,8 @@ class ClientPart:
         Called after local training.
 
         Args:
-            update ([`ClientUpdate`]): The result of the local training. It contains the additional tensors and metrics
-                of the preceding parts.
+            update ([`ClientUpdate`]): The result of the local training, with the additional tensors and metrics that
+                preceding parts added.
 
         Returns:
             [`ClientUpdate`]: The update. A part can add tensors (`extra`) and metrics, and change the trained state.

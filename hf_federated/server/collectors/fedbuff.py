@@ -31,8 +31,8 @@ class BufferedCollector(UpdateCollector):
         buffer_size (`int`, *optional*, defaults to `10`): Number of accepted updates of a round.
         max_staleness (`int`, *optional*): Largest `τ`. An older request is withdrawn. Defaults to no limit.
         order (`Sequence[str]`, *optional*): Clients in the order in which to use their replies, such as
-            `recorded_order` of another run. Defaults to the order of arrival. For simulated clients, that is the order
-            of exponentially distributed durations, drawn from the seed of the run.
+            `recorded_order` of another run. Defaults to the order of arrival. Simulated clients have
+            exponentially distributed durations, drawn from the seed of the run.
 
     Requirements:
         An averaging algorithm whose updates are parameters. Clients in one process or on other machines.
