@@ -131,7 +131,7 @@ def ask_for_predictions(num_rounds: int, seed: int) -> int:
         def ask(phase, client_ids, message_for, engine=engine, round=round):
             return engine.collect(Plan(round, tuple(client_ids), message_for, phase))
 
-        def decode(values):
+        def decode(values, client_id):
             return codec.decode(values, rows_of(3))["rows"]
 
         cohort = Cohort(round, {name: {"num_examples": 4} for name in COHORT}, ask, decode, seed)
