@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -27,12 +27,27 @@ from .server import DistillationServer
 from .teachers import Teachers
 
 
-if TYPE_CHECKING:
-    from .feddrs import FedDRS
-
 # A client's pseudo-samples of all kinds: `embeddings`, `labels`, and `logits` of the client's model at the positions
 # that have a label.
 Samples = dict[str, torch.Tensor]
+
+
+class SamplingSettings(Protocol):
+    """The arguments of [`FedDRS`] that describe its pseudo-samples."""
+
+    sampling: str | Sequence[str]
+    num_samples: int
+    sample_length: int
+    initialization: str
+    adversary: str
+    num_steps: int
+    step_size: float
+    pin_cls: bool
+    keeps_samples: bool
+    samples: dict[str, Samples]
+
+    def label_sequences(self, tokenizer: Any) -> torch.Tensor | None:
+        """Return the texts of the classes as labels, or `None` if classes have no texts."""
 
 
 class PseudoSampler:
@@ -48,7 +63,7 @@ class PseudoSampler:
         ValueError: If `pin_cls=True` and there is no tokenizer with a `[CLS]` token.
     """
 
-    def __init__(self, algorithm: FedDRS, server: DistillationServer, num_training_steps: int) -> None:
+    def __init__(self, algorithm: SamplingSettings, server: DistillationServer, num_training_steps: int) -> None:
         self._algorithm = algorithm
         self.server = server
         self._student = server.student
