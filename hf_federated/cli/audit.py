@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,15 +136,9 @@ def audit(arguments: argparse.Namespace) -> None:
             model, tokenizer, attacker_texts, victim_texts, config, victim_model, _print_inversion, **names
         )
     print(f"\n{inversion_table(result.inversions)}\n\n{targets_text(result)}\n\n{embedding_text(result)}\n")
+    _write_results(arguments, result, leakage_report(result, "audit.png"), add_leakage)
     with command_errors(f"--output {arguments.output}"):
-        folder = Path(arguments.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        result.save(folder / "audit.json")
-        plot_leakage(result, folder / "audit.png")
-        (folder / "report.md").write_text(leakage_report(result, "audit.png"), encoding="utf-8")
-    if arguments.card is not None:
-        card = Path(arguments.card)
-        card.write_text(add_leakage(card.read_text(encoding="utf-8"), result), encoding="utf-8")
+        plot_leakage(result, Path(arguments.output, "audit.png"))
     print(f"Wrote audit.json, report.md and audit.png to {arguments.output}.")
 
 
@@ -169,15 +163,20 @@ def _audit_recipe(arguments: argparse.Namespace) -> None:
     make_current_folder_importable()
     audit = audit_recipe(parse_recipe(values), lambda line: print(line, flush=True))
     print(f"\n{payload_table(audit)}\n")
+    _write_results(arguments, audit, payload_report(audit), add_payload_audit)
+    print(f"Wrote audit.json and report.md to {arguments.output}.")
+
+
+def _write_results(arguments: argparse.Namespace, audit: Any, report: str, add_section: Callable[..., str]) -> None:
+    """Write the results and the report to the output folder, and add a section to the model card."""
     with command_errors(f"--output {arguments.output}"):
         folder = Path(arguments.output)
         folder.mkdir(parents=True, exist_ok=True)
         audit.save(folder / "audit.json")
-        (folder / "report.md").write_text(payload_report(audit), encoding="utf-8")
+        (folder / "report.md").write_text(report, encoding="utf-8")
     if arguments.card is not None:
         card = Path(arguments.card)
-        card.write_text(add_payload_audit(card.read_text(encoding="utf-8"), audit), encoding="utf-8")
-    print(f"Wrote audit.json and report.md to {arguments.output}.")
+        card.write_text(add_section(card.read_text(encoding="utf-8"), audit), encoding="utf-8")
 
 
 def load_texts(arguments: argparse.Namespace) -> list[str]:

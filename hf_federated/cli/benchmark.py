@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_federated.cli.command_parser import CommandParser
+from hf_federated.cli.dataclass_options import build_from_options
 from hf_federated.cli.recipe_options import INTERRUPTED, add_set_option, make_current_folder_importable
 
 
 if TYPE_CHECKING:
-    from hf_federated.experiments.benchmark.benchmark import BenchmarkOptions
     from hf_federated.experiments.benchmark.grid import PlannedRun
 
 
@@ -46,22 +46,6 @@ def add_arguments(parser: CommandParser, argv: Sequence[str] = ()) -> None:
     )
 
 
-def benchmark_options(arguments: argparse.Namespace) -> BenchmarkOptions:
-    """Convert the parsed arguments of [`add_arguments`] to options of a benchmark."""
-    from hf_federated.experiments.benchmark.benchmark import BenchmarkOptions
-
-    return BenchmarkOptions(
-        recipes=arguments.recipes,
-        overrides=arguments.overrides,
-        seeds=arguments.seeds,
-        only=arguments.only,
-        output_dir=arguments.output_dir,
-        reuse=arguments.reuse,
-        report=arguments.report,
-        dry_run=arguments.dry_run,
-    )
-
-
 def benchmark(arguments: argparse.Namespace) -> int:
     """
     Execute the command.
@@ -84,7 +68,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
 
 
 def _benchmark(arguments: argparse.Namespace) -> int:
-    from hf_federated.experiments.benchmark.benchmark import run_benchmark
+    from hf_federated.experiments.benchmark.benchmark import BenchmarkOptions, run_benchmark
     from hf_federated.experiments.benchmark.measured_run import measure_run
     from hf_federated.experiments.recipe.recipe import check_recipe, partitioner_has_seed
     from hf_federated.experiments.recipe.yaml_file import read_values
@@ -95,7 +79,8 @@ def _benchmark(arguments: argparse.Namespace) -> int:
         # The digest in the path separates the files of the run from files of the run with different settings.
         return measure_run(planned.values, planned.method, folder / planned.digest[:12])
 
-    return run_benchmark(benchmark_options(arguments), read_values, check_recipe, execute, partitioner_has_seed)
+    options = build_from_options(BenchmarkOptions, arguments)
+    return run_benchmark(options, read_values, check_recipe, execute, partitioner_has_seed)
 
 
 def _benchmark_help() -> str:

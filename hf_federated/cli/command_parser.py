@@ -14,10 +14,11 @@ class Command:
     """
     A command of `hf-federated`.
 
+    The function of the module that executes the command has the name of the command, with `_` in place of `-`. It
+    returns the exit code, or `None` for success.
+
     Args:
         module (`str`): Module of `hf_federated.cli`.
-        function (`str`): Function of the module that executes the command. It returns the exit code, or `None` for
-            success.
         help (`str`): One line for `hf-federated --help`.
         description (`str`): Text for the help of the command.
         add_arguments (`str`, *optional*, defaults to `"add_arguments"`): Function of the module that adds the
@@ -25,7 +26,6 @@ class Command:
     """
 
     module: str
-    function: str
     help: str
     description: str
     add_arguments: str = "add_arguments"

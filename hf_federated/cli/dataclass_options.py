@@ -46,7 +46,7 @@ def add_dataclass_options(parser: argparse.ArgumentParser, cls: type) -> None:
 def build_from_options(cls: type, arguments: argparse.Namespace) -> Any:
     """Create an instance of the dataclass from the given options. Other fields keep their defaults."""
     given = vars(arguments)
-    return cls(**{field.name: given[field.name] for field in option_types(cls) if field.name in given})
+    return cls(**{field.name: given[field.name] for field in dataclasses.fields(cls) if field.name in given})
 
 
 def option_types(cls: type) -> dict[dataclasses.Field, Any]:

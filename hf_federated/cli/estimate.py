@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from hf_federated.cli.dataclass_options import build_from_options
 from hf_federated.cli.recipe_options import add_set_option, make_current_folder_importable
 from hf_federated.experiments.errors import command_errors
 from hf_federated.experiments.recipe.fields import check_names
@@ -58,19 +59,6 @@ def estimate(arguments: argparse.Namespace) -> None:
 
     make_current_folder_importable()
     with command_errors("estimate"):
-        options = EstimateOptions(
-            num_clients=arguments.num_clients,
-            num_examples=arguments.num_examples,
-            num_public=arguments.num_public,
-            num_labels=arguments.num_labels,
-            sequence_length=arguments.sequence_length,
-            bandwidth_mbit=arguments.bandwidth_mbit,
-            latency_ms=arguments.latency_ms,
-            tflops=arguments.tflops,
-            server_tflops=arguments.server_tflops,
-        )
+        options = build_from_options(EstimateOptions, arguments)
     result = estimate_recipe(parse_recipe(values), options)
-    if arguments.json:
-        print(json.dumps(result.to_dict(options), indent=2))
-    else:
-        print("\n".join(describe(result, options)))
+    print(json.dumps(result.to_dict(options), indent=2) if arguments.json else "\n".join(describe(result, options)))

@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from hf_federated.cli.recipe_options import add_recipe_arguments, make_current_folder_importable
+from hf_federated.cli.recipe_options import (
+    add_existing_run_options,
+    add_recipe_arguments,
+    make_current_folder_importable,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> None:
@@ -39,13 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> 
         help="number of clients with which NVFlare starts and continues the job (default: network.num_to_start of the"
         " recipe, or else all clients)",
     )
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument(
-        "--resume",
-        action="store_true",
-        help="the server continues the run in its output folder from the last checkpoint",
+    add_existing_run_options(
+        parser,
+        resume="the server continues the run in its output folder from the last checkpoint",
+        overwrite="the server replaces the run in its output folder",
     )
-    existing.add_argument("--overwrite", action="store_true", help="the server replaces the run in its output folder")
 
 
 def export_nvflare(arguments: argparse.Namespace) -> None:

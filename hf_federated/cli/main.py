@@ -22,7 +22,6 @@ from hf_federated.utils.errors import CheckpointError, RoundFailedError, UserErr
 COMMANDS = {
     "train": Command(
         "train",
-        "train",
         "train a recipe",
         "Train a recipe: a YAML file with the sections model, data, task, training and federation. A recipe can run "
         "code: `model.kwargs: {trust_remote_code: true}` runs the code of a model repository, and a name of the form "
@@ -31,13 +30,11 @@ COMMANDS = {
     ),
     "benchmark": Command(
         "benchmark",
-        "benchmark",
         "run a recipe with several algorithms and seeds",
         "Execute the runs in the section benchmark of a recipe, and compare them with published results. A recipe can "
         "run code, see `hf-federated train --help`.",
     ),
     "estimate": Command(
-        "estimate",
         "estimate",
         "estimate the memory, the bytes and the time of a recipe",
         "Estimate the parameters, the memory of the server and of a client, the bytes and round trips of a round or "
@@ -47,25 +44,21 @@ COMMANDS = {
     ),
     "partition": Command(
         "partition",
-        "partition",
         "partition a dataset into clients",
         "Partition a dataset into clients, and save them to a folder or push them to the Hub.",
     ),
     "inspect": Command(
         "inspection",
-        "inspect",
         "inspect a federated dataset",
         "Print and plot the number of examples and the labels of each client.",
     ),
     "certificates": Command(
-        "certificates",
         "certificates",
         "create certificates for the server and the clients of a network",
         "Create a private certificate authority, and certificates for the server and the clients of a network. Run "
         "the command again to add clients.",
     ),
     "audit": Command(
-        "audit",
         "audit",
         "measure what a client reveals by the data that it sends",
         "With a recipe, attack the parameters, adapters or predictions that its clients send: tokens, sequences, "
@@ -74,7 +67,6 @@ COMMANDS = {
     ),
     "serve": Command(
         "network",
-        "serve",
         "train a recipe with clients on other machines: the server",
         "Train a recipe with clients on other machines, as the server. With a section `split`, this machine has the "
         "server's blocks. A recipe can run code, see `hf-federated train --help`.",
@@ -82,7 +74,6 @@ COMMANDS = {
     ),
     "join": Command(
         "network",
-        "join",
         "train a recipe with clients on other machines: a client",
         "Take part in the training of a recipe as a client. The examples stay on this machine. With a section "
         "`split`, this machine has a client's blocks. A recipe can run code, see `hf-federated train --help`.",
@@ -90,13 +81,11 @@ COMMANDS = {
     ),
     "export-nvflare": Command(
         "export_nvflare",
-        "export_nvflare",
         "write a recipe as a job of NVIDIA FLARE",
         "Write a recipe as a job of NVIDIA FLARE (extra `nvflare`). The clients are NVFlare sites with their own "
         "examples.",
     ),
     "status": Command(
-        "status",
         "status",
         "show the round and the clients of a server",
         "Show the round, and for each client its state, when it was last heard, and the bytes that it received and "
@@ -105,27 +94,23 @@ COMMANDS = {
     ),
     "expel": Command(
         "status",
-        "expel",
         "expel a client from a run",
         "Tell a running server to disconnect a client and to refuse it from then on, also after a resume.",
         "add_expel_arguments",
     ),
     "split-server": Command(
         "network",
-        "split_server",
         "deprecated name of serve",
         "Deprecated. Use `hf-federated serve`, which has the same options.",
         "add_serve_arguments",
     ),
     "split-client": Command(
         "network",
-        "split_client",
         "deprecated name of join",
         "Deprecated. Use `hf-federated join`, which has the same options.",
         "add_join_arguments",
     ),
     "split-merge": Command(
-        "split_merge",
         "split_merge",
         "build the full model from the parts of a split model",
         "Build the full model, or its PEFT adapter, from the parts that server and clients saved.",
@@ -165,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     command = COMMANDS[arguments.command]
     try:
-        return command.load(command.function)(arguments) or 0
+        return command.load(arguments.command.replace("-", "_"))(arguments) or 0
     except (CommandError, CheckpointError, UserError) as error:
         print(f"hf-federated: error: {error}", file=sys.stderr)
         return error.exit_code if isinstance(error, UserError) else 2

@@ -7,7 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_federated.cli.recipe_options import add_recipe_arguments, make_current_folder_importable
+from hf_federated.cli.recipe_options import (
+    add_existing_run_options,
+    add_recipe_arguments,
+    make_current_folder_importable,
+)
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.recipe.fields import check_names
 from hf_federated.experiments.recipe.yaml_file import read_values
@@ -60,17 +64,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = (
         metavar="SECONDS",
         help="seconds without a sign of a client after which the client is lost (default: 60)",
     )
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in the output folder from its last checkpoint, or start it if there is none; a split"
+    add_existing_run_options(
+        parser,
+        resume="continue the run in the output folder from its last checkpoint, or start it if there is none; a split"
         " model resumes if its clients do",
-    )
-    existing.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="delete the run in the output folder (its checkpoints, model and results) before training",
     )
 
 
@@ -232,8 +229,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
             raise CommandError(f"--{name.replace('_', '-')} is {value}, but must be more than 0.")
     if arguments.certificates is not None and not Path(arguments.certificates).is_dir():
         raise CommandError(f"--certificates: the folder {arguments.certificates} does not exist.")
-    fingerprints = [*arguments.peer, *filter(None, [getattr(arguments, "server_fingerprint", None)])]
-    if fingerprints:
+    if arguments.peer or getattr(arguments, "server_fingerprint", None):
         from hf_federated.experiments.network.split_run import check_fingerprints
 
         check_fingerprints(arguments)

@@ -96,20 +96,14 @@ def partition(arguments: argparse.Namespace) -> None:
     print(f"{next(iter(clients))}:\n{statistics.to_markdown()}")
     for split, dataset in list(clients.items())[1:]:
         print(f"{split}: {sum(dataset.num_rows.values())} examples of {len(dataset)} clients")
+    content = {"label_column": arguments.publish_label_counts, "index_only": arguments.index_only}
     if arguments.output is not None:
         with command_errors(f"--output {arguments.output}"):
-            clients.save_to_disk(
-                arguments.output, label_column=arguments.publish_label_counts, index_only=arguments.index_only
-            )
+            clients.save_to_disk(arguments.output, **content)
         print(f"\nWrote {arguments.output}. {_next_step(arguments)}")
     else:
         with command_errors(f"--push-to-hub {arguments.push_to_hub}"):
-            commit = clients.push_to_hub(
-                arguments.push_to_hub,
-                private=arguments.private or None,
-                label_column=arguments.publish_label_counts,
-                index_only=arguments.index_only,
-            )
+            commit = clients.push_to_hub(arguments.push_to_hub, private=arguments.private or None, **content)
         print(
             f"\n{arguments.push_to_hub} is already up to date." if commit is None else f"\nPushed: {commit.commit_url}"
         )

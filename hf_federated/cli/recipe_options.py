@@ -32,6 +32,17 @@ def add_set_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_existing_run_options(
+    parser: argparse.ArgumentParser,
+    resume: str,
+    overwrite: str = "delete the run in the output folder (its checkpoints, model and results) before training",
+) -> None:
+    """Add `--resume` and `--overwrite` with these help texts. A command line can have one of the two."""
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--resume", action="store_true", help=resume)
+    existing.add_argument("--overwrite", action="store_true", help=overwrite)
+
+
 def make_current_folder_importable() -> None:
     """
     Add the current folder to the import path, as `python -m` does.

@@ -48,11 +48,7 @@ def status(arguments: argparse.Namespace) -> int:
     age = time.time() - found["updated_at"]
     if found["state"] == "running" and age > STALE_SECONDS:
         found["state"] = f"no update for {age:.0f} s: the server has ended or hangs"
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-    else:
-        for line in _describe(found):
-            print(line)
+    print(json.dumps(found, indent=2) if arguments.json else "\n".join(_describe(found)))
     return 0 if found["state"] in ("running", "complete") else 1
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import shlex
 import sys
 from collections.abc import Sequence
 
 from hf_federated.cli.command_parser import CommandParser
-from hf_federated.cli.recipe_options import INTERRUPTED, add_recipe_arguments, make_current_folder_importable
+from hf_federated.cli.recipe_options import (
+    INTERRUPTED,
+    add_existing_run_options,
+    add_recipe_arguments,
+    make_current_folder_importable,
+)
 from hf_federated.experiments.recipe.fields import check_names
 from hf_federated.experiments.recipe.yaml_file import read_values
 
@@ -17,16 +23,8 @@ from hf_federated.experiments.recipe.yaml_file import read_values
 def add_arguments(parser: CommandParser, argv: Sequence[str] = ()) -> None:
     """Add the arguments of the command to a parser."""
     add_recipe_arguments(parser)
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in the output folder from its last checkpoint; the recipe must be the same",
-    )
-    existing.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="delete the run in the output folder (its checkpoints, model and results) before training",
+    add_existing_run_options(
+        parser, resume="continue the run in the output folder from its last checkpoint; the recipe must be the same"
     )
     parser.further_help = _recipe_help
 
@@ -44,8 +42,8 @@ def train(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: If the recipe cannot be run, or the output folder contains a run and neither option is set.
     """
-    folder, is_interrupted = None, False
-    try:
+    folder = None
+    with contextlib.suppress(KeyboardInterrupt):
         values = read_values(arguments.recipe, arguments.overrides)
         check_names(values)
         # These imports take seconds. A misspelled field is reported before them.
@@ -58,9 +56,6 @@ def train(arguments: argparse.Namespace) -> int:
         path = arguments.output_dir or recipe.training.get("output_dir") or DEFAULT_OUTPUT_DIR
         folder = RunFolder(path, values, arguments.resume, arguments.overwrite)
         train_recipe(recipe, path, folder=folder)
-    except KeyboardInterrupt:
-        is_interrupted = True
-    if not is_interrupted:
         return 0
     # The progress bar prints its last state when the trainer is deleted. The message must be the last line.
     gc.collect()

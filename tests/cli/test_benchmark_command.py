@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import yaml
 
-from hf_federated.cli.benchmark import add_arguments, benchmark_options
-from hf_federated.experiments.benchmark.benchmark import run_benchmark
+from hf_federated.cli.benchmark import add_arguments
+from hf_federated.cli.dataclass_options import build_from_options
+from hf_federated.experiments.benchmark.benchmark import BenchmarkOptions, run_benchmark
 from hf_federated.experiments.benchmark.run_log import RunLog, read_records
 from hf_federated.experiments.errors import CommandError
 
@@ -109,7 +110,8 @@ class Command:
             return execute(run, folder)
 
         arguments = parser.parse_args([*argv, "--output-dir", str(self.folder)])
-        return run_benchmark(benchmark_options(arguments), read, check, recorded, echo=self.lines.append)
+        options = build_from_options(BenchmarkOptions, arguments)
+        return run_benchmark(options, read, check, recorded, echo=self.lines.append)
 
     @property
     def output(self) -> str:
