@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from ..audits import AuditConfig, Inversion, LeakageAudit
-from .payload_leakage import replace_section
+from .payload_leakage import replace_section, settings_and_versions
 from .tables import format_count, plural, table
 
 
@@ -120,7 +120,6 @@ def leakage_report(audit: LeakageAudit, picture: str | None = None) -> str:
     Returns:
         `str`: The text of the report.
     """
-    settings = asdict(audit.config)
     parts = [
         f"# What a client's hidden states reveal: {audit.model_name or 'a model'}",
         f"{_CLAIM} {_LENGTHS} {_setting(audit)} {_LIMITS}",
@@ -139,10 +138,8 @@ def leakage_report(audit: LeakageAudit, picture: str | None = None) -> str:
         table(header, [[*row[:2], *(f"{value:g}" for value in row[2:])] for row in PAPER_TABLE_4], numeric=True),
         f"## Targets from gradients at the second cut\n\n{targets_text(audit)}",
         f"## Tokens from gradients of the embedding\n\n{embedding_text(audit)}",
-        "## Settings\n\n" + table(["Setting", "Value"], [[f"`{name}`", value] for name, value in settings.items()]),
+        *settings_and_versions(asdict(audit.config), audit.versions),
     ]
-    if audit.versions:
-        parts.append("## Versions\n\n" + "\n".join(f"- {name} {version}" for name, version in audit.versions.items()))
     return "\n\n".join(parts) + "\n"
 
 
@@ -154,29 +151,18 @@ def inversion_table(inversions: list[Inversion]) -> str:
         inversions (`list[Inversion]`):
             The results of the attacks.
     """
-    header = [
-        "Blocks before the cut",
-        "Wire dtype",
-        "Attacker",
-        "Token recall",
-        "ROUGE-1",
-        "ROUGE-2",
-        "ROUGE-L",
-        "BLEU-4",
-    ]
+    scores = {
+        "Token recall": "token_recall",
+        "ROUGE-1": "rouge1",
+        "ROUGE-2": "rouge2",
+        "ROUGE-L": "rougeL",
+        "BLEU-4": "bleu4",
+    }
     rows = [
-        [
-            inversion.head_blocks,
-            inversion.wire_dtype,
-            inversion.attacker,
-            *map(
-                _percent,
-                (inversion.token_recall, inversion.rouge1, inversion.rouge2, inversion.rougeL, inversion.bleu4),
-            ),
-        ]
-        for inversion in inversions
+        [each.head_blocks, each.wire_dtype, each.attacker, *(_percent(getattr(each, key)) for key in scores.values())]
+        for each in inversions
     ]
-    return table(header, rows, numeric=True)
+    return table(["Blocks before the cut", "Wire dtype", "Attacker", *scores], rows, numeric=True)
 
 
 def targets_text(audit: LeakageAudit) -> str:

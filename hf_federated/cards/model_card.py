@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from .exchange_text import exchange_text
 from .run_record import FederatedRun, RunRecord
-from .sections import fill_template, format_call, metrics_table, model_origin, settings_table
+from .sections import fill_template, format_call, metrics_table, model_origin, results_heading, settings_table
 from .tables import format_bytes, format_count, metric_name, plural, subsample, table
 
 
@@ -59,7 +59,7 @@ def render(record: RunRecord) -> str:
         record,
         [_algorithm(record).lower()],
         summary=_summary(record),
-        results_heading=_results_heading(record),
+        results_heading=results_heading(record.results, "global model", "round") if record.results else "",
         client_results=_client_results(record),
         client_rows=_client_rows(record),
         rounds_heading=_rounds_heading(record),
@@ -76,18 +76,6 @@ def _summary(record: RunRecord) -> str:
         f"{model_origin(model)}, trained with federated learning (`hf_federated`, {_algorithm(record)}) on {clients}"
         f" in {rounds}. It has {format_count(model.num_parameters)} parameters."
     )
-
-
-def _results_heading(record: RunRecord) -> str:
-    if not record.results:
-        return ""
-    step, best_by = record.results["round"], record.results["best_by"]
-    if best_by:
-        return (
-            f"Results of the global model after round {step}. This round has the best `{best_by}`, and its weights"
-            " were saved."
-        )
-    return f"Results of the global model after round {step}."
 
 
 def _client_results(record: RunRecord) -> str:

@@ -27,6 +27,7 @@ class NetworkedSplitText(SplitCardText):
 
     @property
     def summary(self) -> str:
+        """The saved model and how it was trained."""
         split = self.record.split
         num_clients = split["num_clients"]
         clients = "Each client" if num_clients is None else f"Each of {plural(num_clients, 'client')}"
@@ -52,11 +53,15 @@ class NetworkedSplitText(SplitCardText):
         )
         return {"usage": usage, "data_heading": heading}
 
-    def results_heading(self, step: int, best_by: str | None) -> str:
+    @property
+    def results_heading(self) -> str:
+        """The sentence that introduces the results, with the step."""
+        step = self.record.results["step"]
         return f"Results of this client's head and tail with the server's blocks, after optimizer step {step}."
 
     @property
     def combination(self) -> str | None:
+        """How the trained parts of the clients were combined. `None` if there was nothing to combine."""
         split, network = self.record.split, self._network
         if not split["num_steps_run"] or split["num_clients"] in (None, 1):
             return None
@@ -78,6 +83,7 @@ class NetworkedSplitText(SplitCardText):
 
     @property
     def encryption(self) -> str | None:
+        """How messages were encrypted."""
         descriptions = {True: "AES-256-GCM between this client and the server", None: None}
         unencrypted = "none in addition to the encryption of the transport, if any"
         return descriptions.get(self._network.get("is_sealed"), unencrypted)
@@ -88,6 +94,7 @@ class NetworkedSplitText(SplitCardText):
 
     @property
     def messages(self) -> str:
+        """Description of the messages between clients and server, including each field."""
         exchanged, network = self.record.exchanged, self._network
         if not self.record.split["num_steps_run"]:
             return "No hidden states were exchanged, because no training step was run."
@@ -114,6 +121,7 @@ class NetworkedSplitText(SplitCardText):
 
     @property
     def receivers(self) -> str:
+        """Table of the information that each party received, followed by notes."""
         split = self.record.split
         if not split["num_steps_run"]:
             return ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from ..audits import AttackResult, PayloadAudit
 from .tables import plural, table
@@ -29,19 +31,19 @@ NOT_TRIED = (
     " from predictions, and attacks that are adapted to noise. The results are no bound: another attacker may find"
     " more."
 )
-_COLUMNS = (
-    "Setting",
-    "Tokens: precision",
-    "Tokens: recall",
-    "Chance",
-    "Sequences: one SGD step",
-    "Sequences: training",
-    "Loss: AUC",
-    "LiRA: AUC",
-    "LiRA: TPR",
-    "Canary, had",
-    "Canary, had not",
-)
+# Attack and metric of each column of the table.
+_COLUMNS = {
+    "Tokens: precision": ("token_set", "precision"),
+    "Tokens: recall": ("token_set", "recall"),
+    "Chance": ("token_set", "chance"),
+    "Sequences: one SGD step": ("dager_step", "tokens"),
+    "Sequences: training": ("dager_run", "tokens"),
+    "Loss: AUC": ("loss_threshold", "auc"),
+    "LiRA: AUC": ("lira", "auc"),
+    "LiRA: TPR": ("lira", "tpr"),
+    "Canary, had": ("canary", "exposure"),
+    "Canary, had not": ("canary", "absent"),
+}
 
 
 def payload_table(audit: PayloadAudit) -> str:
@@ -62,20 +64,9 @@ def payload_table(audit: PayloadAudit) -> str:
     '| full | 100.0 | 50.0 | 20.0 | – | – | – | – | – | – | – |'
     ```
     """
-    cells = (
-        ("token_set", "precision"),
-        ("token_set", "recall"),
-        ("token_set", "chance"),
-        ("dager_step", "tokens"),
-        ("dager_run", "tokens"),
-        ("loss_threshold", "auc"),
-        ("lira", "auc"),
-        ("lira", "tpr"),
-        ("canary", "exposure"),
-        ("canary", "absent"),
-    )
+    cells = _COLUMNS.values()
     rows = [[name, *(_cell(audit.find(name, attack), metric) for attack, metric in cells)] for name in audit.results]
-    return table(list(_COLUMNS), rows, numeric=True)
+    return table(["Setting", *_COLUMNS], rows, numeric=True)
 
 
 def _cell(result: AttackResult | None, metric: str) -> str:
@@ -84,8 +75,7 @@ def _cell(result: AttackResult | None, metric: str) -> str:
     value = result.metrics[metric]
     if metric in ("exposure", "absent"):
         return f"{value:.2f}"
-    digits = 3 if metric == "auc" else 1
-    scale = 1 if metric == "auc" else 100
+    digits, scale = (3, 1) if metric == "auc" else (1, 100)
     interval = result.intervals.get(metric)
     suffix = "" if interval is None else f" [{', '.join(f'{scale * bound:.{digits}f}' for bound in interval)}]"
     return f"{scale * value:.{digits}f}{suffix}"
@@ -168,13 +158,19 @@ def payload_report(audit: PayloadAudit) -> str:
     Args:
         audit ([`~hf_federated.audits.PayloadAudit`]): The results.
     """
-    settings = [[f"`{name}`", value] for name, value in audit.settings.items()]
     parts = [
         f"# What a client's payload reveals: {audit.model_name or 'a model'}",
         payload_section(audit).removeprefix(f"{HEADING}\n\n").rstrip(),
     ]
+    return "\n\n".join([*parts, *settings_and_versions(audit.settings, audit.versions)]) + "\n"
+
+
+def settings_and_versions(settings: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
+    """Create the last sections of the report of an audit. A section without a value is omitted."""
+    sections = []
     if settings:
-        parts.append("## Settings\n\n" + table(["Setting", "Value"], settings))
-    if audit.versions:
-        parts.append("## Versions\n\n" + "\n".join(f"- {name} {version}" for name, version in audit.versions.items()))
-    return "\n\n".join(parts) + "\n"
+        rows = [[f"`{name}`", value] for name, value in settings.items()]
+        sections.append("## Settings\n\n" + table(["Setting", "Value"], rows))
+    if versions:
+        sections.append("## Versions\n\n" + "\n".join(f"- {name} {version}" for name, version in versions.items()))
+    return sections

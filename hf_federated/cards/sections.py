@@ -125,6 +125,25 @@ def model_origin(model: ModelFacts) -> str:
     return f"{subject} {start}{commit}"
 
 
+def results_heading(results: dict[str, Any], model: str, unit: str) -> str:
+    """
+    Return the sentence that introduces the results.
+
+    Args:
+        results (`dict[str, Any]`):
+            `results` of a [`CardRecord`] with metrics.
+        model (`str`):
+            The evaluated model.
+        unit (`str`):
+            `"round"` or `"optimizer step"`. Its last word is the key of the step after which the model was evaluated.
+    """
+    step_name = unit.split()[-1]
+    heading = f"Results of the {model} after {unit} {results[step_name]}."
+    if results["best_by"]:
+        heading += f" This {step_name} has the best `{results['best_by']}`, and its weights were saved."
+    return heading
+
+
 def _results(record: CardRecord) -> str:
     metrics = record.results.get("metrics", {})
     if not metrics:

@@ -6,7 +6,7 @@ The texts describe the fields of the messages in `hf_federated.split.messages` a
 
 from __future__ import annotations
 
-from .sections import model_origin
+from .sections import model_origin, results_heading
 from .split_text import SplitCardText, batch_messages, received_by_server, trained_values
 from .tables import format_bytes, format_count, plural, table
 
@@ -19,6 +19,7 @@ class SimulatedSplitText(SplitCardText):
 
     @property
     def summary(self) -> str:
+        """The saved model and how it was trained."""
         record, split = self.record, self.record.split
         clients, steps = plural(split["num_clients"], "client"), plural(split["num_steps_run"], "optimizer step")
         return (
@@ -29,16 +30,14 @@ class SimulatedSplitText(SplitCardText):
             f" {'adapter' if record.model.adapter else 'model'}."
         )
 
-    def results_heading(self, step: int, best_by: str | None) -> str:
-        if best_by:
-            return (
-                f"Results of the full model after optimizer step {step}. This step has the best `{best_by}`, and its"
-                " weights were saved."
-            )
-        return f"Results of the full model after optimizer step {step}."
+    @property
+    def results_heading(self) -> str:
+        """The sentence that introduces the results, with the step and the metric that selected the model."""
+        return results_heading(self.record.results, "full model", "optimizer step")
 
     @property
     def combination(self) -> str | None:
+        """How the trained parts of the clients were combined. `None` if there was nothing to combine."""
         split = self.record.split
         every = split["average_every"]
         if every is not None:
@@ -55,6 +54,7 @@ class SimulatedSplitText(SplitCardText):
 
     @property
     def encryption(self) -> str:
+        """How messages were encrypted."""
         split = self.record.split
         if not split["encryption"]:
             return "none: messages were not encrypted"
@@ -63,6 +63,7 @@ class SimulatedSplitText(SplitCardText):
 
     @property
     def messages(self) -> str:
+        """Description of the messages between clients and server, including each field."""
         record, exchanged = self.record, self.record.exchanged
         if not record.split["num_steps_run"]:
             return "Nothing was exchanged, because no training step was run."
@@ -78,6 +79,7 @@ class SimulatedSplitText(SplitCardText):
 
     @property
     def receivers(self) -> str:
+        """Table of the information that each party received, followed by notes."""
         split = self.record.split
         if not split["num_steps_run"]:
             return ""

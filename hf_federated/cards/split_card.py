@@ -15,7 +15,7 @@ from .networked_split_text import NetworkedSplitText
 from .sections import fill_template, metrics_table, settings_table
 from .simulated_split_text import SimulatedSplitText
 from .split_record import SplitRecord, SplitRun
-from .split_text import SplitCardText, leakage_claim
+from .split_text import leakage_claim
 from .tables import format_bytes, format_count, plural, subsample, table
 
 
@@ -62,15 +62,15 @@ def render_split(record: SplitRecord) -> str:
         record ([`SplitRecord`]):
             The run.
     """
+    text: SimulatedSplitText | NetworkedSplitText
     text = SimulatedSplitText(record) if record.network is None else NetworkedSplitText(record)
-    results = record.results
     return fill_template(
         TEMPLATE,
         record,
         ["split-learning", record.split["strategy"].replace("_", "-")],
         **text.template_fields,
         summary=text.summary,
-        results_heading=text.results_heading(results["step"], results["best_by"]) if results else "",
+        results_heading=text.results_heading if record.results else "",
         steps_heading=_steps_heading(text),
         steps=_steps(record),
         cut=_cut(record),
@@ -96,7 +96,7 @@ def _with_last_loss(record: SplitRecord) -> list[dict[str, Any]]:
     return steps
 
 
-def _steps_heading(text: SplitCardText) -> str:
+def _steps_heading(text: SimulatedSplitText | NetworkedSplitText) -> str:
     num_shown, num_logged = len(_shown_steps(text.record)), len(text.record.steps)
     model, steps = text.log_sources
     heading = (
@@ -139,7 +139,7 @@ def _block_range(first_block: int, num_blocks: int) -> str:
     return f"{first_block}" if num_blocks == 1 else f"{first_block} to {first_block + num_blocks - 1}"
 
 
-def _training(text: SplitCardText) -> str:
+def _training(text: SimulatedSplitText | NetworkedSplitText) -> str:
     split, exchanged = text.record.split, text.record.exchanged
     steps_per_turn, num_steps = split["steps_per_turn"], split["num_steps_run"]
     turn = plural(steps_per_turn, "step") if steps_per_turn else "one epoch of the client"

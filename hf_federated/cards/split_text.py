@@ -1,12 +1,11 @@
 """Text of split model cards that does not depend on whether the parties are simulated or networked.
 
-The texts describe the fields of the messages in `hf_federated.split.messages`. [`SplitCardText`] is the interface for
+The texts describe the fields of the messages in `hf_federated.split.messages`. [`SplitCardText`] is the base class of
 the texts that depend on where the parties ran.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from .split_record import SplitRecord
@@ -16,9 +15,10 @@ from .tables import format_count
 NOT_MEASURED = "No measurement is available for this model. Run `hf-federated audit` to measure the leakage."
 
 
-class SplitCardText(ABC):
+class SplitCardText:
     """
-    Texts that depend on whether all parties ran in one process or the card is written by one networked client.
+    Base class of the texts that depend on whether all parties ran in one process or one networked client writes the
+    card.
 
     Args:
         record ([`SplitRecord`]):
@@ -46,46 +46,9 @@ class SplitCardText(ABC):
         return {}
 
     @property
-    @abstractmethod
-    def summary(self) -> str:
-        """The saved model and how it was trained."""
-
-    @abstractmethod
-    def results_heading(self, step: int, best_by: str | None) -> str:
-        """
-        Return the sentence that introduces the results.
-
-        Args:
-            step (`int`):
-                The optimizer step after which the model was evaluated.
-            best_by (`str`, *optional*):
-                The metric that selected the model.
-        """
-
-    @property
-    @abstractmethod
-    def combination(self) -> str | None:
-        """How the trained parts of the clients were combined. `None` if there was nothing to combine."""
-
-    @property
-    @abstractmethod
-    def encryption(self) -> str | None:
-        """How messages were encrypted."""
-
-    @property
     def num_late(self) -> int | None:
         """Number of steps that continued without the client that writes the card."""
         return None
-
-    @property
-    @abstractmethod
-    def messages(self) -> str:
-        """Description of the messages between clients and server, including each field."""
-
-    @property
-    @abstractmethod
-    def receivers(self) -> str:
-        """Table of the information that each party received, followed by notes."""
 
 
 def batch_messages(record: SplitRecord) -> str:
