@@ -158,10 +158,7 @@ def attack_embedding(model: PreTrainedModel, examples: TokenizedExamples, batch_
     examples = as_answers(examples, model.config)
     scores: dict[tuple[str, str], list[tuple[float, float, int]]] = {}
     for start in range(0, len(examples), batch_size):
-        indices = slice(start, start + batch_size)
-        batch = TokenizedExamples(
-            examples.input_ids[indices], examples.attention_mask[indices], examples.scored[indices]
-        )
+        batch = examples[start : start + batch_size]
         if int(batch.attention_mask.sum(1).max()) < 2:
             continue  # without a target there is no gradient
         gradient = embedding_gradient(model, batch)

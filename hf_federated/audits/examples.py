@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..tasks.causal import special_tokens, tokenize_texts
 
@@ -49,11 +50,12 @@ class TokenizedExamples:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    def __getitem__(self, rows: slice) -> TokenizedExamples:
+        return TokenizedExamples(self.input_ids[rows], self.attention_mask[rows], self.scored[rows])
+
     def first(self, num_examples: int) -> TokenizedExamples:
         """Return the first examples only."""
-        return TokenizedExamples(
-            self.input_ids[:num_examples], self.attention_mask[:num_examples], self.scored[:num_examples]
-        )
+        return self[:num_examples]
 
 
 def encode_examples(texts: Sequence[str], tokenizer: Any, max_length: int) -> TokenizedExamples:
@@ -75,18 +77,16 @@ def encode_examples(texts: Sequence[str], tokenizer: Any, max_length: int) -> To
         ValueError: If no text has a token.
     """
     examples = _tokenize(texts, tokenizer, max_length)
-    length = max((len(ids) for ids, _ in examples), default=0)
-    input_ids = torch.zeros(len(examples), length, dtype=torch.long)
-    mask, scored = torch.zeros_like(input_ids), torch.zeros(len(examples), length, dtype=torch.bool)
-    for index, (ids, special) in enumerate(examples):
-        input_ids[index, : len(ids)] = torch.tensor(ids, dtype=torch.long)
-        mask[index, : len(ids)] = 1
-        scored[index, : len(ids)] = torch.tensor(special, dtype=torch.long) == 0
-    if not scored.any():
+    if all(all(special) for _, special in examples):
         raise ValueError(
             f"All {len(examples)} texts are empty after tokenization. Pass texts with at least one token."
         )
-    return TokenizedExamples(input_ids, mask, scored)
+    columns = ([ids, [1] * len(ids), special] for ids, special in examples)
+    input_ids, mask, special_mask = (
+        pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True)
+        for rows in zip(*columns, strict=True)
+    )
+    return TokenizedExamples(input_ids, mask, mask.bool() & (special_mask == 0))
 
 
 def _tokenize(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[tuple[list[int], list[int]]]:

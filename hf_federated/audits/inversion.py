@@ -255,20 +255,16 @@ def _check_disjoint(attacker_examples: TokenizedExamples, victim_examples: Token
 
 def _check_same_shapes(head: Part, source: Part) -> None:
     attacker_shapes, victim_shapes = (
-        {name: value.shape for name, value in part.named_original_parameters()} for part in (head, source)
+        {name: tuple(value.shape) for name, value in part.named_original_parameters()} for part in (head, source)
     )
     if attacker_shapes != victim_shapes:
         names = sorted(attacker_shapes | victim_shapes)
         name = next(name for name in names if attacker_shapes.get(name) != victim_shapes.get(name))
         raise ValueError(
-            f"The parameter {name} has shape {_shape(victim_shapes.get(name))} in the victims' model, but"
-            f" {_shape(attacker_shapes.get(name))} in the attacker's model. Pass a victims' model with the same"
+            f"The parameter {name} has shape {victim_shapes.get(name, 'none')} in the victims' model, but"
+            f" {attacker_shapes.get(name, 'none')} in the attacker's model. Pass a victims' model with the same"
             " configuration, such as the model after training."
         )
-
-
-def _shape(shape: torch.Size | None) -> str:
-    return "none" if shape is None else str(tuple(shape))
 
 
 def strongest(inversions: Sequence[Inversion], head_blocks: int, wire_dtype: str) -> Inversion:

@@ -264,12 +264,8 @@ def _exchanged_tensors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the hidden states that the server sends in a step and the received gradient, after the wire encoding."""
     messages: list[bytes] = []
-
-    def watch(request: bytes, reply: bytes) -> None:
-        messages.extend((request, reply))
-
     assert isinstance(split.boundary.link, LocalLink)
-    split.boundary.link.watch = watch
+    split.boundary.link.watch = lambda *messages_of_call: messages.extend(messages_of_call)
     split(**model_inputs(split, ids, mask), labels=labels).loss.backward()
     _, sent, received, _ = messages
     wire: Wire = split.boundary.wire

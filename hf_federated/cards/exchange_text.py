@@ -114,20 +114,17 @@ def _pseudo_samples(record: RunRecord) -> str:
         for client_id, overlap in record.pseudo_samples.items()
     ]
     columns = ["Client", "Own pseudo-samples", "Other clients' pseudo-samples", "Initial tokens", "Changed tokens"]
-    above_chance = [
-        client_id
-        for client_id, overlap in record.pseudo_samples.items()
-        if overlap["own"] > max(overlap["others"], overlap["start"])
-    ]
-    num_above = f"{len(above_chance) or 'none'} of {plural(len(record.pseudo_samples), 'client')}"
+    overlaps = record.pseudo_samples.values()
+    num_above = sum(overlap["own"] > max(overlap["others"], overlap["start"]) for overlap in overlaps)
     return (
         "\n\nThe server generated pseudo-samples with the gradients of the clients' models. The audit reads each"
         " position of a pseudo-sample as the token with the nearest word embedding. The table shows the share of these"
         " tokens that occur in the client's examples, for the client's own pseudo-samples, for the other clients'"
         " pseudo-samples and for the tokens from which the client's own pseudo-samples were initialized. The last"
         " two of these shares are the chance level. If the share of the own pseudo-samples is higher than both, the"
-        f" pseudo-samples reveal information about the client's text. This is the case for {num_above}. The last"
-        " column shows the share of tokens that differ from the initial tokens.\n\n"
+        f" pseudo-samples reveal information about the client's text. This is the case for {num_above or 'none'} of"
+        f" {plural(len(overlaps), 'client')}. The last column shows the share of tokens that differ from the initial"
+        " tokens.\n\n"
         + table(columns, rows, numeric=True)
     )
 

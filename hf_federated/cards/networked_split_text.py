@@ -25,9 +25,8 @@ class NetworkedSplitText(SplitCardText):
         "this client's steps since the previous log",
     )
 
-    @property
     def summary(self) -> str:
-        """The saved model and how it was trained."""
+        """Describe the saved model and how it was trained."""
         split = self.record.split
         num_clients = split["num_clients"]
         clients = "Each client" if num_clients is None else f"Each of {plural(num_clients, 'client')}"
@@ -41,7 +40,6 @@ class NetworkedSplitText(SplitCardText):
             f" `hf-federated split-merge` joins the trained part with the server's part into an ordinary {whole}."
         )
 
-    @property
     def template_fields(self) -> dict[str, str]:
         usage = (
             "The part of a single client cannot be loaded on its own. Merge it with the server's part first:"
@@ -53,15 +51,13 @@ class NetworkedSplitText(SplitCardText):
         )
         return {"usage": usage, "data_heading": heading}
 
-    @property
     def results_heading(self) -> str:
-        """The sentence that introduces the results, with the step."""
+        """Return the sentence that introduces the results, with the step."""
         step = self.record.results["step"]
         return f"Results of this client's head and tail with the server's blocks, after optimizer step {step}."
 
-    @property
     def combination(self) -> str | None:
-        """How the trained parts of the clients were combined. `None` if there was nothing to combine."""
+        """Describe how the trained parts of the clients were combined. `None` if there was nothing to combine."""
         split, network = self.record.split, self._network
         if not split["num_steps_run"] or split["num_clients"] in (None, 1):
             return None
@@ -81,20 +77,17 @@ class NetworkedSplitText(SplitCardText):
             return f"never averaged, because {own_part}"
         return "not averaged during training; the saved part is the mean of all clients"
 
-    @property
     def encryption(self) -> str | None:
-        """How messages were encrypted."""
+        """Describe how messages were encrypted."""
         descriptions = {True: "AES-256-GCM between this client and the server", None: None}
         unencrypted = "none in addition to the encryption of the transport, if any"
         return descriptions.get(self._network.get("is_sealed"), unencrypted)
 
-    @property
     def num_late(self) -> int | None:
         return self._network["num_late"] or None if self._network else None
 
-    @property
     def messages(self) -> str:
-        """Description of the messages between clients and server, including each field."""
+        """Describe the messages between clients and server, including each field."""
         exchanged, network = self.record.exchanged, self._network
         if not self.record.split["num_steps_run"]:
             return "No hidden states were exchanged, because no training step was run."
@@ -109,7 +102,7 @@ class NetworkedSplitText(SplitCardText):
             " norm of its gradients. At the end, it sent a message that it was done. This client received the names of"
             " all clients, their numbers of optimizer steps per epoch and their public keys, and the gradient norm"
             " over all participants of a step.",
-            self._parameter_transfer,
+            self._parameter_transfer(),
             f"In total, this client sent {format_bytes(exchanged['bytes_up'])} and received"
             f" {format_bytes(exchanged['bytes_down'])}, including all {overhead}, and the evaluation and generation"
             " before this card was written. These numbers do not include the overhead of the transport and the"
@@ -119,9 +112,8 @@ class NetworkedSplitText(SplitCardText):
         ]
         return "\n\n".join(paragraphs)
 
-    @property
     def receivers(self) -> str:
-        """Table of the information that each party received, followed by notes."""
+        """Return the table of the information that each party received, followed by notes."""
         split = self.record.split
         if not split["num_steps_run"]:
             return ""
@@ -169,7 +161,6 @@ class NetworkedSplitText(SplitCardText):
         num_clients = self.record.split["num_clients"]
         return num_clients is not None and num_clients > 1
 
-    @property
     def _parameter_transfer(self) -> str:
         """Describe the parameters that clients send to other clients through the server."""
         if not self._has_peers:

@@ -38,18 +38,16 @@ def render_saved(path: str | os.PathLike[str], audit: str | os.PathLike[str] | N
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         record = SplitRecord.from_dict(values) if "split" in values else RunRecord.from_dict(values)
         card = render_split(record) if isinstance(record, SplitRecord) else render(record)
-    if isinstance(record, SplitRecord):
-        if audit is None:
-            return card
-        leakage_audit = LeakageAudit.load(audit)
-        _check_audit_settings(leakage_audit, record)
-        return add_leakage(card, leakage_audit, record.split["head_blocks"])
-    if audit is not None:
+    if audit is None:
+        return card
+    if not isinstance(record, SplitRecord):
         raise ValueError(
             f"{path} is not the record of a split model, but an audit was given. `hf-federated audit` applies to split"
             " models only: pass the record of the audited model, or leave `audit` out."
         )
-    return card
+    leakage_audit = LeakageAudit.load(audit)
+    _check_audit_settings(leakage_audit, record)
+    return add_leakage(card, leakage_audit, record.split["head_blocks"])
 
 
 def _check_audit_settings(audit: LeakageAudit, record: SplitRecord) -> None:

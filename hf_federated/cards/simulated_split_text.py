@@ -17,9 +17,8 @@ class SimulatedSplitText(SplitCardText):
     party = "clients"
     log_sources = ("the full model", "the steps since the previous log")
 
-    @property
     def summary(self) -> str:
-        """The saved model and how it was trained."""
+        """Describe the saved model and how it was trained."""
         record, split = self.record, self.record.split
         clients, steps = plural(split["num_clients"], "client"), plural(split["num_steps_run"], "optimizer step")
         return (
@@ -30,14 +29,12 @@ class SimulatedSplitText(SplitCardText):
             f" {'adapter' if record.model.adapter else 'model'}."
         )
 
-    @property
     def results_heading(self) -> str:
-        """The sentence that introduces the results, with the step and the metric that selected the model."""
+        """Return the sentence that introduces the results, with the step and the metric that selected the model."""
         return results_heading(self.record.results, "full model", "optimizer step")
 
-    @property
     def combination(self) -> str | None:
-        """How the trained parts of the clients were combined. `None` if there was nothing to combine."""
+        """Describe how the trained parts of the clients were combined. `None` if there was nothing to combine."""
         split = self.record.split
         every = split["average_every"]
         if every is not None:
@@ -52,34 +49,31 @@ class SimulatedSplitText(SplitCardText):
             return "passed on to the next client; the saved parts are those of the last client"
         return "not averaged during training; the saved parts are the mean of all clients"
 
-    @property
     def encryption(self) -> str:
-        """How messages were encrypted."""
+        """Describe how messages were encrypted."""
         split = self.record.split
         if not split["encryption"]:
             return "none: messages were not encrypted"
         rotation = plural(split["rotate_keys_every"], "optimizer step")
         return f"AES-256-GCM between each client and the server; each key is used for {rotation} of the client"
 
-    @property
     def messages(self) -> str:
-        """Description of the messages between clients and server, including each field."""
+        """Describe the messages between clients and server, including each field."""
         record, exchanged = self.record, self.record.exchanged
         if not record.split["num_steps_run"]:
             return "Nothing was exchanged, because no training step was run."
         paragraphs = [
             batch_messages(record),
-            self._parameter_transfer,
+            self._parameter_transfer(),
             f"During training, clients sent {format_bytes(exchanged['bytes_up'])} and received"
             f" {format_bytes(exchanged['bytes_down'])} in total, including all headers, handshakes and parameters."
-            f" {self._uncounted}",
+            f" {self._uncounted()}",
             "No message has a field for text, token ids, labels or a loss. Messages with other fields are rejected.",
         ]
         return "\n\n".join(paragraphs)
 
-    @property
     def receivers(self) -> str:
-        """Table of the information that each party received, followed by notes."""
+        """Return the table of the information that each party received, followed by notes."""
         split = self.record.split
         if not split["num_steps_run"]:
             return ""
@@ -125,7 +119,6 @@ class SimulatedSplitText(SplitCardText):
         every = self.record.split["average_every"]
         return 0 if every is None else self.record.split["num_steps_run"] // every
 
-    @property
     def _parameter_transfer(self) -> str:
         """Describe the parameters that clients sent to other clients or to the aggregator."""
         metadata = "with its name, the step and the number of examples it had trained on"
@@ -139,7 +132,6 @@ class SimulatedSplitText(SplitCardText):
             )
         return "No client sent parameters to another client or to an aggregator."
 
-    @property
     def _uncounted(self) -> str:
         """List the information that the simulated parties share without a message."""
         shared = ["the parts of the last client" if self.hands_over else "the mean of the clients' trained parts"]

@@ -40,14 +40,12 @@ class SplitCardText:
         """Whether each client passes its parts on to the next client, and parts are never averaged."""
         return self.record.split["strategy"] == "serial" and self.record.split["average_every"] is None
 
-    @property
     def template_fields(self) -> dict[str, str]:
-        """Additional fields of the template."""
+        """Return additional fields of the template."""
         return {}
 
-    @property
     def num_late(self) -> int | None:
-        """Number of steps that continued without the client that writes the card."""
+        """Return the number of steps that continued without the client that writes the card."""
         return None
 
 

@@ -68,16 +68,9 @@ def plot_anomalies(rounds: Mapping[int, Mapping[str, Any]], path: str | os.PathL
     right.set_ylabel("cosine with the global change")
     left.set_yscale("log")
     right.set_ylim(-1.05, 1.05)
-    names = list(colors)
-    lines = [left.plot([], [], color=colors[client_id], marker="o", markersize=3.5)[0] for client_id in names]
-    figure.legend(
-        lines,
-        [display_name(client_id) for client_id in names],
-        loc="outside lower center",
-        ncols=MAX_HIGHLIGHTED,
-        frameon=False,
-        fontsize=9,
-    )
+    for client_id, color in colors.items():
+        left.plot([], [], color=color, marker="o", markersize=3.5, label=display_name(client_id))
+    figure.legend(loc="outside lower center", ncols=MAX_HIGHLIGHTED, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130)
 
 

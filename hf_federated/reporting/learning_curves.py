@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,13 +158,10 @@ def _mean_curve(
 
 
 def _curve_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    styles = zip(itertools.product(CURVE_DASHES, CURVE_COLORS), MARKERS, strict=True)
     return {
-        name: {
-            "color": CURVE_COLORS[number % len(CURVE_COLORS)],
-            "linestyle": CURVE_DASHES[number // len(CURVE_COLORS)],
-            "marker": MARKERS[number],
-        }
-        for number, name in enumerate(_distinct(names, MAX_CURVES, "runs"))
+        name: {"color": color, "linestyle": dashes, "marker": marker}
+        for name, ((dashes, color), marker) in zip(_distinct(names, MAX_CURVES, "runs"), styles, strict=False)
     }
 
 

@@ -122,14 +122,6 @@ class HandshakeContext:
         return {"session": self.session_id.hex(), "epoch": self.epoch}
 
 
-@dataclass(frozen=True)
-class _Message:
-    """The fields of a verified handshake message, and the signed bytes."""
-
-    fields: dict[str, Any]
-    body: bytes
-
-
 def _common(kind: str, sender: tuple[str, str], receiver: tuple[str, str], parties: Parties) -> dict[str, Any]:
     """Return the fields that every message contains and that the receiver compares with its own values."""
     return {
@@ -155,9 +147,14 @@ def _sign_message(parties: Parties, kind: str, context: dict[str, Any], **conten
     return _pack_signed(identity.public_key, body, identity.sign(body)), body
 
 
-def _verify_message(parties: Parties, kind: str, context: dict[str, Any], message: bytes, *content: str) -> _Message:
+def _verify_message(
+    parties: Parties, kind: str, context: dict[str, Any], message: bytes, *content: str
+) -> tuple[dict[str, bytes], bytes]:
     """
     Verify a message: first the pinned fingerprint, then the signature, then the fields.
+
+    Returns:
+        `tuple[dict[str, bytes], bytes]`: The fields with the names in `content`, and the signed bytes.
 
     Raises:
         HandshakeError: If a check fails.
@@ -183,7 +180,7 @@ def _verify_message(parties: Parties, kind: str, context: dict[str, Any], messag
                 f" {value!r}.{advice}"
             )
     try:
-        return _Message({name: bytes.fromhex(fields[name]) for name in content}, body)
+        return {name: bytes.fromhex(fields[name]) for name in content}, body
     except (TypeError, ValueError):
         raise HandshakeError(f"The {kind} of {peer!r} has a field that is not hexadecimal.") from None
 
@@ -294,13 +291,13 @@ class ClientHandshake:
         """
         parties, hello = self._parties, self._hello_body
         fields = {**self._context.message_fields, "transcript": _transcript(hello).hex()}
-        message = _verify_message(parties, "reply", fields, reply, "encryption_key", "wrapped_secret")
-        server_secret = _unwrap_secret(message.fields["wrapped_secret"], self._key, parties.peer)
+        content, reply_body = _verify_message(parties, "reply", fields, reply, "encryption_key", "wrapped_secret")
+        server_secret = _unwrap_secret(content["wrapped_secret"], self._key, parties.peer)
         client_secret = os.urandom(SECRET_BYTES)
-        wrapped = wrap(client_secret, _peer_key(message.fields["encryption_key"], parties.peer)).hex()
-        fields = {**self._context.message_fields, "transcript": _transcript(hello, message.body).hex()}
+        wrapped = wrap(client_secret, _peer_key(content["encryption_key"], parties.peer)).hex()
+        fields = {**self._context.message_fields, "transcript": _transcript(hello, reply_body).hex()}
         finish, body = _sign_message(parties, "finish", fields, wrapped_secret=wrapped)
-        transcript = _transcript(hello, message.body, body)
+        transcript = _transcript(hello, reply_body, body)
         return finish, derive_keys(self._context, client_secret, server_secret, transcript)
 
 
@@ -325,18 +322,18 @@ class ServerHandshake:
     def __init__(self, parties: Parties, context: HandshakeContext, rsa_bits: int, hello: bytes) -> None:
         self._parties = parties
         self.context = context
-        message = _verify_message(parties, "hello", context.message_fields, hello, "encryption_key")
-        client_key = _peer_key(message.fields["encryption_key"], parties.peer)
+        content, hello_body = _verify_message(parties, "hello", context.message_fields, hello, "encryption_key")
+        client_key = _peer_key(content["encryption_key"], parties.peer)
         self._key = generate_rsa_key(rsa_bits)
         self._secret = os.urandom(SECRET_BYTES)
         self.reply, reply_body = _sign_message(
             parties,
             "reply",
-            {**context.message_fields, "transcript": _transcript(message.body).hex()},
+            {**context.message_fields, "transcript": _transcript(hello_body).hex()},
             encryption_key=encode_public_key(self._key.public_key()).hex(),
             wrapped_secret=wrap(self._secret, client_key).hex(),
         )
-        self._bodies = (message.body, reply_body)
+        self._bodies = (hello_body, reply_body)
 
     def complete(self, finish: bytes) -> EpochKeys:
         """
@@ -347,6 +344,6 @@ class ServerHandshake:
                 finish.
         """
         fields = {**self.context.message_fields, "transcript": _transcript(*self._bodies).hex()}
-        message = _verify_message(self._parties, "finish", fields, finish, "wrapped_secret")
-        client_secret = _unwrap_secret(message.fields["wrapped_secret"], self._key, self._parties.peer)
-        return derive_keys(self.context, client_secret, self._secret, _transcript(*self._bodies, message.body))
+        content, body = _verify_message(self._parties, "finish", fields, finish, "wrapped_secret")
+        client_secret = _unwrap_secret(content["wrapped_secret"], self._key, self._parties.peer)
+        return derive_keys(self.context, client_secret, self._secret, _transcript(*self._bodies, body))

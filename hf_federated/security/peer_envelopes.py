@@ -89,8 +89,7 @@ class PeerEnvelopes:
         """
         key = encode_public_key(self._private_key.public_key())
         signature = self._identity.sign(_KEY_TAG + _encode_names(run, self._identity.name) + key)
-        parts = {"identity": self._identity.public_key, "key": key, "signature": signature}
-        return pack({name: _as_tensor(value) for name, value in parts.items()})
+        return _pack_fields(identity=self._identity.public_key, key=key, signature=signature)
 
     def register_peers(self, run: str, signed_public_keys: Mapping[str, bytes]) -> None:
         """
@@ -152,8 +151,7 @@ class PeerEnvelopes:
         sealed = AESGCM(secret).encrypt(nonce, payload, context)
         wrapped = wrap(secret, key)
         signature = self._identity.sign(_signed_content(context, wrapped, nonce, sealed))
-        parts = {"wrapped": wrapped, "nonce": nonce, "sealed": sealed, "signature": signature}
-        return pack({name: _as_tensor(value) for name, value in parts.items()})
+        return _pack_fields(wrapped=wrapped, nonce=nonce, sealed=sealed, signature=signature)
 
     def open(self, sender: str, purpose: str, envelope: bytes) -> bytes:
         """
@@ -208,8 +206,9 @@ def _signed_content(context: bytes, wrapped: bytes, nonce: bytes, sealed: bytes)
     return _ENVELOPE_TAG + context + hashlib.sha256(wrapped).digest() + nonce + hashlib.sha256(sealed).digest()
 
 
-def _as_tensor(value: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(value), dtype=torch.uint8)
+def _pack_fields(**fields: bytes) -> bytes:
+    """Pack the fields of a message to another client as uint8 vectors."""
+    return pack({name: torch.frombuffer(bytearray(value), dtype=torch.uint8) for name, value in fields.items()})
 
 
 def _unpack_fields(blob: bytes, names: tuple[str, ...], sender: str) -> list[bytes]:

@@ -80,8 +80,7 @@ class LossThreshold:
             for chosen in (generator.integers(len(scores), size=len(scores)) for _ in range(self.num_resamples))
         ]
         intervals = {
-            name: [float(value) for value in np.quantile([sample[name] for sample in samples], [0.025, 0.975])]
-            for name in metrics
+            name: np.quantile([sample[name] for sample in samples], [0.025, 0.975]).tolist() for name in metrics
         }
         return [AttackResult(self.name, metrics, intervals)]
 
