@@ -42,7 +42,7 @@ from .keys import (
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey
-    from cryptography.x509 import Certificate, CertificateBuilder, GeneralName, KeyUsage, Name
+    from cryptography.x509 import Certificate, CertificateBuilder, GeneralName, Name
 
 
 # The X.509 limit of a common name (RFC 5280, appendix A).
@@ -114,7 +114,9 @@ def create_certificates(
         if isinstance(given, str):
             raise TypeError(f"{name} is the string {given!r}. Pass a list: [{given!r}].")
     check_rsa_bits(rsa_bits)
-    _check_days(days=days, ca_days=ca_days)
+    for name, value in {"days": days, "ca_days": ca_days}.items():
+        if not 1 <= value <= MAX_DAYS:
+            raise ValueError(f"{name}={value} is not allowed. Set it to 1 to {MAX_DAYS}.")
     addresses = [_general_name(name) for name in server_names]
     _check_clients(clients)
     if not addresses and not clients:
@@ -133,14 +135,12 @@ def create_certificates(
     authority, authority_key = load_authority(root, days)
     for certificate, client in requested.items():
         key = generate_rsa_key(rsa_bits)
-        builder = _builder(_name(client or "server"), authority.subject, key, days)
-        builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        builder = builder.add_extension(_key_usage(signs_certificates=False), critical=True)
+        builder = _builder(_name(client or "server"), authority.subject, key, days, is_authority=False)
         usage = ExtendedKeyUsageOID.SERVER_AUTH if client is None else ExtendedKeyUsageOID.CLIENT_AUTH
         builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
         if client is None:
             builder = builder.add_extension(x509.SubjectAlternativeName(addresses), critical=False)
-        _write_pair(certificate, key, _signed(builder, key, authority_key))
+        _write_pair(certificate, key, builder, authority_key)
     return [*written, *requested]
 
 
@@ -179,12 +179,6 @@ def client_fingerprints(folder: str | os.PathLike[str]) -> dict[str, str]:
             raise ValueError(f"{path} is the certificate of {client!r}. Rename the file to match the client id.")
         fingerprints[client] = fingerprint(pem)
     return dict(sorted(fingerprints.items()))
-
-
-def _check_days(**arguments: int) -> None:
-    for name, value in arguments.items():
-        if not 1 <= value <= MAX_DAYS:
-            raise ValueError(f"{name}={value} is not allowed. Set it to 1 to {MAX_DAYS}.")
 
 
 def _check_clients(clients: Sequence[str]) -> None:
@@ -226,44 +220,30 @@ def _name(common_name: str) -> Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
-def _builder(subject: Name, issuer: Name, key: RSAPrivateKey, days: int) -> CertificateBuilder:
+def _builder(subject: Name, issuer: Name, key: RSAPrivateKey, days: int, is_authority: bool) -> CertificateBuilder:
     from cryptography import x509
 
     now = datetime.datetime.now(datetime.timezone.utc)
     builder = x509.CertificateBuilder(subject_name=subject, issuer_name=issuer, public_key=key.public_key())
     builder = builder.serial_number(x509.random_serial_number())
-    return builder.not_valid_before(now - _CLOCK_SKEW).not_valid_after(now + datetime.timedelta(days=days))
-
-
-def _key_usage(signs_certificates: bool) -> KeyUsage:
-    from cryptography import x509
-
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
+    builder = builder.not_valid_before(now - _CLOCK_SKEW).not_valid_after(now + datetime.timedelta(days=days))
+    constraints = x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None)
+    usage = x509.KeyUsage(
+        digital_signature=not is_authority,
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,
         key_agreement=False,
-        key_cert_sign=signs_certificates,
+        key_cert_sign=is_authority,
         crl_sign=False,
         encipher_only=False,
         decipher_only=False,
     )
-
-
-def _signed(builder: CertificateBuilder, key: RSAPrivateKey, authority_key: RSAPrivateKey) -> Certificate:
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-
-    subject_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    authority_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
-    builder = builder.add_extension(subject_id, critical=False).add_extension(authority_id, critical=False)
-    return builder.sign(authority_key, hashes.SHA256())
+    return builder.add_extension(constraints, critical=True).add_extension(usage, critical=True)
 
 
 def _create_authority(folder: Path, days: int, ca_days: int, rsa_bits: int) -> list[Path]:
     """Create the authority if the folder has none. Return the path of the new certificate, or an empty list."""
-    from cryptography import x509
 
     certificate, key_path = folder / "ca.pem", folder / "ca.key"
     if certificate.exists() and key_path.exists():
@@ -277,10 +257,7 @@ def _create_authority(folder: Path, days: int, ca_days: int, rsa_bits: int) -> l
         )
     key = generate_rsa_key(rsa_bits)
     name = _name("hf-federated split CA")
-    builder = _builder(name, name, key, ca_days)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(_key_usage(signs_certificates=True), critical=True)
-    _write_pair(certificate, key, _signed(builder, key, key))
+    _write_pair(certificate, key, _builder(name, name, key, ca_days, is_authority=True), key)
     return [certificate]
 
 
@@ -319,10 +296,18 @@ def load_authority(folder: Path, days: int) -> tuple[Certificate, RSAPrivateKey]
     return certificate, key
 
 
-def _write_pair(certificate_path: Path, key: RSAPrivateKey, certificate: Certificate) -> None:
-    """Write the key and then the certificate, so that no certificate exists without its key."""
+def _write_pair(
+    certificate_path: Path, key: RSAPrivateKey, builder: CertificateBuilder, authority_key: RSAPrivateKey
+) -> None:
+    """Sign a certificate. Write the key and then the certificate, so that no certificate exists without its key."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
+    subject_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    authority_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+    builder = builder.add_extension(subject_id, critical=False).add_extension(authority_id, critical=False)
+    certificate = builder.sign(authority_key, hashes.SHA256())
     certificate_path.parent.mkdir(parents=True, exist_ok=True)
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     _write(certificate_path.with_suffix(".key"), pem, 0o600)

@@ -42,6 +42,10 @@ class ServerConnection(ServerEndpoint, Protocol):
     A client's connection to a [`ServerEndpoint`].
 
     This is the endpoint itself if client and server run in the same process, or a network link to the endpoint.
+
+    A connection on which a client can send messages before the answers to the previous messages arrive has two more
+    members: `max_in_flight` (`int`), the number of messages that can be in flight, and `submit(sealed)`, which sends a
+    message and returns a [`PendingAnswer`]. The server processes the messages in the order of the calls.
     """
 
     def check_size(self, num_bytes: int) -> None:
@@ -54,20 +58,6 @@ class ServerConnection(ServerEndpoint, Protocol):
         Raises:
             ValueError: If the message is larger than the connection allows.
         """
-
-
-class PipelinedConnection(ServerConnection, Protocol):
-    """
-    A connection on which a client can send messages before the answers to the previous messages arrive.
-
-    Attributes:
-        max_in_flight (`int`): Number of messages that can be in flight.
-    """
-
-    max_in_flight: int
-
-    def submit(self, sealed: bytes) -> PendingAnswer:
-        """Send a message. The server processes the messages in the order of the calls."""
 
 
 class _SealedAnswer:
@@ -212,7 +202,7 @@ class EncryptedLink:
         """
         Encrypt and send a message, and return before its answer arrives.
 
-        Requires a [`PipelinedConnection`] to the server.
+        Requires a connection to the server with `submit`, see [`ServerConnection`].
 
         Returns:
             [`PendingAnswer`]: The answer. `result()` raises the errors of `exchange`.

@@ -106,8 +106,8 @@ class ClientSession(Session):
         with self._lock:
             self._check_process()
             handshake = ClientHandshake(self._parties, HandshakeContext.after(self._keys), self._rsa_bits)
-            message = handshake.hello if self._keys is None else self._seal_rotation(handshake.hello, b"hello")
-            self._handshake, self._rotating = handshake, self._keys is not None
+            message = self._seal_handshake(handshake.hello, b"hello")
+            self._handshake = handshake
             return message
 
     def finish(self, reply: bytes) -> bytes:
@@ -128,10 +128,8 @@ class ClientSession(Session):
             self._check_process()
             if self._handshake is None:
                 raise HandshakeError("No handshake is in progress. Call hello() to begin a handshake.")
-            inner = reply if self._keys is None else self._open_rotation(reply, b"reply")
-            finish, keys = self._handshake.finish(inner)
-            message = finish if self._keys is None else self._seal_rotation(finish, b"finish")
-            self._handshake = None
+            finish, keys = self._handshake.finish(self._open_handshake(reply, b"reply"))
+            message = self._seal_handshake(finish, b"finish")
             self._begin_epoch(keys)
             return message
 
@@ -197,10 +195,10 @@ class ServerSession(Session):
         """
         with self._lock:
             self._check_process()
-            inner = hello if self._keys is None else self._open_rotation(hello, b"hello")
+            inner = self._open_handshake(hello, b"hello")
             handshake = ServerHandshake(self._parties, HandshakeContext.after(self._keys), self._rsa_bits, inner)
-            message = handshake.reply if self._keys is None else self._seal_rotation(handshake.reply, b"reply")
-            self._handshake, self._rotating = handshake, self._keys is not None
+            message = self._seal_handshake(handshake.reply, b"reply")
+            self._handshake = handshake
             return message
 
     def complete(self, finish: bytes) -> None:
@@ -220,7 +218,5 @@ class ServerSession(Session):
                 raise HandshakeError(
                     f"No handshake with {self._parties.peer!r} is in progress. Pass its hello to reply() first."
                 )
-            inner = finish if self._keys is None else self._open_rotation(finish, b"finish")
-            keys = self._handshake.complete(inner)
-            self._handshake = None
+            keys = self._handshake.complete(self._open_handshake(finish, b"finish"))
             self._begin_epoch(keys)

@@ -276,9 +276,8 @@ class ClientHandshake:
         self._parties = parties
         self._context = context
         self._key = generate_rsa_key(rsa_bits)
-        public_key = encode_public_key(self._key.public_key()).hex()
         self.hello, self._hello_body = _sign_message(
-            parties, "hello", context.message_fields, encryption_key=public_key
+            parties, "hello", context.message_fields, encryption_key=encode_public_key(self._key.public_key()).hex()
         )
 
     def finish(self, reply: bytes) -> tuple[bytes, EpochKeys]:

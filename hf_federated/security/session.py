@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from .authenticated_encryption import Buffer, DirectionCipher, MessageError, RotationDueError
 from .handshake import EpochKeys, Parties
@@ -49,6 +49,8 @@ class Session:
     """
 
     _is_server: ClassVar[bool]
+    # The handshake or rotation in progress.
+    _handshake: Any = None
 
     def __init__(
         self,
@@ -69,7 +71,6 @@ class Session:
         self._keys: EpochKeys | None = None
         self._directions: tuple[DirectionCipher, DirectionCipher] | None = None
         self._steps = 0
-        self._rotating = False
         self._lock = threading.RLock()
         self._process = os.getpid()
 
@@ -106,17 +107,16 @@ class Session:
             EncryptionError: If the session has no keys yet, the keys are being rotated, the payload is too large, or
                 this process is a fork of the process that created the session.
         """
-        size = memoryview(payload).nbytes
         with self._lock:
             outgoing, _ = self._ready_directions()
-            if self._rotating:
+            if self._handshake is not None:
                 raise EncryptionError(
                     "The keys are being rotated. Complete the rotation before the next message, or create a new"
                     " session."
                 )
             if not self._is_server and self._step_limit_reached():
                 raise self._rotation_due_error("Call hello() to begin the rotation.")
-            outgoing.check_capacity(size)
+            outgoing.check_capacity(memoryview(payload).nbytes)
             return outgoing.seal(payload, self._steps, _PAYLOAD + kind.encode())
 
     def open(self, sealed: Buffer, kind: str = "data") -> bytes:
@@ -189,18 +189,24 @@ class Session:
             )
         return self._directions
 
-    def _seal_rotation(self, message: bytes, kind: bytes) -> bytes:
+    def _seal_handshake(self, message: bytes, kind: bytes) -> bytes:
+        """Encrypt a message of a rotation. The messages of the first handshake are not encrypted."""
+        if self._keys is None:
+            return message
         return self._ready_directions()[0].seal(message, self._steps, _ROTATION + kind)
 
-    def _open_rotation(self, sealed: bytes, kind: bytes) -> bytes:
-        return self._decrypt(sealed, _ROTATION + kind, f"rotation {kind.decode()!r}")
+    def _open_handshake(self, message: bytes, kind: bytes) -> bytes:
+        """Decrypt a message that the peer's `_seal_handshake` returned."""
+        if self._keys is None:
+            return message
+        return self._decrypt(message, _ROTATION + kind, f"rotation {kind.decode()!r}")
 
     def _begin_epoch(self, keys: EpochKeys) -> None:
         self._keys = keys
         outgoing = DirectionCipher(keys, self._is_server, self._parties.identity.name)
         self._directions = (outgoing, DirectionCipher(keys, not self._is_server, self._parties.peer))
         self._steps = 0
-        self._rotating = False
+        self._handshake = None
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"A {type(self).__name__} cannot be copied or stored, because two copies would repeat nonces.")
