@@ -6,22 +6,14 @@ from .embedding_gradients import TokenRecovery, attack_embedding, embedding_grad
 from .examples import TokenizedExamples, encode_examples, remove_shared_texts
 from .inversion import Inversion, build_head, invert, score, sent_states, strongest
 from .leakage import LeakageAudit, audit_leakage, plot_leakage
-from .payloads import (
-    PAYLOAD_ATTACKS,
-    AttackResult,
-    CanaryExposure,
-    Dager,
-    Evidence,
-    LiRA,
-    LossThreshold,
-    NoSpanError,
-    Payload,
-    PayloadAttack,
-    PayloadAudit,
-    PayloadRecorder,
-    ShadowLosses,
-    TokenSet,
-)
+from .payloads import PAYLOAD_ATTACKS, PayloadAttack
+from .payloads.attention_probe import NoSpanError
+from .payloads.canary import CanaryExposure
+from .payloads.dager import Dager
+from .payloads.evidence import AttackResult, Evidence, Payload, PayloadRecorder, ShadowLosses
+from .payloads.membership import LiRA, LossThreshold
+from .payloads.results import PayloadAudit
+from .payloads.token_set import TokenSet
 from .pseudo_samples import PseudoSampleAudit, SampleOverlap, nearest_tokens, plot_pseudo_samples
 from .targets import TargetRecovery, attack_targets, recover_targets
 

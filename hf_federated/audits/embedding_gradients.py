@@ -151,9 +151,8 @@ def attack_embedding(model: PreTrainedModel, examples: TokenizedExamples, batch_
         `list[TokenRecovery]`: One result for each source and rule. The rule `"size"` is given the number of distinct
         tokens. The list is empty if the embedding is frozen.
     """
-    tied = model.get_output_embeddings() is not None and (
-        model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    )
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is model.get_input_embeddings().weight
     rules = ("sign", "size") if tied else ("nonzero",)
     examples = as_answers(examples, model.config)
     scores: dict[tuple[str, str], list[tuple[float, float, int]]] = {}

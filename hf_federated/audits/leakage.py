@@ -260,19 +260,14 @@ def plot_leakage(audit: LeakageAudit, path: str | os.PathLike[str]) -> None:
     Raises:
         ImportError: If matplotlib is not installed.
     """
-    figure, axes = new_figure(6.0, 3.8, squeeze=False)
-    axis = axes[0, 0]
+    figure, axis = new_figure(6.0, 3.8)
     names = list(dict.fromkeys(inversion.attacker for inversion in audit.inversions))
     depths = sorted(audit.config.head_blocks)
+    recalls = {(each.attacker, each.wire_dtype, each.head_blocks): each.token_recall for each in audit.inversions}
     for (name, color), marker in zip(zip(names, COLORS, strict=False), "o^sD", strict=False):
         for dtype, dashes in zip(audit.config.wire_dtypes, ("-", "--", "-.", ":"), strict=False):
-            recalls = {
-                inversion.head_blocks: inversion.token_recall
-                for inversion in audit.inversions
-                if (inversion.attacker, inversion.wire_dtype) == (name, dtype)
-            }
             label = f"{name}, {dtype}" if len(audit.config.wire_dtypes) > 1 else name
-            values = [100 * recalls[depth] for depth in depths]
+            values = [100 * recalls[name, dtype, depth] for depth in depths]
             axis.plot(np.arange(len(depths)), values, color=color, marker=marker, linestyle=dashes, label=label)
     axis.axhline(100 * audit.chance, color="#777777", linestyle=":", label="most frequent token")
     axis.set_xticks(np.arange(len(depths)), [f"{depth}" for depth in depths])

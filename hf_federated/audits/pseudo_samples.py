@@ -9,7 +9,7 @@ the pseudo-samples reveal information about the client's text.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -148,11 +148,10 @@ class PseudoSampleAudit(FederatedCallback):
         overlaps = {}
         for client_id in samples:
             known = self._vocabulary(client_id, weight.shape[0])
-            other_words = [tokens for other_id, tokens in words.items() if other_id != client_id]
-            others = _fraction(torch.cat([known[tokens] for tokens in other_words])) if other_words else float("nan")
+            other_words = [known[tokens] for other_id, tokens in words.items() if other_id != client_id]
             overlaps[client_id] = SampleOverlap(
                 own=_fraction(known[words[client_id]]),
-                others=others,
+                others=_fraction(torch.cat([known[:0], *other_words])),
                 start=_fraction(known[initial_words[client_id]]),
                 moved=_fraction(words[client_id] != initial_words[client_id]),
             )
@@ -219,9 +218,8 @@ def plot_pseudo_samples(
     # Unlike `torch.pca_lowrank`, the SVD is exact and does not draw from the global random generator.
     _, singular_values, directions = torch.linalg.svd(all_points - center, full_matrices=False)
     explained = (singular_values.square() / singular_values.square().sum()).tolist()
-    figure, axes = new_figure(6.5, 5.2, squeeze=False)
-    axis = axes[0, 0]
-    for (name, values), color, marker in zip(points.items(), _colors(len(points)), "o^sDvP", strict=False):
+    figure, axis = new_figure(6.5, 5.2)
+    for (name, values), color, marker in zip(points.items(), ("#999999", *COLORS), "o^sDvP", strict=False):
         projected = ((values - center) @ directions[:2].T).numpy()
         axis.scatter(
             projected[:, 0], projected[:, 1], s=9, alpha=0.45, color=color, marker=marker, label=name, linewidths=0
@@ -235,7 +233,3 @@ def plot_pseudo_samples(
 
 def _subsample(values: torch.Tensor, max_points: int) -> torch.Tensor:
     return values[np.linspace(0, len(values) - 1, min(max_points, len(values))).astype(int)]
-
-
-def _colors(num_groups: int) -> Iterable[str]:
-    return ("#999999", *COLORS[: num_groups - 1])

@@ -15,14 +15,15 @@ gradient is with respect to hidden states, passes through a whole tail and is at
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import itertools
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import cosine_similarity, cross_entropy
 from transformers import PreTrainedModel
 
+from ..distillation.pseudo_sampler import frozen
 from ..split import LocalLink, Part, SplitModel, Wire
 from ..split.messages import Backward, Hidden
 from .examples import TokenizedExamples
@@ -220,7 +221,10 @@ def attack_targets(
     device = split.client_tail.model.device
     examples = as_answers(examples, model.config)
     named, true = [], []
-    with _frozen(model, trained_model):
+    with ExitStack() as stack:
+        # Compute only gradients with respect to hidden states.
+        for parameter in itertools.chain(model.parameters(), trained_model.parameters()):
+            stack.enter_context(frozen(parameter))
         for start in range(0, len(examples), _BATCH_SIZE):
             ids = examples.input_ids[start : start + _BATCH_SIZE].to(device)
             mask = examples.attention_mask[start : start + _BATCH_SIZE].to(device)
@@ -244,19 +248,6 @@ def attack_targets(
         position_recall=num_both / max(num_targets, 1),
         num_targets=num_targets,
     )
-
-
-@contextmanager
-def _frozen(*models: PreTrainedModel) -> Iterator[None]:
-    """Freeze the parameters of models, so that only gradients with respect to hidden states are computed."""
-    trainable = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
 
 
 def _exchanged_tensors(

@@ -30,7 +30,7 @@ from hf_federated.cli.dataclass_options import add_dataclass_options, build_from
 from hf_federated.cli.partition import load_splits
 from hf_federated.cli.recipe_options import add_set_option, make_current_folder_importable
 from hf_federated.data import DatasetSource
-from hf_federated.experiments.audit.recipe_audit import audit_recipe
+from hf_federated.experiments.audit.recipe_audit import audit_recipe, public_name
 from hf_federated.experiments.data.files import hub_errors
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.recipe.fields import check_names
@@ -128,7 +128,7 @@ def audit(arguments: argparse.Namespace) -> None:
         attacker_texts = shuffled[: config.num_attacker_rows]
         victim_texts = shuffled[config.num_attacker_rows :]
         names = {
-            "model_name": _public_name(arguments.model),
+            "model_name": public_name(arguments.model),
             "data_name": _public_data_name(arguments.data),
             "versions": _versions(),
         }
@@ -237,15 +237,10 @@ def _check_device(device: str) -> None:
         raise CommandError(f"--device {device}: {' '.join(str(error).split())[:200]}") from error
 
 
-def _public_name(name: str) -> str:
-    """Return a Hub id unchanged, and only the last part of a local path."""
-    return Path(name).name if Path(name).exists() else name
-
-
 def _public_data_name(name: str) -> str:
-    """Like `_public_name`, but a file name includes its folder, because many files are named `train`."""
+    """Like `public_name`, but a file name includes its folder, because many files are named `train`."""
     path = Path(name)
-    return f"{path.resolve().parent.name}/{path.name}" if path.is_file() else _public_name(name)
+    return f"{path.resolve().parent.name}/{path.name}" if path.is_file() else public_name(name)
 
 
 def _versions() -> dict[str, str]:

@@ -8,7 +8,7 @@ from payload_inputs import END, batch, model, sgd_payload
 from peft import LoraConfig, get_peft_model
 
 from hf_federated.audits import Dager, Evidence, NoSpanError, Payload
-from hf_federated.audits.payloads import score_sequences
+from hf_federated.audits.payloads.dager import score_sequences
 
 
 TWO = [[5, 9, 7, 11, END], [6, 30, 8, END]]

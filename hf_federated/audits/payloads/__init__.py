@@ -2,12 +2,10 @@
 
 from typing import Protocol
 
-from .attention_probe import NoSpanError
 from .canary import CanaryExposure
-from .dager import Dager, score_sequences
-from .evidence import AttackResult, Evidence, Payload, PayloadRecorder, ShadowLosses
+from .dager import Dager
+from .evidence import AttackResult, Evidence
 from .membership import LiRA, LossThreshold
-from .results import PayloadAudit
 from .token_set import TokenSet
 
 
@@ -36,21 +34,3 @@ PAYLOAD_ATTACKS: dict[str, type[PayloadAttack]] = {
     "lira": LiRA,
     "canary": CanaryExposure,
 }
-
-__all__ = [
-    "PAYLOAD_ATTACKS",
-    "AttackResult",
-    "CanaryExposure",
-    "Dager",
-    "Evidence",
-    "LiRA",
-    "LossThreshold",
-    "NoSpanError",
-    "Payload",
-    "PayloadAttack",
-    "PayloadAudit",
-    "PayloadRecorder",
-    "ShadowLosses",
-    "TokenSet",
-    "score_sequences",
-]

@@ -101,8 +101,8 @@ def audit_recipe(recipe: Recipe, echo: Callable[[str], None] = print) -> Payload
     return PayloadAudit(
         results,
         {**dataclasses.asdict(section), "num_examples": audited.num_examples},
-        model_name=_public_name(recipe.model.name_or_path),
-        data_name=_public_name(recipe.data.path),
+        model_name=public_name(recipe.model.name_or_path),
+        data_name=public_name(recipe.data.path),
         versions={package: importlib.metadata.version(package) for package in ("torch", "transformers")},
     )
 
@@ -289,6 +289,6 @@ def _summary(result: AttackResult) -> str:
     return f"{result.attack} ({values})"
 
 
-def _public_name(name: str) -> str:
+def public_name(name: str) -> str:
     """Return a Hub id unchanged, and only the last part of a local path."""
     return Path(name).name if Path(name).exists() else name
