@@ -98,8 +98,7 @@ def _disclosures(record: RunRecord) -> str:
 
 def _update_fields(record: RunRecord, *method_fields: str) -> str:
     """List the fields that a client sends with an update in addition to parameters or predictions."""
-    fields = [*UPDATE_FIELDS]
-    fields += method_fields
+    fields = [*UPDATE_FIELDS, *method_fields]
     if record.federation["evaluate_clients"]:
         fields.append("the metrics of its local evaluation")
     return f"{', '.join(fields[:-1])} and {fields[-1]}"
@@ -124,8 +123,7 @@ def _pseudo_samples(record: RunRecord) -> str:
         " two of these shares are the chance level. If the share of the own pseudo-samples is higher than both, the"
         f" pseudo-samples reveal information about the client's text. This is the case for {num_above or 'none'} of"
         f" {plural(len(overlaps), 'client')}. The last column shows the share of tokens that differ from the initial"
-        " tokens.\n\n"
-        + table(columns, rows, numeric=True)
+        " tokens.\n\n" + table(columns, rows, numeric=True)
     )
 
 

@@ -169,12 +169,11 @@ class DataFacts:
     def _from_clients(cls, clients: FederatedDataset, name: str | None) -> DataFacts:
         counts = [count for count in clients.num_rows.values() if count is not None]
         known = len(counts) == len(clients)
-        if clients.is_remote:
-            # Only the clients have the examples.
-            recorded: dict[str, Any] = {"name": name}
-        else:
+        recorded: dict[str, Any] = {"name": name}
+        if not clients.is_remote:  # Otherwise only the clients have the examples.
             dataset = clients.source if clients.source is not None else clients[clients.client_ids[0]]
-            recorded = {"name": name} if is_torch_dataset(dataset) else _recorded_source(dataset, name)
+            if not is_torch_dataset(dataset):
+                recorded = _recorded_source(dataset, name)
         return cls(
             **recorded,
             fingerprint=dataset_fingerprint(clients.source) if clients.source is not None else None,
@@ -190,14 +189,11 @@ def _recorded_source(data: Any, name: str | None) -> dict[str, Any]:
     files = data.info.download_checksums or {}
     matches = {(match["name"], match["revision"]) for match in map(HUB_FILE.match, files) if match}
     hub_name, revision = matches.pop() if len(matches) == 1 else (None, None)
-    split = None if data.split is None else str(data.split)
-    if name is not None and name != hub_name:
-        revision = None
     return {
         "name": name or hub_name,
-        "revision": revision,
+        "revision": revision if name in (None, hub_name) else None,
         "config": data.info.config_name if hub_name else None,
-        "split": split,
+        "split": None if data.split is None else str(data.split),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from ..audits import AuditConfig, Inversion, LeakageAudit
+from ..audits import Inversion, LeakageAudit
 from .payload_leakage import replace_section, settings_and_versions
 from .tables import format_count, plural, table
 
@@ -175,36 +175,29 @@ def targets_text(audit: LeakageAudit) -> str:
     """
     if not audit.targets:
         return "Gradients at the second cut were not attacked. A server may read labels from them."
-    header = [
-        "Wire dtype",
-        "Targets of an example",
-        "Number of targets",
-        "Recovered targets",
-        "Position precision",
-        "Position recall",
-    ]
     rows = [
-        [
-            recovery.wire_dtype,
-            {"last": "the last token", "all": "every token"}[recovery.targets],
-            recovery.num_targets,
-            *map(_percent, (recovery.token_recall, recovery.position_precision, recovery.position_recall)),
-        ]
+        {
+            "Wire dtype": recovery.wire_dtype,
+            "Targets of an example": {"last": "the last token", "all": "every token"}[recovery.targets],
+            "Number of targets": recovery.num_targets,
+            "Recovered targets": _percent(recovery.token_recall),
+            "Position precision": _percent(recovery.position_precision),
+            "Position recall": _percent(recovery.position_recall),
+        }
         for recovery in audit.targets
     ]
     num_blocks = audit.config.tail_blocks
     blocks = "last block" if num_blocks == 1 else f"last {num_blocks} blocks"
-    weights = (
-        "with the same weights as the victims"
-        if audit.shared_head
-        else "with the weights of the model, while the victims had trained their own weights"
-    )
+    weights = "with the same weights as the victims"
+    if not audit.shared_head:
+        weights = "with the weights of the model, while the victims had trained their own weights"
     return (
         f"Labels: an attacker has the client's {blocks} and output layer ({weights}). From the gradient that a client"
         " sends back, it reads which positions have a target and which token each target is. If every token of a text"
         " is a target, the attacker reads the text, regardless of what the first cut hides. Position precision is the"
         " share of the named positions that have a target. Position recall is the share of the positions with a target"
-        " that were named. Scores are percentages:\n\n" + table(header, rows, numeric=True)
+        " that were named. Scores are percentages:\n\n"
+        + table(list(rows[0]), [list(row.values()) for row in rows], numeric=True)
     )
 
 
@@ -236,26 +229,22 @@ def embedding_text(audit: LeakageAudit) -> str:
 
 
 def _setting(audit: LeakageAudit) -> str:
-    config: AuditConfig = audit.config
     data = f" of {audit.data_name}" if audit.data_name else ""
-    head = (
-        "the same head as the victims"
-        if audit.shared_head
-        else "the head of the model, while the victims had trained their own head"
-    )
+    head = "the same head as the victims"
+    if not audit.shared_head:
+        head = "the head of the model, while the victims had trained their own head"
+    overlap = " The attacker had none of these examples."
     if audit.num_dropped:
         overlap = (
             f" Victims' examples that the attacker had, or that occurred twice, were left out"
             f" ({plural(audit.num_dropped, 'example')})."
         )
-    else:
-        overlap = " The attacker had none of these examples."
     return (
         f"The attacker had {plural(audit.num_attacker_rows, 'example')}{data} and {head}. It attacked"
         f" {plural(audit.num_victim_rows, 'example')} of the victims with {format_count(audit.num_victim_tokens)}"
-        f" tokens in total and at most {config.max_length} tokens each.{overlap} An attacker that always names the"
-        f" most frequent token recovers {_percent(audit.chance)}% of the tokens. {_percent(audit.known_tokens)}% of"
-        " the victims' tokens occur in the attacker's examples."
+        f" tokens in total and at most {audit.config.max_length} tokens each.{overlap} An attacker that always names"
+        f" the most frequent token recovers {_percent(audit.chance)}% of the tokens."
+        f" {_percent(audit.known_tokens)}% of the victims' tokens occur in the attacker's examples."
     )
 
 

@@ -130,14 +130,13 @@ def _federation(record: RunRecord) -> str:
     local_steps = federation["local_steps"]
     local_training = plural(local_steps, "step") if local_steps else plural(federation["local_epochs"], "epoch")
     distillation = federation.get("distillation")
-    rounds = f"{federation['num_rounds_run']} of {federation['num_rounds']}"
     rows: list[list[Any]] = [
         ["Algorithm", format_call(federation["aggregation"], federation["aggregation_kwargs"])],
         ["Distillation", distillation and format_call(distillation, federation["distillation_kwargs"])],
         ["Postprocessing of updates", ", ".join(postprocessors) or None],
         ["Clients", format_count(federation["num_clients"])],
         ["Clients per round", _clients_per_round(federation["clients_per_round"])],
-        ["Completed rounds", rounds],
+        ["Completed rounds", f"{federation['num_rounds_run']} of {federation['num_rounds']}"],
         ["Local training per round", local_training],
         ["Examples per client and round", _example_limit(federation)],
         ["Client optimizer state", federation["client_optimizer_state"]],

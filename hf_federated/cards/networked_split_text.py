@@ -9,7 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 from .sections import model_origin
-from .split_text import SplitCardText, batch_messages, received_by_server, trained_values
+from .split_text import (
+    EMBEDDING_NOTE,
+    ENCRYPTION_NOTE,
+    RECEIVED_BY_CLIENT,
+    SENT_PARAMETERS,
+    SplitCardText,
+    batch_messages,
+    received_by_server,
+    trained_values,
+)
 from .tables import format_bytes, format_count, plural, table
 
 
@@ -64,18 +73,16 @@ class NetworkedSplitText(SplitCardText):
         every = split["average_every"]
         own_part = "the run ended before its last step; the saved part is this client's own"
         if every is not None:
-            average = f"averaged every {plural(every, 'optimizer step')}"
-            if not network["is_finished"]:
-                return f"{average}, until {own_part}"
-            return f"{average}, and at the end; the saved part is the mean"
-        if split["strategy"] == "serial":
-            transfer = "passed on to the next client"
-            if not network["is_finished"]:
-                return f"{transfer}, until {own_part}"
-            return f"{transfer}, and at the end to all clients; the saved part is that of the last client"
-        if not network["is_finished"]:
+            during = f"averaged every {plural(every, 'optimizer step')}"
+            end = "and at the end; the saved part is the mean"
+        elif split["strategy"] == "serial":
+            during = "passed on to the next client"
+            end = "and at the end to all clients; the saved part is that of the last client"
+        elif network["is_finished"]:
+            return "not averaged during training; the saved part is the mean of all clients"
+        else:
             return f"never averaged, because {own_part}"
-        return "not averaged during training; the saved part is the mean of all clients"
+        return f"{during}, {end}" if network["is_finished"] else f"{during}, until {own_part}"
 
     def encryption(self) -> str | None:
         """Describe how messages were encrypted."""
@@ -118,34 +125,21 @@ class NetworkedSplitText(SplitCardText):
         if not split["num_steps_run"]:
             return ""
         server: list[str] = [*received_by_server(self.record), "the squared norm of this client's gradients"]
-        client = [
-            "for its own examples: hidden states after the server's blocks, and gradients with respect to the hidden"
-            " states that it sent",
-            "the gradient norm over all participants of a step",
-        ]
+        client = [RECEIVED_BY_CLIENT, "the gradient norm over all participants of a step"]
         rows: list[tuple[str, list[str]]] = [("The server", server), ("This client", client)]
         if self._has_peers:
             server.append("envelopes for other clients, which it cannot read")
             client.append("names, public keys and numbers of optimizer steps per epoch of all clients")
-            parameters = "trained parameters of the head and tail, and the number of examples they were trained on,"
             if self.hands_over:
-                rows.append(("The next client", [f"{parameters} from the previous client"]))
-                rows.append(("All clients", [f"{parameters} from the last client at the end of the run"]))
+                rows.append(("The next client", [f"{SENT_PARAMETERS} from the previous client"]))
+                rows.append(("All clients", [f"{SENT_PARAMETERS} from the last client at the end of the run"]))
             else:
-                rows.append(("The first client", [f"{parameters} from every client when it averages"]))
+                rows.append(("The first client", [f"{SENT_PARAMETERS} from every client when it averages"]))
                 rows.append(("All clients", ["the mean of these parameters"]))
         cells = [[party, "; ".join(received)] for party, received in rows]
         if self._has_peers and self.record.exchanged["embedding_trained"]:
-            cells[2][1] += (
-                ". The parameters include the embedding. The change of its rows can reveal which tokens a text has"
-            )
-        network = self._network
-        encryption = ""
-        if network["is_sealed"]:
-            encryption = (
-                " Messages between this client and the server were encrypted. Encryption hides their content from"
-                " third parties in transit, but hides nothing from the server."
-            )
+            cells[2][1] += EMBEDDING_NOTE
+        encryption = ENCRYPTION_NOTE.format("this client") if self._network["is_sealed"] else ""
         return (
             table(["Party", "Received"], cells) + "\n\nThese messages were the only link between the parties of this"
             " run. This card was written by one client. It describes what this client sent and to whom, not how"

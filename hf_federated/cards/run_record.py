@@ -185,11 +185,9 @@ def _vocabulary(model: Any, exchange: Exchange) -> tuple[Disclosure, ...]:
     if not isinstance(table, nn.Embedding) or not any(table.weight is value for value in exchange.trainable.values()):
         return ()
     head = model.get_output_embeddings()
-    is_tied = head is not None and head.weight is table.weight
-    rows = (
-        "the rows of the word embeddings that changed most" if is_tied else "the changed rows of the word embeddings"
-    )
-    share = "most of the tokens" if is_tied else "the exact set of tokens"
+    share, rows = "the exact set of tokens", "the changed rows of the word embeddings"
+    if head is not None and head.weight is table.weight:
+        share, rows = "most of the tokens", "the rows of the word embeddings that changed most"
     return (Disclosure(f"{share} in its examples, read from {rows}", "client"),)
 
 
@@ -198,13 +196,10 @@ def _pseudo_samples(trainer: FederatedRun) -> dict[str, dict[str, Any]]:
     audit = next((callback for callback in callbacks if isinstance(callback, PseudoSampleAudit)), None)
     overlaps = {} if audit is None else audit.to_dict()
     if len(overlaps) > MAX_LISTED_CLIENTS:
-        return {"all clients": to_json_value(_mean_over_clients(overlaps))}
+        names = next(iter(overlaps.values()))
+        means = {name: statistics.fmean(of_client[name] for of_client in overlaps.values()) for name in names}
+        return {"all clients": to_json_value(means)}
     return to_json_value(overlaps)
-
-
-def _mean_over_clients(values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    names = next(iter(values.values()))
-    return {name: statistics.fmean(of_client[name] for of_client in values.values()) for name in names}
 
 
 def _client_results(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,16 @@ The texts describe the fields of the messages in `hf_federated.split.messages` a
 from __future__ import annotations
 
 from .sections import model_origin, results_heading
-from .split_text import SplitCardText, batch_messages, received_by_server, trained_values
+from .split_text import (
+    EMBEDDING_NOTE,
+    ENCRYPTION_NOTE,
+    RECEIVED_BY_CLIENT,
+    SENT_PARAMETERS,
+    SplitCardText,
+    batch_messages,
+    received_by_server,
+    trained_values,
+)
 from .tables import format_bytes, format_count, plural, table
 
 
@@ -38,11 +47,9 @@ class SimulatedSplitText(SplitCardText):
         split = self.record.split
         every = split["average_every"]
         if every is not None:
-            num_averages = split["num_steps_run"] // every
             bodies = ", together with the server's bodies" if split["strategy"] == "server_hierarchical" else ""
-            return (
-                f"averaged every {plural(every, 'optimizer step')}{bodies}: {plural(num_averages, 'time')} in this run"
-            )
+            times = plural(self._num_averages, "time")
+            return f"averaged every {plural(every, 'optimizer step')}{bodies}: {times} in this run"
         if split["num_clients"] == 1:
             return None
         if split["strategy"] == "serial":
@@ -77,31 +84,21 @@ class SimulatedSplitText(SplitCardText):
         split = self.record.split
         if not split["num_steps_run"]:
             return ""
-        client = (
-            "for its own examples: hidden states after the server's blocks, and gradients with respect to the hidden"
-            " states that it sent"
-        )
-        rows = [["The server", "; ".join(received_by_server(self.record))], ["A client", client]]
-        parameters = "trained parameters of the head and tail, and the number of examples they were trained on,"
+        rows = [["The server", "; ".join(received_by_server(self.record))], ["A client", RECEIVED_BY_CLIENT]]
         if self._is_handed_over:
-            rows.append(["The next client", f"{parameters} from the previous client"])
+            rows.append(["The next client", f"{SENT_PARAMETERS} from the previous client"])
         elif self._num_averages:
-            rows.append(["The aggregator", f"{parameters} from every client"])
+            rows.append(["The aggregator", f"{SENT_PARAMETERS} from every client"])
         if len(rows) > 2:
             rows[-1][1] += (
                 ". They are not intended for the server that holds the body, because this server could use them to"
                 " read the client's hidden states better"
             )
             if self.record.exchanged["embedding_trained"]:
-                rows[-1][1] += (
-                    ". The parameters include the embedding. The change of its rows can reveal which tokens a text has"
-                )
+                rows[-1][1] += EMBEDDING_NOTE
         encryption = ""
         if split["encryption"]:
-            encryption = (
-                " Messages between a client and the server were encrypted. Encryption hides their content from third"
-                " parties in transit, but hides nothing from the server."
-            )
+            encryption = ENCRYPTION_NOTE.format("a client")
             if len(rows) > 2:
                 encryption += " Parameters that were sent to other parties were not encrypted."
         return (

@@ -95,20 +95,15 @@ def _parts(model: SplitModel) -> dict[str, dict[str, Any]]:
     sizes = model.part_bytes()
     counted: set[int] = set()
     parts: dict[str, dict[str, Any]] = {}
-    for part in model.parts:
-        trained = {id(value): value.numel() for value in part.parameters() if value.requires_grad}
-        parts[part.role] = {
-            "first_block": part.blocks.start,
-            "num_blocks": len(part.blocks),
-            "num_bytes": sizes[part.role],
-            "num_trained": sum(size for key, size in trained.items() if key not in counted),
-        }
-        counted |= trained.keys()
     for role in ROLES:
         blocks = model.cut.blocks(role)
-        remote = {"first_block": blocks.start, "num_blocks": len(blocks), "num_bytes": None, "num_trained": None}
-        parts.setdefault(role, remote)
-    return {role: parts[role] for role in ROLES}
+        parts[role] = {"first_block": blocks.start, "num_blocks": len(blocks), "num_bytes": None, "num_trained": None}
+    for part in model.parts:
+        trained = {id(value): value.numel() for value in part.parameters() if value.requires_grad}
+        num_trained = sum(size for key, size in trained.items() if key not in counted)
+        parts[part.role] |= {"num_bytes": sizes[part.role], "num_trained": num_trained}
+        counted |= trained.keys()
+    return parts
 
 
 def _split(trainer: SplitRun) -> dict[str, Any]:

@@ -12,6 +12,17 @@ from .split_record import SplitRecord
 from .tables import format_count
 
 
+RECEIVED_BY_CLIENT = (
+    "for its own examples: hidden states after the server's blocks, and gradients with respect to the hidden states"
+    " that it sent"
+)
+SENT_PARAMETERS = "trained parameters of the head and tail, and the number of examples they were trained on,"
+EMBEDDING_NOTE = ". The parameters include the embedding. The change of its rows can reveal which tokens a text has"
+# `{}` is the client.
+ENCRYPTION_NOTE = (
+    " Messages between {} and the server were encrypted. Encryption hides their content from third parties in transit,"
+    " but hides nothing from the server."
+)
 NOT_MEASURED = "No measurement is available for this model. Run `hf-federated audit` to measure the leakage."
 
 

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,8 @@ MAX_CURVES = len(CURVE_COLORS) * len(CURVE_DASHES)
 # Grays and dashes of the baselines. A dash pattern lists the lengths of dashes and gaps, in line widths.
 REFERENCE_STYLES = (("#000000", (5, 2)), ("#777777", (2, 1.5)), ("#000000", (1, 3)), ("#777777", (8, 2, 1, 2)))
 MAX_REFERENCES = len(REFERENCE_STYLES)
+# Rounds, means over seeds, and the minima and maxima if there are several seeds.
+Curve: TypeAlias = tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]
 
 
 @dataclass(frozen=True)
@@ -144,9 +146,7 @@ def _finite(values: Iterable[float | None]) -> list[float]:
     return [float(value) for value in values if value is not None and np.isfinite(value)]
 
 
-def _mean_curve(
-    seeds: Sequence[Mapping[int, float | None]],
-) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]:
+def _mean_curve(seeds: Sequence[Mapping[int, float | None]]) -> Curve:
     """Return rounds, means over seeds, and the minima and maxima of several seeds, all of shape `(num_rounds,)`."""
     finite = [{number: value for number, value in seed.items() if _finite([value])} for seed in seeds]
     finite = [seed for seed in finite if seed]
@@ -192,11 +192,7 @@ def _format_axis(axis: Axes, panel: CurvePanel) -> None:
     axis.margins(y=0.08)
 
 
-def _draw_curve(
-    axis: Axes,
-    curve: tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None],
-    style: Mapping[str, Any],
-) -> Any:
+def _draw_curve(axis: Axes, curve: Curve, style: Mapping[str, Any]) -> Any:
     rounds, means, band = curve
     # About ten markers per line. More markers would hide the line.
     (line,) = axis.plot(rounds, means, linewidth=1.6, markersize=5, markevery=max(1, len(rounds) // 10), **style)
