@@ -57,7 +57,18 @@ def benchmark(arguments: argparse.Namespace) -> int:
         `int`: The exit code: `0`, `1` if a run failed, or `130` if the user interrupted the benchmark.
     """
     try:
-        return _benchmark(arguments)
+        from hf_federated.experiments.benchmark.benchmark import BenchmarkOptions, run_benchmark
+        from hf_federated.experiments.benchmark.measured_run import measure_run
+        from hf_federated.experiments.recipe.recipe import check_recipe, partitioner_has_seed
+        from hf_federated.experiments.recipe.yaml_file import read_values
+
+        def execute(planned: PlannedRun, folder: Path) -> dict[str, Any]:
+            # The digest in the path separates the files of the run from files of the run with different settings.
+            return measure_run(planned.values, planned.method, folder / planned.digest[:12])
+
+        make_current_folder_importable()
+        options = build_from_options(BenchmarkOptions, arguments)
+        return run_benchmark(options, read_values, check_recipe, execute, partitioner_has_seed)
     except KeyboardInterrupt:
         print(
             "\nhf-federated: interrupted. Finished runs are kept. Repeat the command to continue; a run with "
@@ -65,22 +76,6 @@ def benchmark(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return INTERRUPTED
-
-
-def _benchmark(arguments: argparse.Namespace) -> int:
-    from hf_federated.experiments.benchmark.benchmark import BenchmarkOptions, run_benchmark
-    from hf_federated.experiments.benchmark.measured_run import measure_run
-    from hf_federated.experiments.recipe.recipe import check_recipe, partitioner_has_seed
-    from hf_federated.experiments.recipe.yaml_file import read_values
-
-    make_current_folder_importable()
-
-    def execute(planned: PlannedRun, folder: Path) -> dict[str, Any]:
-        # The digest in the path separates the files of the run from files of the run with different settings.
-        return measure_run(planned.values, planned.method, folder / planned.digest[:12])
-
-    options = build_from_options(BenchmarkOptions, arguments)
-    return run_benchmark(options, read_values, check_recipe, execute, partitioner_has_seed)
 
 
 def _benchmark_help() -> str:

@@ -63,16 +63,7 @@ def export_nvflare(arguments: argparse.Namespace) -> None:
     make_current_folder_importable()
     from hf_federated.experiments.network import nvflare_job
 
-    folder = nvflare_job.export_nvflare(
-        arguments.recipe,
-        arguments.output,
-        arguments.clients,
-        arguments.overrides,
-        examples=arguments.examples,
-        test_examples=arguments.test_examples,
-        output_dir=arguments.output_dir,
-        num_to_start=arguments.num_to_start,
-        resume=arguments.resume,
-        overwrite=arguments.overwrite,
-    )
+    # The other options have the names of the arguments.
+    options = {name: value for name, value in vars(arguments).items() if name not in ("command", "recipe")}
+    folder = nvflare_job.export_nvflare(arguments.recipe, **options)
     print(f"The job is in {folder}. Submit it with: nvflare job submit -j {folder}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from typing import Any
 
@@ -41,8 +42,7 @@ def _describe(section: str, item: RecipeField) -> str:
 
 
 def _as_yaml(value: Any) -> str:
-    words = {None: "null", True: "true", False: "false", "": '""'}
-    return words[value] if isinstance(value, (bool, str, type(None))) and value in words else str(value)
+    return json.dumps(value) if value in (None, True, False, "") else str(value)
 
 
 def recipe_help() -> str:

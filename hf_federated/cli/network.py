@@ -152,13 +152,10 @@ def serve(arguments: argparse.Namespace) -> None:
         CommandError: If the recipe, the certificates or the address cannot be used, or the run failed.
     """
     if _has_split(arguments):
-        from hf_federated.experiments.network import split_run
-
-        split_run.split_server(arguments)
-        return
-    from hf_federated.experiments.network import commands
-
-    commands.serve(arguments)
+        from hf_federated.experiments.network.split_run import split_server as run
+    else:
+        from hf_federated.experiments.network.commands import serve as run
+    run(arguments)
 
 
 def join(arguments: argparse.Namespace) -> None:
@@ -172,13 +169,10 @@ def join(arguments: argparse.Namespace) -> None:
         CommandError: If the recipe, the examples or the certificates cannot be used, or the run failed.
     """
     if _has_split(arguments):
-        from hf_federated.experiments.network import split_run
-
-        split_run.split_client(arguments)
-        return
-    from hf_federated.experiments.network import commands
-
-    commands.join(arguments)
+        from hf_federated.experiments.network.split_run import split_client as run
+    else:
+        from hf_federated.experiments.network.commands import join as run
+    run(arguments)
 
 
 def split_server(arguments: argparse.Namespace) -> None:
