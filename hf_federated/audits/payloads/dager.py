@@ -195,21 +195,15 @@ class Dager:
     ) -> list[list[int]]:
         """Test whole sequences of each possible length, a position with the end token. Best sequence first."""
         found: dict[tuple[int, ...], float] = {}
-        lengths = [
-            length
-            for length in range(1, len(candidates) + 1)
-            if all(candidates[:length]) and (end_token is None or end_token in candidates[length - 1])
-        ]
-        if end_token is None:
-            lengths = lengths[-1:]
-        for length in lengths:
-            options = [list(tokens) for tokens in candidates[:length]]
+        lengths = [length for length in range(1, len(candidates) + 1) if all(candidates[:length])]
+        for length in lengths if end_token is not None else lengths[-1:]:
+            options = candidates[:length]
             if end_token is not None:
                 # The end token ends the sequence and does not occur within it.
-                options = [[token for token in tokens if token != end_token] for tokens in options]
-                options[-1] = [end_token]
-            if not all(options):
-                continue
+                within = [[token for token in tokens if token != end_token] for tokens in options[:-1]]
+                if end_token not in options[-1] or not all(within):
+                    continue
+                options = [*within, [end_token]]
             if math.prod(map(len, options)) <= self.max_sequences:
                 sequences = [list(sequence) for sequence in itertools.product(*options)]
                 found |= zip(map(tuple, sequences), probe.sequence_distances(sequences), strict=True)
