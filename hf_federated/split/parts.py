@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from .._compat import cache_argument, enable_activation_checkpointing, has_module
 from .block_cache import BlockCache
@@ -93,9 +94,8 @@ class Part(nn.Module):
 
     def _keep_blocks(self) -> None:
         """Remove the blocks of the other parts. The model counts its blocks from 0, and a block keeps its number."""
-        parent, _, name = self.layout.blocks.rpartition(".")
         blocks = cast(nn.ModuleList, self.model.get_submodule(self.layout.blocks))
-        setattr(self.model.get_submodule(parent), name, nn.ModuleList(blocks[number] for number in self.blocks))
+        self.model.set_submodule(self.layout.blocks, nn.ModuleList(blocks[number] for number in self.blocks))
         config = self.model.config
         for setting, values in list(vars(config).items()):
             if isinstance(values, (list, tuple)) and len(values) == self.cut.num_blocks:
@@ -104,8 +104,7 @@ class Part(nn.Module):
 
     def _replace_modules(self, modules: Mapping[str, Any]) -> None:
         for path, kind in modules.items():
-            parent, _, name = path.rpartition(".")
-            owner = self.model.get_submodule(parent)
+            owner, name = get_module_from_name(self.model, path)
             if has_module(owner, name):
                 setattr(owner, name, placeholder(kind))
 
@@ -151,12 +150,11 @@ class Part(nn.Module):
                     f"{original} has shape {tuple(given.shape)} in the weights and shape {tuple(current.shape)} in "
                     "the model. The weights and the config belong to different models."
                 )
-            parent, _, attribute = name.rpartition(".")
-            owner = self.model.get_submodule(parent)
             if isinstance(current, nn.Parameter) and not isinstance(given, nn.Parameter):
                 given = nn.Parameter(given, requires_grad=current.requires_grad)
             elif not isinstance(current, nn.Parameter):
                 given = given.detach()
+            owner, attribute = get_module_from_name(self.model, name)
             setattr(owner, attribute, given)
 
     def named_original_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -244,9 +242,9 @@ class Part(nn.Module):
         if kwargs["use_cache"] and past_key_values is None:
             past_key_values = self.new_cache()
         if self.prefix is not None:
-            if past_key_values is None or past_key_values.get_seq_length() == 0:
-                cache = self.new_cache() if past_key_values is None else past_key_values
-                past_key_values = self.prefix.fill(cache, states.shape[0], self.dtype, self.blocks.start)
+            past_key_values = self.new_cache() if past_key_values is None else past_key_values
+            if past_key_values.get_seq_length() == 0:
+                self.prefix.fill(past_key_values, states.shape[0], self.dtype, self.blocks.start)
             attention_mask, position_ids = self.prefix.shift(attention_mask, position_ids)
         # What the class computes after the last block, such as a scale of the logits, is only for the tail.
         model = self.model if self.role == "tail" else self.model.base_model

@@ -18,11 +18,13 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from .._compat import CACHE_NAME, cache_argument
 from ..utils.random import preserved_generators
@@ -64,9 +66,14 @@ def verify_parts(parts: Mapping[Role, Part], config: PretrainedConfig, model: Pr
         return
     if model is None:
         model = _whole_model(parts, config)
-    modules: list[nn.Module] = [model, *parts.values()]
-    with _evaluation(modules), _without_prefixes(parts.values()), _with_unrounded_buffers(parts.values(), model):
-        with preserved_generators(), torch.no_grad(), torch.autocast(next(iter(devices)).type, enabled=False):
+    replaced: list[tuple[nn.Module, str, Any]] = [
+        *((module, "training", False) for part in (model, *parts.values()) for module in part.modules()),
+        # A PEFT model has its prefix outside of the base model.
+        *((part, "prefix", None) for part in parts.values()),
+        *_unrounded_buffers(parts.values(), model),
+    ]
+    with _replaced(replaced), preserved_generators(), torch.no_grad():
+        with torch.autocast(next(iter(devices)).type, enabled=False):
             _compare(parts, model)
     verified.add(key)
 
@@ -79,21 +86,9 @@ def _compare(parts: Mapping[Role, Part], model: PreTrainedModel) -> None:
         ValueError: If a difference is larger than rounding explains.
     """
     ids, mask = check_batch(parts["head"])
-    all_tokens = torch.ones_like(mask)
-    _check(
-        "without padding",
-        parts,
-        _logits(model(input_ids=ids, use_cache=False)),
-        _run(parts, ids, None),
-        all_tokens,
-    )
-    _check(
-        "with left padding",
-        parts,
-        _logits(model(input_ids=ids, attention_mask=mask, use_cache=False)),
-        _run(parts, ids, mask),
-        mask,
-    )
+    for name, given, tokens in (("without padding", None, torch.ones_like(mask)), ("with left padding", mask, mask)):
+        expected = _logits(model(input_ids=ids, attention_mask=given, use_cache=False))
+        _check(name, parts, expected, _run(parts, ids, given), tokens)
     caches = {role: part.new_cache() for role, part in parts.items()}
     past = None
     start = 0
@@ -175,61 +170,40 @@ def _whole_model(parts: Mapping[Role, Part], config: PretrainedConfig) -> PreTra
         model = type(parts["head"].model)(copy.deepcopy(config))
     for part in parts.values():
         for name, value in part.model.state_dict(keep_vars=True).items():
-            parent, _, attribute = part.original_name(name).rpartition(".")
-            setattr(model.get_submodule(parent), attribute, value)
+            owner, attribute = get_module_from_name(model, part.original_name(name))
+            setattr(owner, attribute, value)
     return model
 
 
 @contextlib.contextmanager
-def _evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Switch modules to evaluation mode inside the context, and restore the mode of each submodule on exit."""
-    modes = [(module, module.training) for model in modules for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-@contextlib.contextmanager
-def _without_prefixes(parts: Iterable[Part]) -> Iterator[None]:
-    """Remove the prefixes of parts inside the context. A PEFT model has its prefix outside of the base model."""
-    prefixes = [(part, part.prefix) for part in parts]
-    try:
-        for part, _ in prefixes:
-            part.prefix = None
-        yield
-    finally:
-        for part, prefix in prefixes:
-            part.prefix = prefix
-
-
-@contextlib.contextmanager
-def _with_unrounded_buffers(parts: Iterable[Part], model: nn.Module) -> Iterator[None]:
+def _replaced(values: Iterable[tuple[nn.Module, str, Any]]) -> Iterator[None]:
     """
-    Replace the rounded buffers of the whole model by those of the parts inside the context.
+    Replace attributes of modules inside the context, and restore them on exit.
+
+    Args:
+        values (`Iterable[tuple[torch.nn.Module, str, Any]]`): Module, name and new value of each attribute.
+    """
+    with contextlib.ExitStack() as stack:
+        for module, name, value in values:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, value)
+        yield
+
+
+def _unrounded_buffers(parts: Iterable[Part], model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """
+    Find the rounded buffers of the whole model, and the buffers of the parts that replace them.
 
     `.to(torch.bfloat16)` rounds the rotary frequencies of a model, and the parts create them again in float32. The
     rounding can change the logits of a small model by 10 %.
     """
     buffers = dict(model.named_buffers())
-    replaced: list[tuple[nn.Module, str, torch.Tensor]] = []
-    try:
-        for part in parts:
-            for name, buffer in part.model.named_buffers():
-                original = part.original_name(name)
-                rounded = buffers.get(original, buffer)
-                if rounded.dtype != buffer.dtype and torch.equal(buffer.to(rounded.dtype), rounded):
-                    parent, _, attribute = original.rpartition(".")
-                    owner = model.get_submodule(parent)
-                    replaced.append((owner, attribute, rounded))
-                    setattr(owner, attribute, buffer)
-        yield
-    finally:
-        for owner, attribute, rounded in reversed(replaced):
-            setattr(owner, attribute, rounded)
+    for part in parts:
+        for name, buffer in part.model.named_buffers():
+            original = part.original_name(name)
+            rounded = buffers.get(original, buffer)
+            if rounded.dtype != buffer.dtype and torch.equal(buffer.to(rounded.dtype), rounded):
+                yield *get_module_from_name(model, original), buffer
 
 
 def _key(parts: Mapping[Role, Part], config: PretrainedConfig) -> tuple[object, ...]:
