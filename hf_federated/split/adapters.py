@@ -297,14 +297,15 @@ def save_adapter(
         directory (`str` or `os.PathLike`): The output directory. It is created if it does not exist.
     """
     parts = list(parts)
-    os.makedirs(directory, exist_ok=True)
     merged = merge_adapters([adapter_state(part) for part in parts], parts[0].cut.num_blocks)
-    save_file(
-        {name: value.contiguous().cpu() for name, value in merged.items()},
-        os.path.join(directory, SAFETENSORS_WEIGHTS_NAME),
-        metadata={"format": "pt"},
-    )
     full_peft_config(peft_config, config, parts[0]).save_pretrained(os.fspath(directory))
+    save_weights(merged, os.path.join(directory, SAFETENSORS_WEIGHTS_NAME))
+
+
+def save_weights(state: Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
+    """Save tensors as a safetensors file that `from_pretrained` loads."""
+    tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def full_peft_config(peft_config: PeftConfig, config: PretrainedConfig, part: Part) -> PeftConfig:
@@ -329,16 +330,15 @@ def _inject_lora(part: Part, peft_config: LoraConfig, lora_layers: Mapping[str, 
 
     `lora_layers` are the LoRA layers of the full model, by module name.
     """
-    part_layers: dict[str, LoraLayer] = {}
-    for original, layer in lora_layers.items():
-        name = part.part_name(original)
-        if name is not None and part.owns(name):
-            part_layers[name] = layer
+    part_layers = {
+        name: layer
+        for original, layer in lora_layers.items()
+        if (name := part.part_name(original)) is not None and part.owns(name)
+    }
     if not part_layers:
         return
     config = copy.deepcopy(peft_config)
-    config.layers_to_transform = config.layers_pattern = None
-    config.exclude_modules = None
+    config.layers_to_transform = config.layers_pattern = config.exclude_modules = None
     # PEFT matches the full module names exactly, and so no other modules.
     config.target_modules = set(part_layers)
     config.rank_pattern = {f"^{re.escape(name)}": layer.r[_DEFAULT] for name, layer in part_layers.items()}
@@ -352,20 +352,17 @@ def _prefix_config(
     peft_config: PrefixTuningConfig, config: PretrainedConfig, num_blocks: int, layout: Layout
 ) -> PrefixTuningConfig:
     """Create PEFT's config for the prefixes of `num_blocks` blocks of the model."""
+    prefix_config = copy.deepcopy(peft_config)
     if layout.runner is not None:  # PEFT does not support the model classes that need a runner
-        prefix_config = copy.deepcopy(peft_config)
         num_heads, head_size = layout.runner.key_value_heads(config)
-        prefix_config.num_layers = num_blocks
         prefix_config.num_attention_heads = num_heads
         prefix_config.token_dim = num_heads * head_size
         prefix_config.encoder_hidden_size = prefix_config.encoder_hidden_size or prefix_config.token_dim
         prefix_config.num_transformer_submodules = 1
-        prefix_config.inference_mode = False
-        return prefix_config
-    with init_empty_weights():
-        # PEFT computes the sizes of keys and values, including grouped-query attention.
-        full_model: PeftModel = get_peft_model(AutoModelForCausalLM.from_config(config), copy.deepcopy(peft_config))
-    prefix_config = copy.deepcopy(full_model.active_peft_config)
+    else:
+        with init_empty_weights():
+            # PEFT computes the sizes of keys and values, including grouped-query attention.
+            prefix_config = get_peft_model(AutoModelForCausalLM.from_config(config), prefix_config).active_peft_config
     prefix_config.num_layers = num_blocks
     prefix_config.inference_mode = False
     return prefix_config

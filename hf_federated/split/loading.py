@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -55,11 +55,9 @@ def load_parts(
     check_not_quantized(config)
     parts = {role: Part(config, cut, role, layout, model_class) for role in roles}
     required = {part.original_name(name) for part in parts.values() for name in part.model.state_dict()}
-    tied = {}
-    for part in parts.values():
-        if config.tie_word_embeddings and part.role == "tail":
-            tied[f"{part.layout.output}.weight"] = f"{part.layout.embedding}.weight"
-    model = next(iter(parts.values())).model
+    model, layout = parts[roles[0]].model, parts[roles[0]].layout
+    is_tied = config.tie_word_embeddings and "tail" in roles
+    tied = {f"{layout.output}.weight": f"{layout.embedding}.weight"} if is_tied else {}
     weights = read_weights(name, required - tied.keys() | set(tied.values()), dtype, model, **kwargs)
     for alias, source in tied.items():
         weights[alias] = weights[source]
@@ -71,8 +69,8 @@ def load_parts(
 def read_weights(
     name: str,
     weight_names: Iterable[str],
-    dtype: torch.dtype | None = None,
-    model: PreTrainedModel | None = None,
+    dtype: torch.dtype | None,
+    model: PreTrainedModel,
     **kwargs: Any,
 ) -> dict[str, torch.Tensor]:
     """
@@ -86,8 +84,8 @@ def read_weights(
         weight_names (`Iterable[str]`):
             Names of the weights in the full model. The names in the checkpoint may lack the prefix of the base model.
         dtype (`torch.dtype`, *optional*): The dtype of floating-point weights. Defaults to the stored dtype.
-        model (`PreTrainedModel`, *optional*):
-            A model of the class. If given, weights that the checkpoint stores in another form are converted.
+        model (`PreTrainedModel`):
+            A model of the class. Weights that the checkpoint stores in another form are converted.
         kwargs: Arguments of `cached_file`: `revision`, `token`, `cache_dir`, …
 
     Returns:
@@ -106,7 +104,7 @@ def read_weights(
             missing.append(weight)
         else:
             by_file.setdefault(weight_map[stored_name], []).append((weight, stored_name))
-    conversions = find_conversions(model, weight_map, set(missing)) if missing and model is not None else []
+    conversions = find_conversions(model, weight_map, set(missing)) if missing else []
     for source, _ in (source for conversion in conversions for source in conversion.sources):
         by_file.setdefault(weight_map[source], []).append((source, source))
     tensors: dict[str, torch.Tensor] = {}
@@ -118,7 +116,7 @@ def read_weights(
                     tensor = tensor.to(dtype)
                 tensors[weight] = tensor
     for conversion in conversions:
-        tensors.update(conversion.convert(cast(PreTrainedModel, model), tensors.pop))
+        tensors.update(conversion.convert(model, tensors.pop))
     missing = [weight for weight in missing if weight not in tensors]
     if missing:
         raise ValueError(
@@ -126,9 +124,7 @@ def read_weights(
             "config belong to different models, or the checkpoint uses different names. Save the checkpoint again "
             "with save_pretrained."
         )
-    return {
-        weight: nn.Parameter(tensor) if tensor.is_floating_point() else tensor for weight, tensor in tensors.items()
-    }
+    return {name: nn.Parameter(value) if value.is_floating_point() else value for name, value in tensors.items()}
 
 
 def _weight_map(name: str, **kwargs: Any) -> dict[str, str]:

@@ -19,12 +19,12 @@ from huggingface_hub import save_torch_state_dict
 from peft import LoraConfig, PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_NAME
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from .adapters import adapter_state, add_adapter, full_peft_config, load_adapter, merge_adapters
+from .adapters import adapter_state, add_adapter, full_peft_config, load_adapter, merge_adapters, save_weights
 from .conversion import find_conversions, to_checkpoint
 from .cut import ROLES, Cut
 from .parts import Part
@@ -76,7 +76,7 @@ def save_parts(
     else:
         state = {name: value for part in parts for name, value in adapter_state(part).items()}
         full_peft_config(peft_config, config, parts[0]).save_pretrained(os.fspath(path))
-    _write(state, path / (SAFE_WEIGHTS_NAME if peft_config is None else ADAPTER_NAME))
+    save_weights(state, path / (SAFE_WEIGHTS_NAME if peft_config is None else ADAPTER_NAME))
     config.save_pretrained(path)
     if generation_config is not None and peft_config is None:
         generation_config.save_pretrained(path)
@@ -166,27 +166,28 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
     4
     ```
     """
-    paths = [Path(directory) for directory in directories]
-    descriptions = [_read_description(path) for path in paths]
-    roles = [role for description in descriptions for role in description["roles"]]
+    parties = [(Path(directory), _read_description(Path(directory))) for directory in directories]
+    roles = [role for _, description in parties for role in description["roles"]]
     if sorted(roles) != sorted(ROLES):
         raise ValueError(
             f"The directories contain the parts {roles}, but merging needs exactly one each of {', '.join(ROLES)}."
         )
-    for path, description in zip(paths, descriptions, strict=True):
+    first, shared = parties[0]
+    adapter = shared["adapter"]
+    for path, description in parties:
         for name in ("cut", "adapter"):
-            if description[name] != descriptions[0][name]:
+            if description[name] != shared[name]:
                 raise ValueError(
-                    f"{path} has {name}={description[name]}, but {paths[0]} has {name}={descriptions[0][name]}. Merge "
-                    "only parts of the same split model."
+                    f"{path} has {name}={description[name]}, but {first} has {name}={shared[name]}. Merge only parts "
+                    "of the same split model."
                 )
-        for name in (CONFIG_NAME, *([_ADAPTER_CONFIG_NAME] if description["adapter"] else [])):
-            if _shared_settings(path / name) != _shared_settings(paths[0] / name):
+        for name in (CONFIG_NAME, *([_ADAPTER_CONFIG_NAME] if adapter else [])):
+            if _shared_settings(path / name) != _shared_settings(first / name):
                 raise ValueError(
-                    f"{path} and {paths[0]} contain parts of different models: their {name} files differ. Merge only "
+                    f"{path} and {first} contain parts of different models: their {name} files differ. Merge only "
                     "parts of the same split model."
                 )
-    runs = {str(path): description.get("run") for path, description in zip(paths, descriptions, strict=True)}
+    runs = {str(path): description.get("run") for path, description in parties}
     if len({json.dumps(run, sort_keys=True) for run in runs.values()}) > 1:
         raise ValueError(
             f"The directories contain parts of different runs or steps: {runs}. Merge only parts of one run and step."
@@ -194,36 +195,31 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
     output = Path(output_dir)
     if output.exists() and not output.is_dir():
         raise ValueError(f"The output directory {output} is a file. Choose a directory.")
-    if any(output.resolve() == path.resolve() for path in paths):
+    if any(output.resolve() == path.resolve() for path, _ in parties):
         raise ValueError(
             f"The output directory {output} contains parts that merging would overwrite. Choose another directory."
         )
-    client = next(
-        path for path, description in zip(paths, descriptions, strict=True) if "head" in description["roles"]
-    )
-    tokenizer = _tokenizer_files(client, descriptions[paths.index(client)])
-    adapter = descriptions[0]["adapter"]
-    states = [_read_weights(path, adapter) for path in paths]
-    for path, description, state in zip(paths, descriptions, states, strict=True):
+    client, description = next(party for party in parties if "head" in party[1]["roles"])
+    copied = [*_tokenizer_files(client, description), _ADAPTER_CONFIG_NAME if adapter else CONFIG_NAME]
+    if not adapter and (client / GENERATION_CONFIG_NAME).is_file():
+        copied.append(GENERATION_CONFIG_NAME)
+    states = {path: _read_weights(path, adapter) for path, _ in parties}
+    for path, description in parties:
+        state = states[path]
         _check_weights(path, description, state)
         not_finite = sorted(name for name, value in state.items() if not value.isfinite().all())
         if not_finite:
             raise ValueError(f"{path}: {not_finite[0]} has values that are not finite. Save the parts again.")
-    merged = merge_adapters(states, descriptions[0]["cut"].num_blocks) if adapter else _merge_weights(paths, states)
-    output.mkdir(parents=True, exist_ok=True)
-    for name in tokenizer:
+    merged = merge_adapters(states.values(), shared["cut"].num_blocks) if adapter else _merge_weights(states)
+    for name in copied:
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(client / name, output / name)
     if adapter:
-        _write(merged, output / ADAPTER_NAME)
-        shutil.copyfile(client / _ADAPTER_CONFIG_NAME, output / _ADAPTER_CONFIG_NAME)
+        save_weights(merged, output / ADAPTER_NAME)
         return
-    shutil.copyfile(client / CONFIG_NAME, output / CONFIG_NAME)
-    if (client / GENERATION_CONFIG_NAME).is_file():
-        shutil.copyfile(client / GENERATION_CONFIG_NAME, output / GENERATION_CONFIG_NAME)
     config = _config(client)
     if config is not None:
-        merged = to_checkpoint(Part(config, descriptions[0]["cut"], "head").model, merged)
+        merged = to_checkpoint(Part(config, shared["cut"], "head").model, merged)
     save_torch_state_dict(merged, output)
 
 
@@ -285,11 +281,6 @@ def rename_to_part_names(parts: Sequence[Part], state: dict[str, Any]) -> None:
                 state.pop(original, None)
 
 
-def _write(state: dict[str, torch.Tensor], path: Path) -> None:
-    tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
 def _read_weights(path: Path, adapter: bool) -> dict[str, torch.Tensor]:
     name = ADAPTER_NAME if adapter else SAFE_WEIGHTS_NAME
     if not (path / name).is_file():
@@ -302,9 +293,9 @@ def _read_weights(path: Path, adapter: bool) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def _merge_weights(paths: Sequence[Path], states: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _merge_weights(states: Mapping[Path, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     merged: dict[str, torch.Tensor] = {}
-    for path, state in zip(paths, states, strict=True):
+    for path, state in states.items():
         # All parts contain rotary frequencies that are saved with the weights. They are equal, so they can be merged.
         conflicts = sorted(name for name in merged.keys() & state.keys() if not torch.equal(merged[name], state[name]))
         if conflicts:
