@@ -34,7 +34,6 @@ class LockstepRunner:
         # Functions that have not finished, in order.
         self._active: list[str] = []
         self._turn: str | None = None
-        self._failed = False
         self._cancelled = False
         self._threads: dict[str, int | None] = {}
         # Messages of the functions that wait.
@@ -78,7 +77,7 @@ class LockstepRunner:
             threading.Thread(target=self._run, args=(name, function, results, failures, torch.is_grad_enabled()))
             for name, function in work.items()
         ]
-        self._threads = dict(zip(work, [None] * len(work), strict=True))
+        self._threads = dict.fromkeys(work)
         try:
             for thread in threads:
                 thread.start()
@@ -92,7 +91,7 @@ class LockstepRunner:
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
-            self._failed, self._turn, self._cancelled = False, None, False
+            self._turn, self._cancelled = None, False
             self._threads, self._active = {}, []
             self._messages.clear()
             self._answers.clear()
@@ -112,10 +111,9 @@ class LockstepRunner:
     ) -> None:
         """Run one function in its thread."""
         self._threads[name] = threading.get_ident()
-        with self._changed:
-            self._changed.wait_for(lambda: self._cancelled or self._turn == name)
         try:
-            self._check_not_cancelled()
+            with self._changed:
+                self._wait_for_turn(name)
             self._enter(name)
             with torch.set_grad_enabled(grad):
                 results[name] = function()
@@ -124,13 +122,9 @@ class LockstepRunner:
         except BaseException as error:
             failures[name] = error
         with self._changed:
-            if name in failures:
-                self._failed = True
-                for waiting in self._messages:
-                    self._answers[waiting] = StepCancelledError()
-                self._messages.clear()
             following = self._following(name)
             self._active.remove(name)
+            self._cancelled |= name in failures
             self._pass_turn(following if following != name else None)
 
     def _enter(self, name: str) -> None:
@@ -161,9 +155,7 @@ class LockstepRunner:
             self._check_not_cancelled()
             self._messages[name] = message
             self._pass_turn(self._following(name))
-            self._changed.wait_for(lambda: self._cancelled or self._turn == name)
-            if self._cancelled:
-                raise StepCancelledError()
+            self._wait_for_turn(name)
             set_generator_states(states)
             answer = self._answers.pop(name)
         self._enter(name)
@@ -172,8 +164,12 @@ class LockstepRunner:
         return answer
 
     def _check_not_cancelled(self) -> None:
-        if self._cancelled or self._failed:
+        if self._cancelled:
             raise StepCancelledError()
+
+    def _wait_for_turn(self, name: str) -> None:
+        self._changed.wait_for(lambda: self._cancelled or self._turn == name)
+        self._check_not_cancelled()
 
     def _following(self, name: str) -> str:
         index = self._active.index(name)
@@ -181,10 +177,10 @@ class LockstepRunner:
 
     def _pass_turn(self, name: str | None) -> None:
         """Pass the turn to a function that can continue. If all functions wait, answer their messages first."""
-        if self._active and all(active in self._messages for active in self._active):
+        if self._active and not self._cancelled and all(active in self._messages for active in self._active):
             self._answer()
             name = self._active[0]
-        elif name is not None:
+        elif name is not None and not self._cancelled:
             # Skip the functions that wait.
             while name in self._messages:
                 name = self._following(name)
