@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -140,9 +141,9 @@ class BodyServer:
         with self._random_numbers(first), torch.set_grad_enabled(first.grad), _autocast(inputs.device, first.autocast):
             outputs = self.body(inputs, mask, positions, cache, contexts, use_cache=cache is not None).logits
         if first.grad:
-            check_outputs([message.client_id for message in messages], split_by_client(outputs.detach(), sizes))
-            micro_batch_ids = tuple(message.micro_batch_id for message in messages)
-            self.graphs.add(ForwardGraph(micro_batch_ids, inputs, outputs, sizes))
+            graph = ForwardGraph(tuple(message.micro_batch_id for message in messages), inputs, outputs, sizes)
+            check_outputs(graph.client_ids, split_by_client(outputs.detach(), sizes))
+            self.graphs.add(graph)
         return [
             Hidden(*message.micro_batch_id, hidden=self.wire.encode({"hidden": client_outputs}))
             for message, client_outputs in zip(messages, split_by_client(outputs, sizes), strict=True)
@@ -238,15 +239,13 @@ class BodyServer:
         trained = [parameter for parameter in self.body.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(graph.outputs, [graph.inputs, *trained], gradient, allow_unused=True)
         if not are_finite([tensor for tensor in gradients if tensor is not None]):
-            client_ids = [client_id for client_id, _, _ in graph.micro_batch_ids]
-            raise overflow_error(client_ids, client_gradients, split_by_client(gradients[0], graph.sizes))
+            raise overflow_error(graph.client_ids, client_gradients, split_by_client(gradients[0], graph.sizes))
         graph.inputs.grad = gradients[0]
         for parameter, parameter_gradient in zip(trained, gradients[1:], strict=True):
-            if parameter_gradient is not None:
-                if parameter.grad is None:
-                    parameter.grad = parameter_gradient
-                else:
-                    parameter.grad += parameter_gradient
+            if parameter.grad is None:
+                parameter.grad = parameter_gradient
+            elif parameter_gradient is not None:
+                parameter.grad += parameter_gradient
 
     def average_gradients(self) -> None:
         """Divide the gradients by the number of received target tokens, if clients sent gradients of summed losses."""
@@ -374,14 +373,8 @@ class BodyServer:
         self.graphs.drop_clients(client_ids)
 
 
-@contextlib.contextmanager
-def _autocast(device: torch.device, dtype: str | None) -> Iterator[None]:
+def _autocast(device: torch.device, dtype: str | None) -> AbstractContextManager[Any]:
     """Apply the client's autocast setting, independently of the autocast state of the server thread."""
     if dtype is None and not torch.is_autocast_enabled(device.type):  # the usual case, in less time
-        yield
-    elif dtype is None:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    else:
-        with torch.autocast(device.type, dtype=getattr(torch, dtype)):
-            yield
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, getattr(torch, dtype) if dtype else None, enabled=dtype is not None)

@@ -8,7 +8,7 @@ dtype or shape does not fit its field also raises an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -69,8 +69,7 @@ class SplitMessage(FlatMessage):
             problems (`dict[str, str]`): What is wrong with the fields that their annotations do not allow, by field.
             num_states (`int`): Number of hidden states or gradients.
         """
-        for name, problem in problems.items():
-            raise ValueError(f"{self.kind}: {name} {problem}.")
+        raise_problem(self.kind, problems)
         if self.step < 0 or self.micro_step < 0:
             raise ValueError(
                 f"{self.kind}: step={self.step} and micro_step={self.micro_step}, but both must be at least 0."
@@ -144,12 +143,8 @@ class Forward(SplitMessage):
                 "sequences of equal length."
             )
         super()._check(problems, num_states)
-        if self.mask is not None and self.mask.shape != (self.batch_size, -(-self.mask_width // 8)):
-            raise ValueError(
-                f"{self.kind}: mask has shape {tuple(self.mask.shape)}, but {self.batch_size} sequences with "
-                f"mask_width={self.mask_width} need shape {(self.batch_size, -(-self.mask_width // 8))}."
-            )
-        length = num_states // self.batch_size
+        batch_size, length = self.batch_size, num_states // self.batch_size
+        self._check_shape("mask", [(batch_size, -(-self.mask_width // 8))], f" with mask_width={self.mask_width}")
         if self.mask is not None and self.mask_width != self.seen + length:
             raise ValueError(
                 f"{self.kind}: mask_width={self.mask_width}, but the mask must cover {self.seen} cached and {length} "
@@ -160,19 +155,19 @@ class Forward(SplitMessage):
                 f"{self.kind}: cache_id={self.cache_id}, seen={self.seen} and grad={self.grad}. seen > 0 requires a "
                 "cache, and a cache requires grad=False, because caches are for generation."
             )
-        allowed = {(1, length), (self.batch_size, length), (self.batch_size, 2, length)}
-        if self.position_ids is not None and tuple(self.position_ids.shape) not in allowed:
-            raise ValueError(
-                f"{self.kind}: position_ids has shape {tuple(self.position_ids.shape)}, but {self.batch_size} "
-                f"sequences of length {length} need one of the shapes {sorted(allowed)}."
-            )
-        if self.context_lengths is not None and self.context_lengths.shape != (self.batch_size,):
-            raise ValueError(
-                f"{self.kind}: context_lengths has shape {tuple(self.context_lengths.shape)}, but "
-                f"{self.batch_size} sequences need shape ({self.batch_size},)."
-            )
+        shapes = [(1, length), (batch_size, length), (batch_size, 2, length)]
+        self._check_shape("position_ids", shapes, f" of length {length}")
+        self._check_shape("context_lengths", [(batch_size,)])
         if self.reorder is not None:
             self._check_reorder(self.reorder)
+
+    def _check_shape(self, name: str, allowed: Sequence[tuple[int, ...]], remark: str = "") -> None:
+        value = getattr(self, name)
+        if value is not None and tuple(value.shape) not in allowed:
+            raise ValueError(
+                f"{self.kind}: {name} has shape {tuple(value.shape)}, but {self.batch_size} sequences{remark} need "
+                f"shape {' or '.join(map(str, dict.fromkeys(allowed)))}."
+            )
 
     def _check_reorder(self, reorder: torch.Tensor) -> None:
         if reorder.shape != (self.batch_size,) or reorder.min() < 0 or reorder.max() >= self.batch_size:
@@ -265,8 +260,22 @@ class Forget(FlatMessage):
     cache_id: CacheId
 
     def __post_init__(self) -> None:
-        for name, problem in problems_of(self).items():
-            raise ValueError(f"{self.kind}: {name} {problem}.")
+        raise_problem(self.kind, problems_of(self))
+
+
+def raise_problem(kind: str, problems: Mapping[str, str]) -> None:
+    """
+    Raise the error of the first invalid field of a message.
+
+    Args:
+        kind (`str`): Kind of the message.
+        problems (`Mapping[str, str]`): What is wrong with each invalid field, as the predicate of a sentence.
+
+    Raises:
+        ValueError: If a field is invalid.
+    """
+    for name, problem in problems.items():
+        raise ValueError(f"{kind}: {name} {problem}.")
 
 
 # Encoded hidden states and gradients: allowed dtypes of the tensor that has a row for each position, and of the tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -37,6 +38,11 @@ class ForwardGraph:
     outputs: torch.Tensor
     sizes: list[tuple[int, int]]
 
+    @functools.cached_property
+    def client_ids(self) -> list[str]:
+        """The client of each micro-batch."""
+        return [client_id for client_id, _, _ in self.micro_batch_ids]
+
     def select(self, tensor: torch.Tensor, message: Backward) -> torch.Tensor:
         """Return the part of a tensor of all micro-batches that belongs to the micro-batch of a message."""
         return split_by_client(tensor, self.sizes)[self.micro_batch_ids.index(message.micro_batch_id)]
@@ -70,12 +76,8 @@ class OpenGraphs:
         """Keep a graph. If a client has more than `MAX_GRAPHS` micro-batches, its oldest graphs are dropped."""
         for micro_batch_id in graph.micro_batch_ids:
             self._graphs[micro_batch_id] = graph
-        for client_id in {client_id for client_id, _, _ in graph.micro_batch_ids}:
-            client_graphs = [
-                kept
-                for kept in self._graphs.values()
-                if any(micro_batch_id[0] == client_id for micro_batch_id in kept.micro_batch_ids)
-            ]
+        for client_id in set(graph.client_ids):
+            client_graphs = [kept for kept in self._graphs.values() if client_id in kept.client_ids]
             for oldest in client_graphs[: max(len(client_graphs) - MAX_GRAPHS, 0)]:
                 self.drop(oldest)
 
@@ -88,7 +90,7 @@ class OpenGraphs:
     def drop_clients(self, client_ids: Collection[str]) -> None:
         """Drop the graphs with a micro-batch of one of the clients."""
         for graph in list(self._graphs.values()):
-            if any(client_id in client_ids for client_id, _, _ in graph.micro_batch_ids):
+            if not set(client_ids).isdisjoint(graph.client_ids):
                 self.drop(graph)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from .saving import SplitSavingMixin
-from .step_plan import SplitSteps, collate_single_step
+from .step_plan import SplitSteps
 
 
 class SplitDataMixin(SplitSavingMixin):
@@ -55,7 +56,7 @@ class SplitDataMixin(SplitSavingMixin):
             DataLoader(
                 steps,
                 batch_size=1,
-                collate_fn=collate_single_step,
+                collate_fn=operator.itemgetter(0),
                 num_workers=workers,
                 prefetch_factor=args.dataloader_prefetch_factor if workers else None,
                 pin_memory=args.dataloader_pin_memory,

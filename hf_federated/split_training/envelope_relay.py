@@ -158,15 +158,13 @@ class EnvelopeRelay:
         After the deadline, the relay would remove the sender, which has done nothing wrong.
         """
         self._check_undelivered(client_id, sender, step)
-        is_last = step == self.last_step
-        if self._hands_over:
-            is_sent = 0 < step <= self.last_step and sender in self._participants(step - 1)
-            is_sent = is_sent and (is_last or client_id in self._participants(step))
-        else:
+        is_sent, is_last = 0 < step <= self.last_step, step == self.last_step
+        if is_sent and self._hands_over:
+            is_sent = sender in self._participants(step - 1) and (is_last or client_id in self._participants(step))
+        elif is_sent:
             # The first active client averages the parts of all clients.
-            is_average = self._average_every is not None and step % self._average_every == 0
-            is_sent = 0 < step <= self.last_step and (is_average or is_last)
-            is_sent = is_sent and (self._may_average(sender) or self._may_average(client_id))
+            is_average = is_last or (self._average_every is not None and step % self._average_every == 0)
+            is_sent = is_average and (self._may_average(sender) or self._may_average(client_id))
         if not is_sent:
             raise ValueError(
                 f"Client {client_id!r} requested a message of client {sender!r} of step {step}, but the clients send "

@@ -8,6 +8,7 @@ client. The strategies differ in the clients that take part in a step and in how
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from .checks import check_same_run
 from .config import SplitConfig
 from .link_wrappers import with_byte_counting, with_encryption
 from .messages import PartParameters
-from .optimization import JointOptimizer, Party, averaging_weights
+from .optimization import JointOptimizer, Party, average_parties, averaging_weights
 
 
 SERVER = "server"
@@ -58,6 +59,25 @@ def replica_of(body: Part, device: torch.device | None) -> Part:
     if device is None or all(parameter.device == device for parameter in body.parameters()):
         return copy_model(body)
     return copy.deepcopy(body).to(device)
+
+
+def bodies_of_clients(body: Part, config: SplitConfig, client_ids: Sequence[str]) -> dict[str, Party]:
+    """
+    Return the server's body that processes the messages of each client, by client id.
+
+    The body is the same for all clients, or a replica for each client with `"server_hierarchical"`.
+
+    Args:
+        body ([`Part`]): The body of the model.
+        config ([`SplitConfig`]): The strategy, and the devices of the replicas.
+        client_ids (`Sequence[str]`): The clients, in their order.
+    """
+    if config.strategy != "server_hierarchical":
+        return dict.fromkeys(client_ids, Party(SERVER, body, None))
+    return {
+        client_id: Party(f"{SERVER}/{client_id}", replica_of(body, config.device_of_body(number)), None)
+        for number, client_id in enumerate(client_ids)
+    }
 
 
 class ClientParty(Party):
@@ -103,23 +123,18 @@ class SplitFederation:
         self.step = 0
         # The client that trained last. With `hands_over` the next client continues with the parts of this client.
         self.last_client: str | None = None
-        wire, body = model.boundary.wire, model.require_server_body()
-        self.clients: dict[str, ClientParty] = {}
-        self.servers: dict[str, Party] = {}
-        self._body_servers: dict[str, BodyServer] = {}
-        self._server_names: dict[str, str] = {}
-        self._client_batch: ClientBatchRunner | None = None
         self._identity = Identity.generate(SERVER) if config.encryption else None
-        for client_id in client_ids:
-            name = f"{SERVER}/{client_id}" if config.strategy == "server_hierarchical" else SERVER
-            if name not in self.servers:
-                server_body = body if name == SERVER else replica_of(body, config.device_of_body(len(self.servers)))
-                self.servers[name] = Party(name, server_body, None)
-                self._body_servers[name] = BodyServer(server_body, wire, seed, trusts_clients=True)
-            self._server_names[client_id] = name
-            if config.strategy == "client_batch" and self._client_batch is None:
-                self._client_batch = ClientBatchRunner(self._body_servers[name])
-            self.clients[client_id] = ClientParty(client_id, self._client_model(client_id, self._body_servers[name]))
+        self._server_of = bodies_of_clients(model.require_server_body(), config, client_ids)
+        self.servers = {server.name: server for server in self._server_of.values()}
+        body_servers = {
+            name: BodyServer(cast(Part, server.module), model.boundary.wire, seed, trusts_clients=True)
+            for name, server in self.servers.items()
+        }
+        self._client_batch = ClientBatchRunner(body_servers[SERVER]) if config.strategy == "client_batch" else None
+        self.clients = {
+            client_id: ClientParty(client_id, self._client_model(client_id, body_servers[server.name]))
+            for client_id, server in self._server_of.items()
+        }
 
     def _client_model(self, client_id: str, server: BodyServer) -> SplitModel:
         """Copy the head and tail, and link the copies to the server."""
@@ -178,30 +193,24 @@ class SplitFederation:
             total_targets = num_targets[client.client_id] if self._client_batch is not None else None
             client.model.boundary.begin_step(step, total_targets)
 
-        def make_task(client: ClientParty) -> Callable[[], torch.Tensor]:
-            return lambda: train(client, batches[client.client_id])
-
+        tasks = {
+            client.client_id: functools.partial(train, client, batches[client.client_id]) for client in participants
+        }
         with isolated_rng(self.seed):
             if self._client_batch is not None:
-                losses = self._client_batch.run({client.client_id: make_task(client) for client in participants})
+                losses = self._client_batch.run(tasks)
                 self._client_batch.server.average_gradients()
             else:
-                losses = {client.client_id: make_task(client)() for client in participants}
+                losses = {client_id: task() for client_id, task in tasks.items()}
         for client in participants:
             client.num_examples += num_examples[client.client_id]
         optimizer.groups = self._clipping_groups(participants)
-        weights = {
-            client_id: num_examples[client_id] if num_targets[client_id] is None else num_targets[client_id]
-            for client_id in losses
-        }
-        # The loss of a client without target tokens is NaN.
-        nonzero_weights = {client_id: weight for client_id, weight in weights.items() if weight} or dict.fromkeys(
-            losses, 1
+        # The loss of a client without target tokens is NaN, and has no weight.
+        weights = averaging_weights(
+            {name: num_examples[name] if (count := num_targets[name]) is None else count for name in losses}
         )
-        total_weight = sum(nonzero_weights.values())
-        return torch.stack(
-            [losses[client_id] * (weight / total_weight) for client_id, weight in nonzero_weights.items()]
-        ).sum()
+        total_weight = sum(weights.values())
+        return torch.stack([losses[name] * (weight / total_weight) for name, weight in weights.items()]).sum()
 
     def seed_micro_batch(self, client_id: str, micro_batch: int) -> None:
         """
@@ -226,7 +235,7 @@ class SplitFederation:
         """Return the groups of parties that clip by one norm: a server body and the clients that use this body."""
         groups: dict[str, list[str]] = {}
         for client in participants:
-            server = self._server_names[client.client_id]
+            server = self._server_of[client.client_id].name
             groups.setdefault(server, [server]).append(client.name)
         return list(groups.values())
 
@@ -254,7 +263,7 @@ class SplitFederation:
 
     def average(self) -> None:
         """Replace all clients' parts by their mean, weighted by the examples trained since the last average."""
-        mean, weights = WeightedMean(), self._averaging_weights()
+        mean, weights = WeightedMean(), averaging_weights(self._num_examples())
         for client_id, num_examples in weights.items():
             blob = PartParameters(client_id, self.step, num_examples, self.clients[client_id].state()).to_bytes()
             self._record_bytes(client_id, len(blob), 0)
@@ -263,7 +272,7 @@ class SplitFederation:
         blob = PartParameters("", self.step, sum(weights.values()), mean.finalize()).to_bytes()
         if len(self.servers) > 1:
             # The average of the bodies is computed on the server and needs no transfer.
-            mean_body = self._weighted_mean(self._server_by_client())
+            mean_body = average_parties(self._server_of, self._num_examples())
             for server in self.servers.values():
                 server.load(mean_body)
         for client_id, client in self.clients.items():
@@ -271,18 +280,8 @@ class SplitFederation:
             client.load(PartParameters.from_bytes(blob).state)
             client.num_examples = 0
 
-    def _averaging_weights(self) -> dict[str, int]:
-        return averaging_weights({client_id: client.num_examples for client_id, client in self.clients.items()})
-
-    def _server_by_client(self) -> dict[str, Party]:
-        return {client_id: self.servers[name] for client_id, name in self._server_names.items()}
-
-    def _weighted_mean(self, parties: Mapping[str, Party]) -> dict[str, torch.Tensor]:
-        """Return the weighted mean of the trained parameters of the clients, or of the clients' bodies."""
-        mean = WeightedMean()
-        for client_id, num_examples in self._averaging_weights().items():
-            mean.add(parties[client_id].state(), num_examples)
-        return mean.finalize()
+    def _num_examples(self) -> dict[str, int]:
+        return {client_id: client.num_examples for client_id, client in self.clients.items()}
 
     def copy_into_model(self) -> None:
         """
@@ -294,12 +293,12 @@ class SplitFederation:
         model = self.model
         clients = Party("model", nn.ModuleDict({"head": model.client_head, "tail": model.client_tail}), None)
         if not self.config.hands_over:
-            clients.load(self._weighted_mean(self.clients))
+            clients.load(average_parties(self.clients, self._num_examples()))
         elif self.last_client is not None:
             clients.load(self.clients[self.last_client].state())
         body = model.require_server_body()
-        if body is not next(iter(self.servers.values())).module:
-            Party("model", body, None).load(self._weighted_mean(self._server_by_client()))
+        if SERVER not in self.servers:
+            Party("model", body, None).load(average_parties(self._server_of, self._num_examples()))
 
     def state(self) -> dict[str, Any]:
         """Return the state of the run for a checkpoint, in addition to the states of the parties."""
@@ -307,7 +306,7 @@ class SplitFederation:
             "config": self.config.shared_settings(),
             "clients": list(self.clients),
             "holder": self.last_client,
-            "num_rows": {client_id: client.num_examples for client_id, client in self.clients.items()},
+            "num_rows": self._num_examples(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:

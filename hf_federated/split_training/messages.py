@@ -16,9 +16,9 @@ import torch
 
 from ..messages import Serializable
 from ..messages.validation import first_non_finite
-from ..split.messages import REQUESTS, read_one_of
+from ..split.messages import REQUESTS, raise_problem, read_one_of
 from ..split.server_state import MAX_GRAPHS
-from ..utils.fields import Count, MaxEntries, PositiveCount, Requirement, TensorOf, check_fields
+from ..utils.fields import Count, MaxEntries, PositiveCount, Requirement, TensorOf, check_fields, problems_of
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,18 @@ class ControlMessage(Serializable):
 
     def __post_init__(self) -> None:
         check_fields(self, f"{self.kind}: ")
+
+
+@dataclass(frozen=True)
+class StepMessage(ControlMessage):
+    """
+    Base class of the control messages about a step.
+
+    Args:
+        step (`int`): Number of optimizer steps so far.
+    """
+
+    step: Count
 
 
 Bytes = Annotated[
@@ -86,7 +98,7 @@ class JoinReply(ControlMessage):
 
 
 @dataclass(frozen=True)
-class BeginStep(ControlMessage):
+class BeginStep(StepMessage):
     """
     Client to server: wait for a step, and take part in it.
 
@@ -99,22 +111,19 @@ class BeginStep(ControlMessage):
 
     kind: ClassVar[str] = "split_begin"
 
-    step: Count
     num_batches: Count
     num_rows: Count
 
 
 @dataclass(frozen=True)
-class BeginStepReply(ControlMessage):
+class BeginStepReply(StepMessage):
     """Server to client: the step has begun."""
 
     kind: ClassVar[str] = "split_begun"
 
-    step: Count
-
 
 @dataclass(frozen=True)
-class EndStep(ControlMessage):
+class EndStep(StepMessage):
     """
     Client to server: the client has all gradients of the step.
 
@@ -126,7 +135,6 @@ class EndStep(ControlMessage):
 
     kind: ClassVar[str] = "split_step"
 
-    step: Count
     squared_norm: float
 
     def __post_init__(self) -> None:
@@ -136,7 +144,7 @@ class EndStep(ControlMessage):
 
 
 @dataclass(frozen=True)
-class EndStepReply(ControlMessage):
+class EndStepReply(StepMessage):
     """
     Server to client: the server has updated its parameters.
 
@@ -148,21 +156,18 @@ class EndStepReply(ControlMessage):
 
     kind: ClassVar[str] = "split_stepped"
 
-    step: Count
     norm: float
 
 
 @dataclass(frozen=True)
-class LateReply(ControlMessage):
+class LateReply(StepMessage):
     """Server to client: the deadline has passed, and the step continues without this client."""
 
     kind: ClassVar[str] = "split_late"
 
-    step: Count
-
 
 @dataclass(frozen=True)
-class SendEnvelope(ControlMessage):
+class SendEnvelope(StepMessage):
     """
     Client to server: an encrypted message for another client.
 
@@ -176,23 +181,20 @@ class SendEnvelope(ControlMessage):
 
     kind: ClassVar[str] = "split_send"
 
-    step: Count
     recipient: str
     sealed: Bytes
     is_broadcast: bool = False
 
 
 @dataclass(frozen=True)
-class SendEnvelopeReply(ControlMessage):
+class SendEnvelopeReply(StepMessage):
     """Server to client: the server stores the encrypted message until the recipient fetches the message."""
 
     kind: ClassVar[str] = "split_sent"
 
-    step: Count
-
 
 @dataclass(frozen=True)
-class FetchEnvelope(ControlMessage):
+class FetchEnvelope(StepMessage):
     """
     Client to server: wait for an encrypted message of another client.
 
@@ -203,12 +205,11 @@ class FetchEnvelope(ControlMessage):
 
     kind: ClassVar[str] = "split_fetch"
 
-    step: Count
     sender: str
 
 
 @dataclass(frozen=True)
-class FetchEnvelopeReply(ControlMessage):
+class FetchEnvelopeReply(StepMessage):
     """
     Server to client: an encrypted message of another client.
 
@@ -221,13 +222,12 @@ class FetchEnvelopeReply(ControlMessage):
 
     kind: ClassVar[str] = "split_fetched"
 
-    step: Count
     sender: str
     sealed: Bytes
 
 
 @dataclass(frozen=True)
-class PeerRemovedReply(ControlMessage):
+class PeerRemovedReply(StepMessage):
     """
     Server to client: the other client of the request was removed from the run.
 
@@ -238,12 +238,11 @@ class PeerRemovedReply(ControlMessage):
 
     kind: ClassVar[str] = "split_removed"
 
-    step: Count
     peer: str
 
 
 @dataclass(frozen=True)
-class ResendReply(ControlMessage):
+class ResendReply(StepMessage):
     """
     Server to client: send the parameters to other clients, and then send the request again.
 
@@ -256,17 +255,14 @@ class ResendReply(ControlMessage):
 
     kind: ClassVar[str] = "split_resend"
 
-    step: Count
     recipients: list[str]
 
 
 @dataclass(frozen=True)
-class Finish(ControlMessage):
+class Finish(StepMessage):
     """Client to server: the client has finished and sends no further requests."""
 
     kind: ClassVar[str] = "split_finish"
-
-    step: Count
 
 
 # Largest number of messages in a bundle: the micro-batches in flight, and what begins and ends a step.
@@ -351,24 +347,20 @@ class PartParameters(Serializable):
     """
 
     kind: ClassVar[str] = "split_parameters"
+    checks_fields: ClassVar[bool] = True
 
     client_id: str
     step: Count
-    num_rows: Count
+    num_rows: Annotated[int, Requirement("must have type int")]
     state: dict[str, torch.Tensor]
 
     def __post_init__(self) -> None:
-        for name, kind in (("client_id", str), ("step", int), ("num_rows", int), ("state", dict)):
-            if type(getattr(self, name)) is not kind:
-                raise ValueError(f"{self.kind}: {name} must have type {kind.__name__}.")
+        raise_problem(self.kind, problems_of(self))
         if not 0 <= self.num_rows <= MAX_NUM_EXAMPLES:
             raise ValueError(
                 f"{self.kind}: num_rows of client {self.client_id!r} is {self.num_rows}. It must be between 0 and "
                 f"{MAX_NUM_EXAMPLES}."
             )
-        for name, value in self.state.items():
-            if not isinstance(value, torch.Tensor):
-                raise ValueError(f"{self.kind}: {name!r} is not a tensor.")
         if (not_finite := first_non_finite(self.state)) is not None:
             raise ValueError(
                 f"{self.kind}: {not_finite!r} of client {self.client_id!r} has NaN or infinite values at step "

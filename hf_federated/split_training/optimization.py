@@ -7,6 +7,7 @@ gradients by this norm, so clipping is the same as in the full model.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
+
+from ..aggregation import WeightedMean
 
 
 class Party:
@@ -121,6 +124,20 @@ def averaging_weights(num_examples: Mapping[str, int]) -> dict[str, int]:
     return trained or dict.fromkeys(num_examples, 1)
 
 
+def average_parties(parties: Mapping[str, Party], num_examples: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """
+    Return the mean of trained parameters, weighted by the examples since the last average.
+
+    Args:
+        parties (`Mapping[str, Party]`): The party whose parameters a client uses, by client id.
+        num_examples (`Mapping[str, int]`): Number of examples since the last average, by client id.
+    """
+    mean = WeightedMean()
+    for client_id, weight in averaging_weights(num_examples).items():
+        mean.add(parties[client_id].state(), weight)
+    return mean.finalize()
+
+
 class JointOptimizer(torch.optim.Optimizer):
     """
     Optimizer of a trainer that runs the optimizers of all parties together.
@@ -149,15 +166,14 @@ class JointOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.groups: Sequence[Sequence[str]] = []
         self.norm = 0.0
-        optimizers = [party.optimizer for party in parties.values() if party.optimizer is not None]
+        self._optimizers = [party.optimizer for party in parties.values() if party.optimizer is not None]
         # The parties' optimizers share these dictionaries, so a schedule also sets their learning rates.
         groups = self._collect_param_groups() or [{"params": [nn.Parameter(torch.zeros(()))], "lr": 0.0}]
         # Schedules read the initial learning rate from the defaults, which are equal for all parties.
-        super().__init__(groups, optimizers[0].defaults if optimizers else {"lr": 0.0})
+        super().__init__(groups, self._optimizers[0].defaults if self._optimizers else {"lr": 0.0})
 
     def _collect_param_groups(self) -> list[dict[str, Any]]:
-        optimizers = [party.optimizer for party in self.parties.values() if party.optimizer is not None]
-        return [group for optimizer in optimizers for group in optimizer.param_groups]
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch declares two overloads
         """
@@ -169,10 +185,9 @@ class JointOptimizer(torch.optim.Optimizer):
         groups = [[self.parties[name] for name in names] for names in self.groups]
         squared_norms = [[member.squared_norm() for member in members] for members in groups]
         # Check all parties before the first update. If the run ends here, all parties are at the same step.
-        for members, member_squares in zip(groups, squared_norms, strict=True):
-            for member, square in zip(members, member_squares, strict=True):
-                if not math.isfinite(square):
-                    raise ValueError(f"The gradients of {member.name!r} are not finite. Lower the learning rate.")
+        for name, square in zip(itertools.chain(*self.groups), itertools.chain(*squared_norms), strict=True):
+            if not math.isfinite(square):
+                raise ValueError(f"The gradients of {name!r} are not finite. Lower the learning rate.")
         norms = []
         for members, member_squares in zip(groups, squared_norms, strict=True):
             norm = self.shared_norm(math.fsum(member_squares))

@@ -2,7 +2,6 @@
 
 - [`StepProgress`]: The micro-batches that each client announced for a step, and which of them arrived.
 - [`RequestBatch`]: Requests of several clients that the server answers together.
-- [`Silence`]: The number of steps in which a client sent nothing.
 
 For each micro-batch a client sends hidden states and then their gradient. After the last micro-batch it ends the
 step. The server rejects any other order at once. With `"client_batch"` all clients would otherwise wait for a client
@@ -12,7 +11,8 @@ that skips a micro-batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..split.messages import Backward, Forward
@@ -131,73 +131,23 @@ class StepProgress:
             self._with_gradient.setdefault(message.client_id, set()).add(message.micro_step)
 
 
-class Silence:
-    """Counts the successive steps in which a client was late without sending a message."""
-
-    def __init__(self) -> None:
-        # The number of steps, and the time of the last message, by client.
-        self._steps: dict[str, tuple[int, float]] = {}
-
-    def count(self, client_id: str, last_message_at: float) -> int:
-        """
-        Count a step in which a client is late.
-
-        Args:
-            client_id (`str`): The client.
-            last_message_at (`float`): Time of the last message of the client.
-
-        Returns:
-            `int`: Number of successive steps without a message.
-        """
-        num_steps, previous = self._steps.get(client_id, (0, last_message_at))
-        num_steps = num_steps + 1 if previous == last_message_at else 1
-        self._steps[client_id] = num_steps, last_message_at
-        return num_steps
-
-
+@dataclass
 class RequestBatch:
     """
     Requests of one kind, at most one per client, that the server answers together.
 
-    Attributes:
-        started_at (`float`): Time from which the deadline counts, in seconds of `time.monotonic()`.
-        messages (`dict[str, Any]`): The requests, by client id.
-        is_running (`bool`): Whether a thread computes the answers.
-        is_answered (`bool`): Whether the answers or an error are set.
+    Args:
+        started_at (`float`, *optional*): Time from which the deadline counts, in seconds of `time.monotonic()`.
+        messages (`dict[str, Any]`, *optional*): The requests, by client id.
+        is_running (`bool`, *optional*, defaults to `False`): Whether a thread computes the answers.
+        answers (`dict[str, Any]`, *optional*): The answers, by client id, or the error that each client receives.
+            `None` until they are computed. Without the clients that are late or were removed.
     """
 
-    def __init__(self) -> None:
-        self.started_at = time.monotonic()
-        self.messages: dict[str, Any] = {}
-        self.is_running = False
-        self.is_answered = False
-        self._answers: dict[str, Any] = {}
-        self._error: str | None = None
-
-    def set_answers(self, answers: Mapping[str, Any]) -> None:
-        """Set the answers, by client id."""
-        self._answers = dict(answers)
-        self.is_answered = True
-
-    def set_error(self, error: ValueError) -> None:
-        """Set an error as the answer to all clients."""
-        self._error = str(error)
-        self.is_answered = True
-
-    def includes(self, client_id: str) -> bool:
-        """Whether the batch has an answer to the request of a client. It has none if the client was removed."""
-        return self._error is not None or client_id in self._answers
-
-    def answer_to(self, client_id: str) -> Any:
-        """
-        Return the answer to the request of a client.
-
-        Raises:
-            ValueError: If an error was set. The text is the same.
-        """
-        if self._error is not None:
-            raise ValueError(self._error)
-        return self._answers[client_id]
+    started_at: float = field(default_factory=time.monotonic)
+    messages: dict[str, Any] = field(default_factory=dict)
+    is_running: bool = False
+    answers: dict[str, Any] | None = None
 
 
 def repeated_error(client_id: str, kind: str, message: Any) -> ValueError:

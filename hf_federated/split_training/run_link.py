@@ -176,19 +176,16 @@ class RunLink:
     def _send_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         link: Any = self.link
-        send = link.submit if max_in_flight(link) > 1 else self._exchange
         for bundle in _bundles(waiting):
+            pending: Any = Future()
             try:
-                pending = send(self._pack(bundle))
+                if max_in_flight(link) > 1:
+                    pending = link.submit(self._pack(bundle))
+                else:
+                    pending.set_result(link.exchange(self._pack(bundle)))
             except Exception as error:
-                pending = Future()
                 pending.set_exception(error)
             self._in_flight.append((bundle, pending))
-
-    def _exchange(self, blob: bytes) -> PendingAnswer:
-        answer: Future[bytes | memoryview] = Future()
-        answer.set_result(self.link.exchange(blob))
-        return answer
 
     def _pack(self, bundle: Sequence[_Outgoing]) -> bytes:
         if len(bundle) == 1:

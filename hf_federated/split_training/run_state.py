@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from transformers.utils import logging
 
@@ -115,19 +115,6 @@ class RunState:
                 f"Client {client_id!r} was removed from the run: {self.removed[client_id]}. The other clients "
                 "continue. To train with all clients, restart all parties, and resume on the clients."
             )
-
-    def wait_until(self, client_id: str, condition: Callable[[], bool]) -> None:
-        """
-        Release the lock until a condition holds.
-
-        Raises:
-            RunFailedError: If the run fails.
-            ClientRemovedError: If the client is removed.
-        """
-        while not condition():
-            self.check(client_id)
-            self.condition.wait()
-        self.check(client_id)
 
     def share_bodies(self, names: Mapping[str, str]) -> None:
         """

@@ -15,7 +15,6 @@ from transformers import PretrainedConfig, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .._compat import checkpointing_settings
-from ..aggregation import WeightedMean
 from ..split.body import BodyServer
 from ..split.messages import Backward, Forward
 from ..split.parts import Part
@@ -24,8 +23,8 @@ from ..split.wire import Wire
 from ..trainer.checkpoint import list_checkpoints, publish, rotate, staged_directory, step_of
 from ..trainer.manifest import check_manifest, write_manifest
 from .config import SplitConfig, run_and_step
-from .in_process import SERVER, replica_of
-from .optimization import Party, averaging_weights, create_optimizers, num_training_steps, total_norm
+from .in_process import bodies_of_clients
+from .optimization import average_parties, create_optimizers, num_training_steps, total_norm
 from .saving import is_save_step, load_party, num_kept_checkpoints, parts_of, party_directory, save_party
 
 
@@ -66,14 +65,11 @@ class ServerModel:
         self.adapter = adapter
         self.max_steps = 0
         enable_checkpointing(body, args)
-        has_replicas = split.strategy == "server_hierarchical"
-        self.party_names = {client_id: f"{SERVER}/{client_id}" if has_replicas else SERVER for client_id in client_ids}
-        parts = {
-            name: replica_of(body, split.device_of_body(number)) if has_replicas else body
-            for number, name in enumerate(dict.fromkeys(self.party_names.values()))
-        }
-        servers = {name: BodyServer(part, wire, split.resolve_seed(args)) for name, part in parts.items()}
-        self.parties = {name: Party(name, part, None) for name, part in parts.items()}
+        self._body_of = bodies_of_clients(body, split, client_ids)
+        self.party_names = {client_id: party.name for client_id, party in self._body_of.items()}
+        self.parties = {party.name: party for party in self._body_of.values()}
+        seed = split.resolve_seed(args)
+        servers = {name: BodyServer(cast(Part, party.module), wire, seed) for name, party in self.parties.items()}
         self.body_servers = {client_id: servers[name] for client_id, name in self.party_names.items()}
         self.num_examples = dict.fromkeys(client_ids, 0)
         # Squared norms of the gradients of the bodies that the clients of the step have received, by body.
@@ -137,9 +133,9 @@ class ServerModel:
         Args:
             client_id (`str`): The client, which has sent all gradients of the step.
         """
-        name = self.party_names[client_id]
-        self._squared_norms[name] = self.parties[name].squared_norm()
-        return self._squared_norms[name]
+        body = self._body_of[client_id]
+        self._squared_norms[body.name] = body.squared_norm()
+        return self._squared_norms[body.name]
 
     def train_step(
         self, step: int, squared_norms: Mapping[str, float], num_examples: Mapping[str, int]
@@ -162,13 +158,13 @@ class ServerModel:
             ValueError: If the gradients of a body or of its clients are not finite. In this case no body is updated.
         """
         norms: dict[str, float] = {}
-        names = list(dict.fromkeys(self.party_names[client_id] for client_id in squared_norms))
-        for name in names:
-            party = self.parties[name]
-            members = [client_id for client_id in squared_norms if self.party_names[client_id] == name]
+        members_of: dict[str, list[str]] = {}
+        for client_id in squared_norms:
+            members_of.setdefault(self.party_names[client_id], []).append(client_id)
+        for name, members in members_of.items():
             self.body_servers[members[0]].average_gradients()
             known = self._squared_norms.get(name)
-            of_body = party.squared_norm() if known is None else known
+            of_body = self.parties[name].squared_norm() if known is None else known
             norm = total_norm([of_body, *(squared_norms[client_id] for client_id in members)])
             if not math.isfinite(norm):
                 raise ValueError(
@@ -178,9 +174,8 @@ class ServerModel:
             norms |= dict.fromkeys(members, norm)
         self._squared_norms.clear()
         # Update the bodies after all norms are checked. If the run ends here, all bodies are at the same step.
-        for name in names:
-            member = next(client_id for client_id in squared_norms if self.party_names[client_id] == name)
-            self.parties[name].step(norms[member], self.args.max_grad_norm)
+        for name, members in members_of.items():
+            self.parties[name].step(norms[members[0]], self.args.max_grad_norm)
         for scheduler in self._schedulers:
             scheduler.step()
         for client_id in squared_norms:
@@ -190,18 +185,11 @@ class ServerModel:
         if len(self.parties) > 1 and (
             num_steps == self.max_steps or (average_every is not None and num_steps % average_every == 0)
         ):
-            mean = self._average_bodies()
+            mean = average_parties(self._body_of, self.num_examples)
             for party in self.parties.values():
                 party.load(mean)
             self.num_examples = dict.fromkeys(self.num_examples, 0)
         return norms
-
-    def _average_bodies(self) -> dict[str, Any]:
-        """Return the mean of all bodies, weighted by the examples of their clients since the last average."""
-        mean = WeightedMean()
-        for client_id, num_examples in averaging_weights(self.num_examples).items():
-            mean.add(self.parties[self.party_names[client_id]].state(), num_examples)
-        return mean.finalize()
 
     # ---- Files
 
@@ -246,7 +234,7 @@ class ServerModel:
         """Save the body, or the mean of all replicas."""
         first = next(iter(self.parties.values()))
         if len(self.parties) > 1:
-            first.load(self._average_bodies())
+            first.load(average_parties(self._body_of, self.num_examples))
         run = self._run_and_step(self.max_steps)
         save_parts(parts_of(first), self.config, self._directory, self.adapter, run=run)
 

@@ -17,6 +17,7 @@ body.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -31,7 +32,7 @@ from ..split.messages import Backward, Forget, Forward, Gradient
 from .envelope_relay import EnvelopeRelay
 from .gradient_bounds import GradientBounds
 from .messages import BeginStep, BeginStepReply, EndStep, EndStepReply, LateReply, ResendReply
-from .pending_messages import BatchHandler, RequestBatch, Silence, StepProgress, repeated_error
+from .pending_messages import BatchHandler, RequestBatch, StepProgress, repeated_error
 from .run_state import RunState
 from .server_model import ServerModel
 from .step_plan import StepPlan
@@ -79,7 +80,8 @@ class StepCoordinator:
         self._active_at = time.monotonic()
         # Last step that each client ended.
         self._last_steps: dict[str, int] = {}
-        self._silence = Silence()
+        # Steps in which a client was late, by client and time of its last message.
+        self._silent_steps: collections.Counter[tuple[str, float]] = collections.Counter()
 
     def start(self, plan: StepPlan) -> None:
         """Start the run with the clients of each step."""
@@ -99,10 +101,8 @@ class StepCoordinator:
 
     def clients_without_request(self, clients: Sequence[str]) -> list[str]:
         """Clients without a pending request for a micro-batch or the end of a step."""
-        pending = {
-            client_id for batch in self.batches.values() if not batch.is_answered for client_id in batch.messages
-        }
-        pending |= self._computing_clients
+        unanswered = [batch.messages for batch in self.batches.values() if batch.answers is None]
+        pending = self._computing_clients.union(*unanswered)
         return [client_id for client_id in clients if client_id not in pending]
 
     # ---- Messages
@@ -270,12 +270,12 @@ class StepCoordinator:
         """Wait until all clients of the step sent the request or the deadline passed, then answer all requests."""
         client_id, micro_step = message.client_id, getattr(message, "micro_step", 0)
         batch = self.batches.setdefault((kind, micro_step), RequestBatch())
-        if batch.is_answered or client_id in batch.messages:
+        if batch.answers is not None or client_id in batch.messages:
             raise repeated_error(client_id, kind, message)
         batch.messages[client_id] = message
         self._active_at = time.monotonic()
         self._state.condition.notify_all()
-        while not batch.is_answered:
+        while batch.answers is None:
             if batch.is_running:
                 self._state.condition.wait()
                 continue
@@ -292,10 +292,12 @@ class StepCoordinator:
                 continue
             self._state.condition.wait(remaining)
         # The batch keeps all answers, even if the client whose thread computed the answers has disconnected.
-        if not batch.includes(client_id):
+        if client_id not in batch.answers:
             self._state.check(client_id)
             return LateReply(client_id, message.step)
-        return batch.answer_to(client_id)
+        if isinstance(answer := batch.answers[client_id], ValueError):
+            raise ValueError(str(answer))
+        return answer
 
     def _answer_batch(
         self, kind: str, batch: RequestBatch, messages: Sequence[Any], handler: BatchHandler, client_id: str
@@ -312,9 +314,9 @@ class StepCoordinator:
                     self._remove_faulty(fault)
                     return
                 except ValueError as error:
-                    batch.set_error(error)
+                    batch.answers = dict.fromkeys(batch.messages, error)
                     return
-            batch.set_answers({message.client_id: reply for message, reply in zip(messages, replies, strict=True)})
+            batch.answers = {message.client_id: reply for message, reply in zip(messages, replies, strict=True)}
             if kind == "step":
                 self._finish_step([message.client_id for message in messages])
         finally:
@@ -347,8 +349,9 @@ class StepCoordinator:
         logger.warning(f"The deadline of step {step} passed. The step continues without {', '.join(missing)}.")
         self._late_clients.update(missing)
         for client_id in missing:
-            num_steps = self._silence.count(client_id, self._state.last_message_at[client_id])
-            if num_steps >= MAX_SILENT_STEPS:
+            last_message = client_id, self._state.last_message_at[client_id]
+            self._silent_steps[last_message] += 1
+            if (num_steps := self._silent_steps[last_message]) >= MAX_SILENT_STEPS:
                 self._state.remove(client_id, f"client {client_id!r} sent no message in {num_steps} successive steps")
         # Restart the deadline of all batches that waited for the missing clients.
         for batch in self.batches.values():

@@ -202,8 +202,3 @@ class StepPlan:
     def _num_steps_before(self, round_index: int) -> int:
         """Number of steps before a round of turns."""
         return sum(min(num_steps, round_index * self._turn) for num_steps in self._num_steps.values())
-
-
-def collate_single_step(items: list[StepBatches]) -> StepBatches:
-    """Collate the batch of a data loader, which contains one step."""
-    return items[0]

@@ -8,8 +8,9 @@ client that takes part (`step_plan.py`). `training_step` trains these clients th
 from __future__ import annotations
 
 import copy
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -101,7 +102,7 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         if peft_config is not None:
             set_seed(TrainingArguments.seed if args is None else args.seed)
             cut.add_adapter(peft_config)
-        self._construct(cut, args, data_collator, clients, eval_dataset, kwargs)
+        self._construct(cut, clients, kwargs, args=args, data_collator=data_collator, eval_dataset=eval_dataset)
         check_loss(cut, self.args, self.split)
         self.clients = clients
         self.train_dataset = clients
@@ -113,16 +114,16 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         self.add_callback(StepCallback(self))
 
     def _construct(
-        self,
-        model: SplitModel,
-        args: TrainingArguments | None,
-        data_collator: Any,
-        clients: FederatedDataset | None,
-        eval_dataset: Any,
-        trainer_kwargs: dict[str, Any],
+        self, model: SplitModel, clients: FederatedDataset | None, trainer_kwargs: dict[str, Any], **optional: Any
     ) -> None:
         """
         Call the constructor of the parent class, and prepare the dataset of every client as the constructor does.
+
+        Args:
+            model ([`SplitModel`]): The model.
+            clients ([`FederatedDataset`], *optional*): The training datasets of the clients.
+            trainer_kwargs (`dict[str, Any]`): Arguments of the constructor.
+            optional: Further arguments of the constructor. `None` stands for the default of the parent class.
         """
         dataset: Any = None
         if clients is not None:
@@ -130,15 +131,9 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
             dataset = clients[first] if self.prepares_data() else DatasetPlaceholder(type(self), clients)
         preparation = Preparation(dataset)
         self._preparations = [preparation]
-        optional = {
-            "args": args,
-            "data_collator": data_collator,
-            "train_dataset": dataset,
-            "eval_dataset": eval_dataset,
-        }
-        super().__init__(
-            model=model, **{name: value for name, value in optional.items() if value is not None}, **trainer_kwargs
-        )
+        optional["train_dataset"] = dataset
+        given = {name: value for name, value in optional.items() if value is not None}
+        super().__init__(model=model, **given, **trainer_kwargs)
         self._preparations = None
         isolate_gradient_state(self.accelerator)
         if self.train_dataset is not preparation.prepared:
@@ -323,17 +318,16 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
     ) -> Any:
         training_step = super().training_step
 
-        def make_task(number: int, batch: Any) -> Callable[[], torch.Tensor]:
-            def run() -> torch.Tensor:
-                federation.seed_micro_batch(client.client_id, number)
-                self.current_gradient_accumulation_steps = len(batches)
-                loss = training_step(client.model, batch, num_items)
-                client.model.boundary.finish_backward()
-                return loss
+        def run(number: int, batch: Any) -> torch.Tensor:
+            federation.seed_micro_batch(client.client_id, number)
+            self.current_gradient_accumulation_steps = len(batches)
+            loss = training_step(client.model, batch, num_items)
+            client.model.boundary.finish_backward()
+            return loss
 
-            return run
-
-        losses = federation.run_micro_batches([make_task(number, batch) for number, batch in enumerate(batches)])
+        losses = federation.run_micro_batches(
+            [functools.partial(run, number, batch) for number, batch in enumerate(batches)]
+        )
         client.model.boundary.check_targets()
         return torch.stack(losses).sum()
 
