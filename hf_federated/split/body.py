@@ -184,17 +184,16 @@ class BodyServer:
         """
         graph = self.graphs.find(messages[0])
         gradient = torch.zeros_like(graph.outputs)
-        client_gradients = split_by_client(gradient, graph.sizes)  # views of `gradient`
-        micro_batch_ids = []
+        # Views of `gradient`.
+        unset = dict(zip(graph.micro_batch_ids, split_by_client(gradient, graph.sizes), strict=True))
         for message in messages:
-            if message.micro_batch_id not in graph.micro_batch_ids or message.micro_batch_id in micro_batch_ids:
+            client_gradient = unset.pop(message.micro_batch_id, None)
+            if client_gradient is None:
                 raise ValueError(
                     f"Micro-batch {message.micro_batch_id} is not in the server batch of micro-batch "
                     f"{messages[0].micro_batch_id}, or its gradient was sent twice. Send one gradient for each "
                     "micro-batch of a server batch."
                 )
-            micro_batch_ids.append(message.micro_batch_id)
-            client_gradient = client_gradients[graph.micro_batch_ids.index(message.micro_batch_id)]
             client_gradient.copy_(self._decode_gradient(graph, message))
         num_targets = [message.num_targets for message in messages if message.num_targets is not None]
         if len(num_targets) not in (0, len(messages)):
@@ -208,7 +207,7 @@ class BodyServer:
             if self.trusts_clients:
                 graph.outputs.backward(gradient)
             else:
-                self._backward_with_check(graph, client_gradients, gradient)
+                self._backward_with_check(graph, gradient)
         received = cast(torch.Tensor, graph.inputs.grad)
         self.num_targets += sum(num_targets)
         answers = dict(zip(graph.micro_batch_ids, split_by_client(received, graph.sizes), strict=True))
@@ -221,16 +220,12 @@ class BodyServer:
             for message in messages
         ]
 
-    def _backward_with_check(
-        self, graph: ForwardGraph, client_gradients: Sequence[torch.Tensor], gradient: torch.Tensor
-    ) -> None:
+    def _backward_with_check(self, graph: ForwardGraph, gradient: torch.Tensor) -> None:
         """
         Run the backward pass of a server batch, and add the gradients to the `grad` of inputs and parameters.
 
         Args:
             graph ([`~split.server_state.ForwardGraph`]): The forward pass.
-            client_gradients (`Sequence[torch.Tensor]`): The received gradient of each client, shape
-                `(batch, sequence, hidden)`.
             gradient (`torch.Tensor`): The gradients of all clients, joined as the outputs of the forward pass are.
 
         Raises:
@@ -239,7 +234,8 @@ class BodyServer:
         trained = [parameter for parameter in self.body.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(graph.outputs, [graph.inputs, *trained], gradient, allow_unused=True)
         if not are_finite([tensor for tensor in gradients if tensor is not None]):
-            raise overflow_error(graph.client_ids, client_gradients, split_by_client(gradients[0], graph.sizes))
+            received, answers = (split_by_client(tensor, graph.sizes) for tensor in (gradient, gradients[0]))
+            raise overflow_error(graph.client_ids, received, answers)
         graph.inputs.grad = gradients[0]
         for parameter, parameter_gradient in zip(trained, gradients[1:], strict=True):
             if parameter.grad is None:

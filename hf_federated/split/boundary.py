@@ -46,7 +46,8 @@ def deliver(link: Link, message: Forward | Backward, answer_class: type[Answer])
     Send a message over a link and wait for the answer.
 
     Args:
-        link ([`Link`]): The link. The message is serialized, unless the class of the link has a method `deliver`.
+        link ([`Link`]): The link. The message is serialized, unless the class of the link has a method `deliver` and
+            no subclass replaces `exchange`.
         message ([`~split.messages.Forward`] or [`~split.messages.Backward`]): The message.
         answer_class (`type`): The class of the answer, [`~split.messages.Hidden`] or [`~split.messages.Gradient`].
 
@@ -54,17 +55,11 @@ def deliver(link: Link, message: Forward | Backward, answer_class: type[Answer])
         ValueError: If the answer is damaged, or of another class.
     """
     # Looked up in the class, because a wrapper that forwards unknown attributes would skip its own `exchange`.
-    pass_message: Callable[[Link, Forward | Backward, type[Answer]], Answer] | None = getattr(
-        type(link), "deliver", None
-    )
-    if pass_message is not None:
-        return pass_message(link, message, answer_class)
-    return answer_class.from_bytes(link.exchange(message.to_bytes()))
-
-
-def replaces_exchange(link: Link, link_class: type[Link]) -> bool:
-    """Whether the method `exchange` of a link is not the one of this class. It must then get every message."""
-    return getattr(link.exchange, "__func__", None) is not link_class.exchange
+    owner: Any = next((owner for owner in type(link).__mro__ if "deliver" in vars(owner)), None)
+    # If the link replaces the method `exchange` of this class, it must get every message.
+    if owner is None or getattr(link.exchange, "__func__", None) is not owner.exchange:
+        return answer_class.from_bytes(link.exchange(message.to_bytes()))
+    return cast(Answer, owner.deliver(link, message, answer_class))
 
 
 class LocalLink:
@@ -96,7 +91,7 @@ class LocalLink:
             message ([`~split.messages.Forward`] or [`~split.messages.Backward`]): The message.
             answer_class (`type`): The class of the answer.
         """
-        if self.watch is not None or replaces_exchange(self, LocalLink):
+        if self.watch is not None:
             return answer_class.from_bytes(self.exchange(message.to_bytes()))
         return cast(Answer, self.server.process(message))
 
@@ -266,13 +261,10 @@ class Boundary:
         Returns:
             `torch.Tensor`: Gradient of the loss with respect to the sent hidden states, of the same shape.
         """
-        client_id, step, micro_step = context.micro_batch_id
         total = self.total_targets
-        if total is None:
-            message = Backward(client_id, step, micro_step, self.wire.encode({"gradient": gradient}))
-        else:
-            summed = self.wire.encode({"gradient": gradient * total})
-            message = Backward(client_id, step, micro_step, summed, num_targets=context.num_targets)
+        encoded = self.wire.encode({"gradient": gradient if total is None else gradient * total})
+        num_targets = None if total is None else context.num_targets
+        message = Backward(*context.micro_batch_id, encoded, num_targets)
         answer = deliver(self.link, message, Gradient)
         _check_micro_batch(answer.micro_batch_id, context.micro_batch_id)
         self.squared_norm_of_body = answer.squared_norm

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from .body import BodyServer
-from .boundary import Answer, replaces_exchange
+from .boundary import Answer
 from .lockstep import LockstepRunner
 from .messages import Backward, Forget, Forward, Gradient, Hidden, Request, read_request
 
@@ -151,8 +151,6 @@ class ClientBatchLink:
         Raises:
             ValueError: If the message has the id of another client.
         """
-        if replaces_exchange(self, ClientBatchLink):
-            return answer_class.from_bytes(self.exchange(message.to_bytes()))
         return cast(Answer, self._answer(message))
 
     def _answer(self, message: Forward | Backward) -> Hidden | Gradient:

@@ -38,7 +38,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
@@ -218,10 +218,6 @@ def _sample(path: Path) -> str:
         for begin, end in sorted(tensors):
             middle = max(begin, (begin + end - SAMPLE_BYTES) // 2)
             for offset in sorted({begin, middle, max(begin, end - SAMPLE_BYTES)}):
-                digest.update(_read(file, 8 + length + offset, min(SAMPLE_BYTES, end - offset)))
+                file.seek(8 + length + offset)
+                digest.update(file.read(min(SAMPLE_BYTES, end - offset)))
     return digest.hexdigest()
-
-
-def _read(file: BinaryIO, offset: int, num_bytes: int) -> bytes:
-    file.seek(offset)
-    return file.read(num_bytes)

@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 import torch
 
+from ..codecs.row_bytes import ROW_DTYPES
 from ..messages import FlatMessage, Serializable
 from ..messages.base import kind_of
 from ..messages.serialization import unpack
@@ -282,9 +283,7 @@ def raise_problem(kind: str, problems: Mapping[str, str]) -> None:
 # that a gradient may add.
 _ROWS: dict[str, tuple[torch.dtype, ...]] = {
     "values": (torch.float32, torch.float16, torch.bfloat16),
-    "int8": (torch.uint8,),
-    "int4": (torch.uint8,),
-    "topk": (torch.uint8,),
+    **dict.fromkeys(ROW_DTYPES, (torch.uint8,)),
 }
 _ADDED: dict[str, tuple[torch.dtype, ...]] = {"mean_error": (torch.float32,)}
 

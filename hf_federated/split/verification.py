@@ -87,7 +87,7 @@ def _compare(parts: Mapping[Role, Part], model: PreTrainedModel) -> None:
     """
     ids, mask = check_batch(parts["head"])
     for name, given, tokens in (("without padding", None, torch.ones_like(mask)), ("with left padding", mask, mask)):
-        expected = _logits(model(input_ids=ids, attention_mask=given, use_cache=False))
+        expected = model(input_ids=ids, attention_mask=given, use_cache=False).logits
         _check(name, parts, expected, _run(parts, ids, given), tokens)
     caches = {role: part.new_cache() for role, part in parts.items()}
     past = None
@@ -98,7 +98,7 @@ def _compare(parts: Mapping[Role, Part], model: PreTrainedModel) -> None:
         past = output.get(CACHE_NAME)
         if past is None:  # the class has no cache
             return
-        _check("with a cache", parts, _logits(output), _run(parts, new_ids, seen, caches), mask[:, start:stop])
+        _check("with a cache", parts, output.logits, _run(parts, new_ids, seen, caches), mask[:, start:stop])
         start = stop
 
 
@@ -132,13 +132,8 @@ def _run(
     states = ids
     for role in ROLES:
         cache = None if caches is None else caches[role]
-        states = _logits(parts[role](states, mask, None, cache, use_cache=cache is not None))
+        states = parts[role](states, mask, None, cache, use_cache=cache is not None).logits
     return states
-
-
-def _logits(output: object) -> torch.Tensor:
-    logits: torch.Tensor = output.logits  # type: ignore[attr-defined]  # each model class has its own output class
-    return logits
 
 
 def check_batch(head: Part) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from peft import PeftConfig
 from transformers import PretrainedConfig, TrainingArguments
+from transformers.hf_argparser import HfArg
 
 from ..split.server_state import MAX_GRAPHS
 from ..split.wire import WIRE_DTYPES
@@ -124,41 +125,35 @@ class SplitConfig(SavedConfig):
 
     file_name: ClassVar[str] = "split_config.json"
 
-    strategy: str = field(
-        default="serial", metadata={"help": "Order in which the clients train.", "choices": list(STRATEGIES)}
+    strategy: str = HfArg(
+        default="serial", help="Order in which the clients train.", metadata={"choices": list(STRATEGIES)}
     )
-    average_every: int | None = field(
-        default=None, metadata={"help": "Optimizer steps between averages of the clients' parts (default: never)."}
+    average_every: int | None = HfArg(
+        default=None, help="Optimizer steps between averages of the clients' parts (default: never)."
     )
-    steps_per_turn: int | None = field(
-        default=None,
-        metadata={"help": "For serial: steps of a client before the next client continues (default: an epoch)."},
+    steps_per_turn: int | None = HfArg(
+        default=None, help="For serial: steps of a client before the next client continues (default: an epoch)."
     )
-    head_blocks: int = field(default=1, metadata={"help": "Number of first blocks, which the clients keep."})
-    tail_blocks: int = field(default=1, metadata={"help": "Number of last blocks, which the clients keep."})
-    wire_dtype: str = field(
+    head_blocks: int = HfArg(default=1, help="Number of first blocks, which the clients keep.")
+    tail_blocks: int = HfArg(default=1, help="Number of last blocks, which the clients keep.")
+    wire_dtype: str = HfArg(
         default="auto",
-        metadata={
-            "help": "Dtype or compression of sent hidden states and gradients.",
-            "choices": ["auto", *WIRE_DTYPES],
-        },
+        help="Dtype or compression of sent hidden states and gradients.",
+        metadata={"choices": ["auto", *WIRE_DTYPES]},
     )
-    encryption: bool = field(
-        default=False, metadata={"help": "Encrypt the messages between client and server (extra: split)."}
+    encryption: bool = HfArg(default=False, help="Encrypt the messages between client and server (extra: split).")
+    rotate_keys_every: int = HfArg(default=100, help="Steps of a client between key rotations.")
+    micro_batches_in_flight: int = HfArg(
+        default=8, help="Micro-batches of a step that a networked client sends together (at most 64)."
     )
-    rotate_keys_every: int = field(default=100, metadata={"help": "Steps of a client between key rotations."})
-    micro_batches_in_flight: int = field(
-        default=8, metadata={"help": "Micro-batches of a step that a networked client sends together (at most 64)."}
+    body_devices: list[str] | None = HfArg(
+        default=None, help="For server_hierarchical: devices of the server's bodies (default: one)."
     )
-    body_devices: list[str] | None = field(
-        default=None,
-        metadata={"help": "For server_hierarchical: devices of the server's bodies (default: one)."},
+    min_clients: ShareOrCount = HfArg(
+        default=1, help="Clients, or their share, with which a networked run continues if others fail."
     )
-    min_clients: ShareOrCount = field(
-        default=1, metadata={"help": "Clients, or their share, with which a networked run continues if others fail."}
-    )
-    split_seed: int | None = field(
-        default=None, metadata={"help": "Seed of the random numbers of the parties, such as dropout (default: seed)."}
+    split_seed: int | None = HfArg(
+        default=None, help="Seed of the random numbers of the parties, such as dropout (default: seed)."
     )
 
     def __post_init__(self) -> None:

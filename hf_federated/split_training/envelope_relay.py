@@ -128,7 +128,9 @@ class EnvelopeRelay:
                 if (resend := self.resend_request(client_id)) is not None:
                     return resend
                 if sender in self.state.finished_clients:
-                    self._remove_finished(sender, client_id)
+                    # It left without sending its parts.
+                    self.state.finished_clients.discard(sender)
+                    self.state.remove(sender, f"client {sender!r} left before it sent its parameters to {client_id!r}")
                 elif sender in self.state.removed:
                     if not self._hands_over:
                         return PeerRemovedReply(client_id, step, sender)
@@ -214,11 +216,6 @@ class EnvelopeRelay:
                 return False
             self._complete_broadcasts.add(key)
         return True
-
-    def _remove_finished(self, sender: str, client_id: str) -> None:
-        """Remove a client that finished without sending its parts."""
-        self.state.finished_clients.discard(sender)
-        self.state.remove(sender, f"client {sender!r} left before it sent its parameters to {client_id!r}")
 
     def _substitute(self, client_id: str) -> str | None:
         """Return the client that trained last and is still in the run, or `None` if it is the client itself."""

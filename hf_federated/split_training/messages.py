@@ -355,12 +355,12 @@ class PartParameters(Serializable):
     state: dict[str, torch.Tensor]
 
     def __post_init__(self) -> None:
-        raise_problem(self.kind, problems_of(self))
-        if not 0 <= self.num_rows <= MAX_NUM_EXAMPLES:
+        if type(self.num_rows) is int and not 0 <= self.num_rows <= MAX_NUM_EXAMPLES:
             raise ValueError(
                 f"{self.kind}: num_rows of client {self.client_id!r} is {self.num_rows}. It must be between 0 and "
                 f"{MAX_NUM_EXAMPLES}."
             )
+        raise_problem(self.kind, problems_of(self))
         if (not_finite := first_non_finite(self.state)) is not None:
             raise ValueError(
                 f"{self.kind}: {not_finite!r} of client {self.client_id!r} has NaN or infinite values at step "

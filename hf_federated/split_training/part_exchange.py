@@ -5,6 +5,7 @@ The clients encrypt the parts for each other. The server relays them and cannot 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,14 +93,7 @@ class PartExchange:
 
     # ---- Messages
 
-    def send(
-        self,
-        recipient: str,
-        state: Mapping[str, torch.Tensor],
-        step: int,
-        is_broadcast: bool = False,
-        raise_if_removed: bool = False,
-    ) -> None:
+    def send(self, recipient: str, state: Mapping[str, torch.Tensor], step: int, is_broadcast: bool = False) -> None:
         """
         Send parameters to another client.
 
@@ -108,17 +102,14 @@ class PartExchange:
             state (`Mapping[str, torch.Tensor]`): The parameters.
             step (`int`): Number of optimizer steps so far.
             is_broadcast (`bool`, *optional*, defaults to `False`): Whether all other clients get the parameters.
-            raise_if_removed (`bool`, *optional*, defaults to `False`): Whether to raise [`PeerRemovedError`] if the
-                other client was removed from the run.
+
+        Raises:
+            PeerRemovedError: If the other client was removed from the run.
         """
         payload = PartParameters(self.client.client_id, step, self.client.num_examples, dict(state)).to_bytes()
         encrypted = self.require_envelopes().seal(recipient, f"step {step}", payload)
         message = SendEnvelope(self.client.client_id, step, recipient, as_tensor(encrypted), is_broadcast)
-        try:
-            self.link.request(message, SendEnvelopeReply)
-        except PeerRemovedError:
-            if raise_if_removed:
-                raise
+        self.link.request(message, SendEnvelopeReply)
 
     def fetch(self, sender: str, step: int) -> PartParameters | None:
         """
@@ -165,7 +156,8 @@ class PartExchange:
                 return answer.from_bytes(blob)
             request = ResendReply.from_bytes(blob)
             for recipient in request.recipients:
-                self.send(recipient, self.client.state(), request.step)
+                with contextlib.suppress(PeerRemovedError):
+                    self.send(recipient, self.client.state(), request.step)
 
     # ---- Handover
 
@@ -182,7 +174,8 @@ class PartExchange:
             return
         (previous,), (following,) = self.participants(step - 1), self.participants(step)
         if previous == self.client.client_id != following:
-            self.send(following, self.client.state(), step)
+            with contextlib.suppress(PeerRemovedError):
+                self.send(following, self.client.state(), step)
 
     def finish(self, step: int) -> None:
         """Give all clients the parts of the last client, or the mean of all parts, after the last step."""
@@ -202,19 +195,17 @@ class PartExchange:
     def _broadcast(self, state: Mapping[str, torch.Tensor], step: int) -> None:
         for client_id in self.client_ids:
             if client_id != self.client.client_id:
-                self.send(client_id, state, step, is_broadcast=True)
+                with contextlib.suppress(PeerRemovedError):
+                    self.send(client_id, state, step, is_broadcast=True)
 
     def _load_parts(self, sender: str, step: int) -> None:
         """Load the parts of a client, or of the client that trained before it if it was removed from the run."""
         try:
-            message = self.fetch(sender, step)
-            if message is None:
-                return
-            check_handover(message, self.client.state())
+            if (message := self.fetch(sender, step)) is not None:
+                check_handover(message, self.client.state())
+                self.client.load(message.state)
         except InvalidPartsError as error:
             logger.warning(f"{error} This client continues with its own parts.")
-            return
-        self.client.load(message.state)
 
     # ---- Averages
 
@@ -230,7 +221,7 @@ class PartExchange:
                 self._average_as_leader(step)
                 break
             try:
-                self.send(leader, self.client.state(), step, raise_if_removed=True)
+                self.send(leader, self.client.state(), step)
                 message = self.fetch(leader, step)
                 if message is not None:
                     self._check_mean(message.state, leader, step)

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 
-class SplitTraining(Protocol):
-    """The methods of a split trainer that the training loop calls through a callback."""
-
-    def start_training(self) -> None:
-        """Prepare the first step."""
-
-    def end_step(self) -> None:
-        """Finish a step after the optimizers."""
-
-    def sync_model(self) -> None:
-        """Copy the trained parameters into the model."""
+if TYPE_CHECKING:
+    from .trainer_mixin import SplitMixin
 
 
 def step_arguments(args: TrainingArguments) -> TrainingArguments:
@@ -35,20 +26,14 @@ def step_arguments(args: TrainingArguments) -> TrainingArguments:
 class StepCallback(TrainerCallback):
     """Callback that runs the federation's part of a step before other callbacks see the model."""
 
-    def __init__(self, trainer: SplitTraining) -> None:
+    def __init__(self, trainer: SplitMixin) -> None:
         self._trainer = trainer
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.start_training()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.end_step()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         self._trainer.sync_model()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ ExampleBatches = list[list[int]]
 StepBatches = dict[str, list[Any]]
 
 
+@dataclass(eq=False, repr=False)
 class SplitSteps(Dataset[StepBatches]):
     """
     Dataset with one item per optimizer step: the batches of every client that takes part in the step.
@@ -46,41 +48,32 @@ class SplitSteps(Dataset[StepBatches]):
         ValueError: If a client has too few examples for a batch.
     """
 
-    def __init__(
-        self,
-        datasets: Mapping[str, Sequence[Any]],
-        collate: Mapping[str, Callable[[list[Any]], Any]],
-        batch_size: int,
-        num_batches: int,
-        *,
-        simultaneous: bool,
-        steps_per_turn: int | None,
-        seed: int,
-        shuffle: bool,
-        drop_last: bool,
-        steps_per_client: Mapping[str, int] | None = None,
-    ) -> None:
-        self.datasets = datasets
-        self.collate = collate
-        self.batch_size = batch_size
-        self.num_batches = num_batches
-        self.simultaneous = simultaneous
-        self.seed = seed
-        self.shuffle = shuffle
-        self.drop_last = drop_last
+    datasets: Mapping[str, Sequence[Any]]
+    collate: Mapping[str, Callable[[list[Any]], Any]]
+    batch_size: int
+    num_batches: int
+    _: KW_ONLY
+    simultaneous: bool
+    steps_per_turn: int | None
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    steps_per_client: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
         steps = {
-            client_id: count_steps(len(datasets[client_id]), batch_size, num_batches, drop_last)
-            for client_id in datasets
+            client_id: count_steps(len(dataset), self.batch_size, self.num_batches, self.drop_last)
+            for client_id, dataset in self.datasets.items()
         }
         too_small = [client_id for client_id, num_steps in steps.items() if not num_steps]
         if too_small:
             raise ValueError(
-                f"Client {too_small[0]!r} has {len(datasets[too_small[0]])} examples, too few for a batch of "
-                f"{batch_size} examples. Lower the batch size, or set dataloader_drop_last=False."
+                f"Client {too_small[0]!r} has {len(self.datasets[too_small[0]])} examples, too few for a batch of "
+                f"{self.batch_size} examples. Lower the batch size, or set dataloader_drop_last=False."
             )
-        steps = dict(steps if steps_per_client is None else steps_per_client)
+        steps = dict(steps if self.steps_per_client is None else self.steps_per_client)
         self.num_clients = len(steps)
-        self._plan = StepPlan(steps, simultaneous, steps_per_turn)
+        self._plan = StepPlan(steps, self.simultaneous, self.steps_per_turn)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -334,9 +335,8 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
     def _count_tokens(self, batches: StepBatches) -> None:
         if self._user_args.include_num_input_tokens_seen != "no":
             with self._arguments(self._user_args):
-                for client_batches in batches.values():
-                    for batch in client_batches:
-                        super()._track_num_input_tokens(batch)
+                for batch in itertools.chain(*batches.values()):
+                    super()._track_num_input_tokens(batch)
 
     def end_step(self) -> None:
         """Finish the step after the optimizers: average the parts if the averaging period ends."""
@@ -347,11 +347,7 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         """`Trainer.floating_point_ops`, summed over all batches of a step."""
         if self.active_run is None:
             return super().floating_point_ops(inputs)
-        return sum(
-            super(SplitMixin, self).floating_point_ops(batch)
-            for client_batches in inputs.values()
-            for batch in client_batches
-        )
+        return sum(map(super().floating_point_ops, itertools.chain(*inputs.values())))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """`Trainer.log`, with the norm of the gradients of all parties and the number of transferred bytes."""
