@@ -141,18 +141,14 @@ def check_adapter(peft_config: PeftConfig) -> LoraConfig | PrefixTuningConfig:
         raise ValueError(
             f"{type(peft_config).__name__} is not supported in a split model. Use LoRA or prefix tuning (p-tuning v2)."
         )
-    if isinstance(peft_config, PrefixTuningConfig):
-        if peft_config.modules_to_save:
-            raise ValueError(
-                f"modules_to_save={peft_config.modules_to_save!r} of a PrefixTuningConfig is not supported in a split "
-                "model. Remove it."
-            )
-        return peft_config
-    default_config = LoraConfig()
-    for field in dataclasses.fields(peft_config):
-        value, default = getattr(peft_config, field.name), getattr(default_config, field.name, None)
-        if field.name not in _LORA_SETTINGS and value and value != default:
-            raise ValueError(f"{field.name}={value!r} of a LoraConfig is not supported in a split model. Remove it.")
+    is_lora = isinstance(peft_config, LoraConfig)
+    names = [field.name for field in dataclasses.fields(peft_config)] if is_lora else ["modules_to_save"]
+    kind = LoraConfig if is_lora else PrefixTuningConfig
+    default_config = kind()
+    for name in names:
+        value = getattr(peft_config, name)
+        if name not in _LORA_SETTINGS and value and value != getattr(default_config, name, None):
+            raise ValueError(f"{name}={value!r} of a {kind.__name__} is not supported in a split model. Remove it.")
     return peft_config
 
 

@@ -38,7 +38,7 @@ class Link(Protocol):
         """
 
     def end_step(self) -> None:
-        """Notify the link that an optimizer step ended."""
+        """Notify the link that an optimizer step ended. By default, do nothing."""
 
 
 def deliver(link: Link, message: Forward | Backward, answer_class: type[Answer]) -> Answer:
@@ -62,7 +62,7 @@ def deliver(link: Link, message: Forward | Backward, answer_class: type[Answer])
     return cast(Answer, owner.deliver(link, message, answer_class))
 
 
-class LocalLink:
+class LocalLink(Link):
     """
     A link to a server in the same process.
 
@@ -94,9 +94,6 @@ class LocalLink:
         if self.watch is not None:
             return answer_class.from_bytes(self.exchange(message.to_bytes()))
         return cast(Answer, self.server.process(message))
-
-    def end_step(self) -> None:
-        """Do nothing at the end of an optimizer step."""
 
 
 class Boundary:

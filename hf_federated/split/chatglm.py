@@ -22,10 +22,10 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PretrainedConfig
 
-from .layouts import AttentionInputs, Layout, PastKeyValues
+from .layouts import AttentionInputs, BlockRunner, Layout, PastKeyValues
 
 
-class ChatGlmRunner:
+class ChatGlmRunner(BlockRunner):
     """
     Runs the blocks of ChatGLM-6B, the first generation: a prefix language model with two-dimensional positions.
 
@@ -34,9 +34,6 @@ class ChatGlmRunner:
     GLM, section 2.2). In the context, the first position is the index of the token, and the second position is 0. From
     the start token on, the first position is the index of the mask token, and the second position counts from 1.
     """
-
-    def check_model(self, model: nn.Module) -> None:
-        """Accept any model: the config already identifies the first generation."""
 
     def attention_inputs(
         self, config: PretrainedConfig, input_ids: torch.Tensor, inputs: AttentionInputs, seen: int = 0
@@ -86,7 +83,11 @@ class ChatGlmRunner:
         Raises:
             ValueError: If context lengths or positions are missing, or an attention mask is given.
         """
-        _checked_context_lengths(inputs)
+        if inputs.context_lengths is None or inputs.position_ids is None or inputs.attention_mask is not None:
+            raise ValueError(
+                "ChatGLM-6B requires context_lengths and position_ids, and does not support an attention mask. Pass "
+                "the inputs that the runner computed from the token ids."
+            )
 
     def run(
         self,
@@ -97,11 +98,12 @@ class ChatGlmRunner:
         past: PastKeyValues | None = None,
     ) -> torch.Tensor:
         """Run the blocks of a part."""
-        context_lengths = _checked_context_lengths(inputs)
+        self.check(inputs)
         if not blocks:
             return states
         later = _is_later(states.shape[1], past, states.device)  # (sequence, seen + sequence)
-        in_context = torch.arange(later.shape[1], device=states.device) < context_lengths.view(-1, 1, 1)
+        context_lengths = cast(torch.Tensor, inputs.context_lengths).view(-1, 1, 1)
+        in_context = torch.arange(later.shape[1], device=states.device) < context_lengths
         masked = _with_prefix(later & ~in_context, past)
         layers = model.get_submodule("transformer.layers")
         hidden = states.transpose(0, 1)
@@ -119,7 +121,7 @@ class ChatGlmRunner:
         return hidden.transpose(0, 1)
 
 
-class ChatGlm2Runner:
+class ChatGlm2Runner(BlockRunner):
     """Runs the blocks of ChatGLM2-6B and ChatGLM3-6B: causal, with one rotary table for all blocks."""
 
     def check_model(self, model: nn.Module) -> None:
@@ -141,12 +143,6 @@ class ChatGlm2Runner:
                 "checkpoint for GlmForCausalLM of `transformers` (such as THUDM/glm-4-9b-chat-hf), or pass `layout` "
                 "to SplitModel.from_model."
             )
-
-    def attention_inputs(
-        self, config: PretrainedConfig, input_ids: torch.Tensor, inputs: AttentionInputs, seen: int = 0
-    ) -> AttentionInputs:
-        """Return the inputs unchanged."""
-        return inputs
 
     def key_value_heads(self, config: PretrainedConfig) -> tuple[int, int]:
         """Return the number and the size of the key/value heads. With grouped queries a group has one head."""
@@ -199,16 +195,6 @@ class ChatGlm2Runner:
             if past is not None and past.update_cache:
                 _append(past.cache, index, present)
         return hidden.transpose(0, 1)
-
-
-def _checked_context_lengths(inputs: AttentionInputs) -> torch.Tensor:
-    """Return the context lengths that ChatGLM-6B requires, and check the other inputs."""
-    if inputs.context_lengths is None or inputs.position_ids is None or inputs.attention_mask is not None:
-        raise ValueError(
-            "ChatGLM-6B requires context_lengths and position_ids, and does not support an attention mask. Pass the "
-            "inputs that the runner computed from the token ids."
-        )
-    return inputs.context_lengths
 
 
 def _is_later(length: int, past: PastKeyValues | None, device: torch.device) -> torch.Tensor:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from .body import BodyServer
-from .boundary import Answer
+from .boundary import Answer, Link
 from .lockstep import LockstepRunner
 from .messages import Backward, Forget, Forward, Gradient, Hidden, Request, read_request
 
@@ -25,7 +25,7 @@ from .messages import Backward, Forget, Forward, Gradient, Hidden, Request, read
 T = TypeVar("T")
 
 
-class ClientBatchRunner:
+class ClientBatchRunner(LockstepRunner):
     """
     Runs the clients of one server step and answers their messages together.
 
@@ -57,8 +57,8 @@ class ClientBatchRunner:
     """
 
     def __init__(self, server: BodyServer) -> None:
+        super().__init__(self._run_server)
         self.server = server
-        self._lockstep = LockstepRunner(self._run_server)
 
     def link(self, client_id: str) -> ClientBatchLink:
         """Create a client's link to the server."""
@@ -84,20 +84,11 @@ class ClientBatchRunner:
         """
         num_targets = self.server.num_targets
         try:
-            return self._lockstep.run(work)
+            return super().run(work)
         except BaseException:
             self.server.num_targets = num_targets
             self.server.drop_micro_batches(work)
             raise
-
-    def is_running(self, client_id: str) -> bool:
-        """Whether the work of a client is in progress."""
-        return self._lockstep.is_active(client_id)
-
-    def exchange(self, client_id: str, message: Forward | Backward) -> Hidden | Gradient:
-        """Wait at the cut layer until all clients have sent a message, and return the server's answer."""
-        answer: Hidden | Gradient = self._lockstep.exchange(client_id, message)
-        return answer
 
     def _run_server(self, messages: Sequence[Any]) -> Sequence[Hidden | Gradient]:
         if all(isinstance(message, Forward) for message in messages):
@@ -111,7 +102,7 @@ class ClientBatchRunner:
         )
 
 
-class ClientBatchLink:
+class ClientBatchLink(Link):
     """
     A client's link to a server that answers several clients together.
 
@@ -157,7 +148,8 @@ class ClientBatchLink:
         self._check_client(message)
         if not self.runner.is_running(self.client_id):
             return self.runner.server.process(message)
-        return self.runner.exchange(self.client_id, message)
+        answer: Hidden | Gradient = self.runner.exchange(self.client_id, message)
+        return answer
 
     def _check_client(self, message: Request) -> None:
         if message.client_id != self.client_id:
@@ -165,6 +157,3 @@ class ClientBatchLink:
                 f"The link of client {self.client_id!r} got a message of client {message.client_id!r}. Use a separate "
                 "link for each client."
             )
-
-    def end_step(self) -> None:
-        """Do nothing at the end of an optimizer step."""

@@ -124,10 +124,9 @@ class ModelFingerprint:
         local_files = sorted(file_name for file_name in set(weight_map.values()) if (folder / file_name).is_file())
         if not local_files:
             raise ValueError(f"This machine has no weights of {os.fspath(name)}. Load this party's parts first.")
-        with open(folder / CONFIG_NAME, encoding="utf-8") as file:
-            config = {key: value for key, value in json.load(file).items() if key not in _VOLATILE}
+        config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
         return cls(
-            config,
+            {key: value for key, value in config.items() if key not in _VOLATILE},
             hashlib.sha256(json.dumps(sorted(weight_map.items())).encode()).hexdigest(),
             {file_name: _sample(folder / file_name) for file_name in local_files},
             {file_name: sha256_of_file(folder / file_name) for file_name in local_files} if whole_files else {},
@@ -174,11 +173,10 @@ class ModelFingerprint:
             if self.commit is not None and self.commit == other.commit:
                 return []
             files = format_difference("weight files", sorted(self.samples)[:3], sorted(other.samples)[:3], names)
-            advice = (
-                "the parties have no file in common, so their revisions cannot be compared: pass the same commit= on "
-                "both sides"
-            )
-            return [f"{files} ({advice})"]
+            return [
+                f"{files} (the parties have no file in common, so their revisions cannot be compared: pass the same "
+                "commit= on both sides)"
+            ]
         if self.weight_map != other.weight_map:
             return [format_difference("the weight map", self.weight_map[:12], other.weight_map[:12], names)]
         return _different_files(self.samples, other.samples, names) or _different_files(
@@ -199,8 +197,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return {"": SAFE_WEIGHTS_NAME}
-    with open(index, encoding="utf-8") as file:
-        return dict(json.load(file)["weight_map"])
+    return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
 
 
 def _sample(path: Path) -> str:

@@ -62,7 +62,7 @@ class BlockRunner(Protocol):
 
     def check_model(self, model: nn.Module) -> None:
         """
-        Check properties of a model that its config does not define.
+        Check properties of a model that its config does not define. By default, accept any model.
 
         Args:
             model (`torch.nn.Module`): The head, possibly on the meta device.
@@ -75,7 +75,7 @@ class BlockRunner(Protocol):
         self, config: PretrainedConfig, input_ids: torch.Tensor, inputs: AttentionInputs, seen: int = 0
     ) -> AttentionInputs:
         """
-        Compute the inputs of all blocks from the token ids, which only the client has.
+        Compute the inputs of all blocks from the token ids, which only the client has. By default, return `inputs`.
 
         Args:
             config (`PretrainedConfig`): The config of the full model.
@@ -83,6 +83,7 @@ class BlockRunner(Protocol):
             inputs ([`AttentionInputs`]): The inputs that the caller passed.
             seen (`int`, *optional*, defaults to `0`): Number of tokens that a cache holds.
         """
+        return inputs
 
     def key_value_heads(self, config: PretrainedConfig) -> tuple[int, int]:
         """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -131,8 +131,7 @@ def _weight_map(name: str, **kwargs: Any) -> dict[str, str]:
     """Map the names of the stored weights to file names."""
     index = _file(name, SAFE_WEIGHTS_INDEX_NAME, optional=True, **kwargs)
     if index is not None:
-        with open(index, encoding="utf-8") as file:
-            return dict(json.load(file)["weight_map"])
+        return dict(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
     single = _file(name, SAFE_WEIGHTS_NAME, optional=True, **kwargs)
     if single is None:
         raise ValueError(
@@ -144,9 +143,6 @@ def _weight_map(name: str, **kwargs: Any) -> dict[str, str]:
 
 
 def _file(name: str, file_name: str, optional: bool = False, **kwargs: Any) -> Any:
-    if os.path.isdir(name):
-        path = os.path.join(name, file_name)
-        return path if os.path.isfile(path) or not optional else None
     return cached_file(name, file_name, _raise_exceptions_for_missing_entries=not optional, **kwargs)
 
 

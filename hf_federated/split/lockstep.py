@@ -40,7 +40,7 @@ class LockstepRunner:
         self._messages: dict[str, Any] = {}
         self._answers: dict[str, Any] = {}
 
-    def is_active(self, name: str) -> bool:
+    def is_running(self, name: str) -> bool:
         """Whether the function of this name is running."""
         return name in self._active
 

@@ -196,9 +196,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
         Args:
             requested_experts (`str`, *optional*): The experts implementation of the config.
         """
-        if requested_experts is None:
-            return super().get_correct_experts_implementation(None)
-        return requested_experts
+        return super().get_correct_experts_implementation(None) if requested_experts is None else requested_experts
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         """

@@ -24,7 +24,9 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
 
+from ..messages.validation import first_non_finite
 from .adapters import adapter_state, add_adapter, full_peft_config, load_adapter, merge_adapters, save_weights
+from .comparison import PARTY_SPECIFIC
 from .conversion import find_conversions, to_checkpoint
 from .cut import ROLES, Cut
 from .parts import Part
@@ -32,17 +34,7 @@ from .parts import Part
 
 PARTS_NAME = "split_parts.json"
 _ADAPTER_CONFIG_NAME = "adapter_config.json"
-# Config settings that may differ between parties.
-_PARTY_SPECIFIC = {
-    "base_model_name_or_path",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "peft_version",
-    "revision",
-    "transformers_version",
-    "use_cache",
-}
+_PARTY_SPECIFIC = PARTY_SPECIFIC | {"peft_version"}
 
 
 def save_parts(
@@ -207,9 +199,8 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
     for path, description in parties:
         state = states[path]
         _check_weights(path, description, state)
-        not_finite = sorted(name for name, value in state.items() if not value.isfinite().all())
-        if not_finite:
-            raise ValueError(f"{path}: {not_finite[0]} has values that are not finite. Save the parts again.")
+        if (not_finite := first_non_finite(state)) is not None:
+            raise ValueError(f"{path}: {not_finite} has values that are not finite. Save the parts again.")
     merged = merge_adapters(states.values(), shared["cut"].num_blocks) if adapter else _merge_weights(states)
     for name in copied:
         (output / name).parent.mkdir(parents=True, exist_ok=True)
@@ -328,14 +319,13 @@ def _check_weights(path: Path, description: Mapping[str, Any], state: Mapping[st
     else:
         expected = {name: value.shape for name, value in full_state_dict(parts, config).items()}
     found = {name: value.shape for name, value in state.items()}
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if wrong:
-        name = wrong[0]
-        shapes = [tuple(by_name[name]) if name in by_name else "none" for by_name in (found, expected)]
-        raise ValueError(
-            f"The weights in {path} do not match its {PARTS_NAME}: {name} has shape {shapes[0]}, but the parts need "
-            f"shape {shapes[1]}. Save the parts again."
-        )
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            shapes = [tuple(by_name[name]) if name in by_name else "none" for by_name in (found, expected)]
+            raise ValueError(
+                f"The weights in {path} do not match its {PARTS_NAME}: {name} has shape {shapes[0]}, but the parts "
+                f"need shape {shapes[1]}. Save the parts again."
+            )
 
 
 def _config(path: Path) -> PretrainedConfig | None:

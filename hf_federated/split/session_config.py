@@ -62,7 +62,7 @@ class SplitSessionConfig:
             "adapter": None if self.adapter is None else describe_adapter(self.adapter),
             "more": dict(self.more),
         }
-        return dict(json.loads(json.dumps(described, default=_as_json)))
+        return dict(json.loads(json.dumps(described, default=as_json)))
 
     def differences(self, theirs: Any) -> list[str]:
         """
@@ -79,8 +79,8 @@ class SplitSessionConfig:
             raise ValueError(f"A session config must be a dictionary with the fields {sorted(settings)}.")
         names = ("at the server", "at the client")
         found = self.model.differences(ModelFingerprint.from_dict(theirs["model"]), names)
-        keys = [key for key in settings if key != "model"]
-        return found + differences({key: settings[key] for key in keys}, {key: theirs[key] for key in keys}, "", names)
+        ours, others = ({**values, "model": None} for values in (settings, theirs))
+        return found + differences(ours, others, "", names)
 
 
 def describe_adapter(config: PeftConfig) -> dict[str, Any]:
@@ -98,6 +98,6 @@ def describe_adapter(config: PeftConfig) -> dict[str, Any]:
     return {"peft_type": config.peft_type, **{key: value for key, value in given.items() if value != default.get(key)}}
 
 
-def _as_json(value: Any) -> Any:
-    """Convert a value that JSON does not support."""
+def as_json(value: Any) -> Any:
+    """Convert a value that JSON does not support. Sets are sorted, so that a digest is reproducible."""
     return sorted(value) if isinstance(value, (set, frozenset)) else str(value)

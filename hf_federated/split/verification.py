@@ -58,10 +58,12 @@ def verify_parts(parts: Mapping[Role, Part], config: PretrainedConfig, model: Pr
     Raises:
         ValueError: If a difference is larger than rounding explains.
     """
+    head = parts["head"]
     devices = {parameter.device for part in parts.values() for parameter in part.parameters()}
-    if parts["head"].layout.runner is not None or len(devices) > 1 or torch.device("meta") in devices:
+    if head.layout.runner is not None or len(devices) > 1 or torch.device("meta") in devices:
         return
-    key = _key(parts, config)
+    # What decides how the parts compute.
+    key = type(head.model), repr(config.to_dict()), repr(head.layout), head.cut, head.dtype
     if key in verified:
         return
     if model is None:
@@ -199,9 +201,3 @@ def _unrounded_buffers(parts: Iterable[Part], model: nn.Module) -> Iterator[tupl
             rounded = buffers.get(original, buffer)
             if rounded.dtype != buffer.dtype and torch.equal(buffer.to(rounded.dtype), rounded):
                 yield *get_module_from_name(model, original), buffer
-
-
-def _key(parts: Mapping[Role, Part], config: PretrainedConfig) -> tuple[object, ...]:
-    """Return what decides how the parts compute."""
-    head = parts["head"]
-    return type(head.model), repr(config.to_dict()), repr(head.layout), head.cut, head.dtype

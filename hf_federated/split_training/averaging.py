@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from transformers.utils import logging
@@ -34,58 +34,44 @@ class InvalidPartsError(ValueError):
     """Raised if the parameters of another client cannot be used."""
 
 
-class PartAverage:
+def average_parts(
+    messages: Iterable[PartParameters], own: PartParameters, start: State, max_examples: int
+) -> dict[str, torch.Tensor]:
     """
-    Mean of the parts of several clients.
+    Return the mean of the parts of several clients, weighted by the number of examples.
+
+    Clients that claim too many examples or changed the parameters too much are left out.
 
     Args:
+        messages (`Iterable[PartParameters]`): The parts of all clients, in the order of the sum.
+        own ([`PartParameters`]): The parts of the client that averages, which are among `messages`.
         start (`Mapping[str, torch.Tensor]`): The parameters at the start of the averaging period, equal for all
             clients. Empty if it is not known: the changes are then not checked.
         max_examples (`int`): Number of examples that a client can have trained in the period.
-        own ([`PartParameters`]): The parts of the client that averages.
     """
-
-    def __init__(self, start: State, max_examples: int, own: PartParameters) -> None:
-        self._start = start
-        self._max_examples = max_examples
-        self._own_id = own.client_id
-        self._messages = {own.client_id: own}
-
-    def add(self, message: PartParameters) -> None:
-        """Add the parts of a client, unless it claims too many examples."""
-        if message.num_rows > self._max_examples:
+    accepted: dict[str, PartParameters] = {}
+    for message in messages:
+        if message is own or message.num_rows <= max_examples:
+            accepted[message.client_id] = message
+        else:
             logger.warning(
                 f"The average is computed without client {message.client_id!r}, which claims {message.num_rows} "
-                f"examples since the last average. Its steps have at most {self._max_examples}."
+                f"examples since the last average. Its steps have at most {max_examples}."
             )
-            return
-        self._messages[message.client_id] = message
-
-    def finalize(self, client_ids: Sequence[str]) -> dict[str, torch.Tensor]:
-        """
-        Return the mean, weighted by the number of examples.
-
-        Args:
-            client_ids (`Sequence[str]`): The clients, in the order of the sum.
-        """
-        changes = {
-            name: change_norm(message.state, self._start) for name, message in self._messages.items() if self._start
-        }
-        for client_id, change in changes.items():
-            others = [value for name, value in changes.items() if name != client_id]
-            limit = change_limit(max(statistics.median_low(others or [0.0]), changes[self._own_id]))
-            if client_id != self._own_id and limit is not None and not change <= limit:
-                logger.warning(
-                    f"The average is computed without client {client_id!r}, whose parameters changed by {change:.3g} "
-                    f"since the last average. At most {limit:.3g} is expected from the changes of the other clients."
-                )
-                del self._messages[client_id]
-        weights = averaging_weights({name: message.num_rows for name, message in self._messages.items()})
-        mean = WeightedMean()
-        for client_id in client_ids:
-            if client_id in weights:
-                mean.add(self._messages[client_id].state, weights[client_id])
-        return mean.finalize()
+    changes = {name: change_norm(message.state, start) for name, message in accepted.items() if start}
+    for client_id, change in changes.items():
+        others = [value for name, value in changes.items() if name != client_id]
+        limit = change_limit(max(statistics.median_low(others or [0.0]), changes[own.client_id]))
+        if client_id != own.client_id and limit is not None and not change <= limit:
+            logger.warning(
+                f"The average is computed without client {client_id!r}, whose parameters changed by {change:.3g} "
+                f"since the last average. At most {limit:.3g} is expected from the changes of the other clients."
+            )
+            del accepted[client_id]
+    mean = WeightedMean()
+    for client_id, weight in averaging_weights({name: item.num_rows for name, item in accepted.items()}).items():
+        mean.add(accepted[client_id].state, weight)
+    return mean.finalize()
 
 
 def change_norm(state: State, start: State) -> float:

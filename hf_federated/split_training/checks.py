@@ -36,18 +36,14 @@ def as_split_model(model: Any, config: SplitConfig) -> SplitModel:
         ValueError: If `model` is missing, cannot be split, or is split differently from the config.
     """
     if isinstance(model, SplitModel):
-        for name in ("head_blocks", "tail_blocks"):
-            model_value, config_value = getattr(model.cut, name), getattr(config, name)
-            if model_value != config_value:
+        values = {**vars(model.cut), "wire_dtype": model.boundary.wire.dtype}
+        for name in ("head_blocks", "tail_blocks", "wire_dtype"):
+            expected = getattr(config, name)
+            if expected not in ("auto", values[name]):
                 raise ValueError(
-                    f"The SplitModel has {name}={model_value}, but SplitConfig has {name}={config_value}. Set equal "
+                    f"The SplitModel has {name}={values[name]}, but SplitConfig has {name}={expected}. Set equal "
                     "values, or pass the full model."
                 )
-        if config.wire_dtype not in ("auto", model.boundary.wire.dtype):
-            raise ValueError(
-                f"The SplitModel has wire_dtype={model.boundary.wire.dtype}, but SplitConfig has "
-                f"wire_dtype={config.wire_dtype}. Set equal values, or pass the full model."
-            )
         return model
     if not isinstance(model, (PreTrainedModel, PeftModel)):
         raise ValueError(

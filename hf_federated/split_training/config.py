@@ -16,7 +16,9 @@ from peft import PeftConfig
 from transformers import PretrainedConfig, TrainingArguments
 from transformers.hf_argparser import HfArg
 
+from ..split.comparison import PARTY_SPECIFIC
 from ..split.server_state import MAX_GRAPHS
+from ..split.session_config import as_json
 from ..split.wire import WIRE_DTYPES
 from ..utils.fields import ShareOrCount
 from ..utils.saved_config import SavedConfig
@@ -51,19 +53,7 @@ SHARED_ARGUMENTS = (
     "weight_decay",
 )
 # Config fields that saving, loading or `Trainer` changes. `Trainer` copies the special tokens of the tokenizer.
-_VOLATILE = {
-    "_name_or_path",
-    "base_model_name_or_path",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "inference_mode",
-    "pad_token_id",
-    "revision",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
+_VOLATILE = PARTY_SPECIFIC | {"_name_or_path", "dtype", "inference_mode", "torch_dtype"}
 
 
 @dataclass
@@ -177,13 +167,11 @@ class SplitConfig(SavedConfig):
                 f"{MAX_GRAPHS}."
             )
         self._check_devices()
-        share_or_count = self.min_clients
-        if not (type(share_or_count) is int and share_or_count >= 1) and not (
-            type(share_or_count) is float and 0 < share_or_count <= 1
-        ):
+        is_count = type(self.min_clients) is int and self.min_clients >= 1
+        if not is_count and not (type(self.min_clients) is float and 0 < self.min_clients <= 1):
             raise ValueError(
-                f"min_clients={share_or_count!r}, but it must be a number of clients (2) or a share (0.5) of at most "
-                "1.0."
+                f"min_clients={self.min_clients!r}, but it must be a number of clients (2) or a share (0.5) of at "
+                "most 1.0."
             )
         if type(self.head_blocks) is not int or self.head_blocks < 0:
             raise ValueError(f"head_blocks={self.head_blocks!r}, but it must be a number of blocks, at least 0.")
@@ -242,6 +230,10 @@ class SplitConfig(SavedConfig):
             )
         return self.min_clients
 
+    def ends_period(self, num_steps: int) -> bool:
+        """Whether the clients average their parts after this number of optimizer steps."""
+        return self.average_every is not None and num_steps % self.average_every == 0
+
     @property
     def hands_over(self) -> bool:
         """Whether each client continues with the head and tail of the previous client."""
@@ -281,11 +273,7 @@ def run_digest(
         **run_settings(split, args),
         "adapter": None if adapter is None else _without_volatile(adapter.to_dict()),
     }
-    # JSON has no enums and sets. Sets are sorted so that the digest is reproducible.
-    text = json.dumps(
-        settings, sort_keys=True, default=lambda value: sorted(value) if isinstance(value, set) else str(value)
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(settings, sort_keys=True, default=as_json).encode()).hexdigest()
 
 
 def run_and_step(

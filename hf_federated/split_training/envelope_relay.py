@@ -52,8 +52,7 @@ class EnvelopeRelay:
 
     def __init__(self, state: RunState, split: SplitConfig, deadline: float | None) -> None:
         self.state = state
-        self._hands_over = split.hands_over
-        self._average_every = split.average_every
+        self._split = split
         self._deadline = deadline
         self.waiting_clients: dict[str, tuple[str, int]] = {}
         self.trained_clients: list[str] = []
@@ -132,7 +131,7 @@ class EnvelopeRelay:
                     self.state.finished_clients.discard(sender)
                     self.state.remove(sender, f"client {sender!r} left before it sent its parameters to {client_id!r}")
                 elif sender in self.state.removed:
-                    if not self._hands_over:
+                    if not self._split.hands_over:
                         return PeerRemovedReply(client_id, step, sender)
                     substitute = self._substitute(client_id)
                     if substitute is not None:
@@ -161,11 +160,11 @@ class EnvelopeRelay:
         """
         self._check_undelivered(client_id, sender, step)
         is_sent, is_last = 0 < step <= self.last_step, step == self.last_step
-        if is_sent and self._hands_over:
+        if is_sent and self._split.hands_over:
             is_sent = sender in self._participants(step - 1) and (is_last or client_id in self._participants(step))
         elif is_sent:
             # The first active client averages the parts of all clients.
-            is_average = is_last or (self._average_every is not None and step % self._average_every == 0)
+            is_average = is_last or self._split.ends_period(step)
             is_sent = is_average and (self._may_average(sender) or self._may_average(client_id))
         if not is_sent:
             raise ValueError(

@@ -100,7 +100,42 @@ class ClientParty(Party):
         self.num_examples = 0
 
 
-class SplitFederation:
+class Federation:
+    """
+    Base class of [`SplitFederation`] and [`~split_training.networked_client.NetworkedFederation`].
+
+    Args:
+        model ([`SplitModel`]): The model of the run.
+        config ([`SplitConfig`]): Strategy, averaging and encryption.
+        seed (`int`): Seed of the random numbers that the parties draw.
+        ledger ([`Ledger`]): Records the transferred bytes, by optimizer step.
+
+    Attributes:
+        step (`int`): Number of completed optimizer steps.
+    """
+
+    def __init__(self, model: SplitModel, config: SplitConfig, seed: int, ledger: Ledger) -> None:
+        self.model = model
+        self.config = config
+        self.seed = seed
+        self.ledger = ledger
+        self.step = 0
+
+    def _record_bytes(self, client_id: str, bytes_up: int, bytes_down: int) -> None:
+        self.ledger.record(self.step, client_id, bytes_down=bytes_down, bytes_up=bytes_up)
+
+    def seed_micro_batch(self, client_id: str, micro_batch: int) -> None:
+        """
+        Seed the random numbers of a micro-batch.
+
+        Args:
+            client_id (`str`): The client.
+            micro_batch (`int`): Number of the micro-batch in the step, from 0.
+        """
+        seed_generators(seed_of_micro_batch(self.seed, client_id, self.step, micro_batch))
+
+
+class SplitFederation(Federation):
     """
     All parties of a run.
 
@@ -116,11 +151,7 @@ class SplitFederation:
     def __init__(
         self, model: SplitModel, client_ids: Sequence[str], config: SplitConfig, seed: int, ledger: Ledger
     ) -> None:
-        self.model = model
-        self.config = config
-        self.seed = seed
-        self.ledger = ledger
-        self.step = 0
+        super().__init__(model, config, seed, ledger)
         # The client that trained last. With `hands_over` the next client continues with the parts of this client.
         self.last_client: str | None = None
         self._identity = Identity.generate(SERVER) if config.encryption else None
@@ -143,17 +174,13 @@ class SplitFederation:
         link: Link = LocalLink(server) if self._client_batch is None else self._client_batch.link(client_id)
         if self._identity is not None:
             link = with_encryption(link, client_id, self._identity, self.config.rotate_keys_every)
-        boundary = Boundary(
-            with_byte_counting(link, client_id, self._record_bytes), self.model.boundary.wire, client_id
-        )
+        link = with_byte_counting(link, client_id, self._record_bytes)
+        boundary = Boundary(link, self.model.boundary.wire, client_id)
         boundary.defers_backward = self._client_batch is not None
         client = SplitModel(self.model.config, head, tail, boundary)
         client.adapter_config = self.model.adapter_config
         client.generation_config = self.model.generation_config
         return client.train(self.model.training)
-
-    def _record_bytes(self, client_id: str, bytes_up: int, bytes_down: int) -> None:
-        self.ledger.record(self.step, client_id, bytes_down=bytes_down, bytes_up=bytes_up)
 
     @property
     def parties(self) -> dict[str, Party]:
@@ -212,16 +239,6 @@ class SplitFederation:
         total_weight = sum(weights.values())
         return torch.stack([losses[name] * (weight / total_weight) for name, weight in weights.items()]).sum()
 
-    def seed_micro_batch(self, client_id: str, micro_batch: int) -> None:
-        """
-        Seed the random numbers of a micro-batch.
-
-        Args:
-            client_id (`str`): The client.
-            micro_batch (`int`): Number of the micro-batch in the step, from 0.
-        """
-        seed_generators(seed_of_micro_batch(self.seed, client_id, self.step, micro_batch))
-
     def run_micro_batches(self, functions: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """
         Run the forward and backward passes of the micro-batches of a client in a step, one after the other.
@@ -257,8 +274,7 @@ class SplitFederation:
             num_steps (`int`): Number of completed optimizer steps.
         """
         self.step = num_steps
-        average_every = self.config.average_every
-        if average_every is not None and num_steps % average_every == 0:
+        if self.config.ends_period(num_steps):
             self.average()
 
     def average(self) -> None:

@@ -174,11 +174,8 @@ def _resolve_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-class _UnconnectedLink:
+class _UnconnectedLink(Link):
     """Link of a client that is not connected to a server yet."""
 
     def exchange(self, blob: bytes) -> bytes:
         raise ValueError("This client is not connected to a server yet. Set model.boundary.link.")
-
-    def end_step(self) -> None:
-        """Do nothing."""

@@ -13,10 +13,10 @@ from ..messages.ledger import Ledger
 from ..security.encrypted_link import EncryptedLink
 from ..security.peer_envelopes import PeerEnvelopes
 from ..split.model import SplitModel
-from ..utils.random import isolated_rng, seed_generators
+from ..utils.random import isolated_rng
 from .checks import check_same_run
 from .config import SplitConfig
-from .in_process import ClientParty, TrainClient, seed_of_micro_batch
+from .in_process import ClientParty, Federation, SplitFederation, TrainClient
 from .link_wrappers import with_byte_counting
 from .messages import (
     BeginStep,
@@ -39,7 +39,7 @@ from .step_plan import StepPlan
 logger = logging.get_logger(__name__)
 
 
-class NetworkedFederation:
+class NetworkedFederation(Federation):
     """
     A networked run on one client. It has the interface of [`SplitFederation`].
 
@@ -69,17 +69,12 @@ class NetworkedFederation:
         envelopes: PeerEnvelopes | None,
         examples_per_step: int,
     ) -> None:
-        self.model = model
-        self.config = config
-        self.seed = seed
-        self.ledger = ledger
+        super().__init__(model, config, seed, ledger)
         self.client_id = model.boundary.client_id
-        self.step = 0
         self.num_late = 0
         self._is_sealed = isinstance(model.boundary.link, EncryptedLink)
-        self.link = RunLink(
-            with_byte_counting(model.boundary.link, self.client_id, self._record_bytes), self.client_id
-        )
+        link = with_byte_counting(model.boundary.link, self.client_id, self._record_bytes)
+        self.link = RunLink(link, self.client_id)
         self._micro_batches = MicroBatchRunner(self.link, model)
         model.boundary.link = MicroBatchLink(self.link, self._micro_batches)
         model.boundary.defers_backward = config.strategy == "client_batch"
@@ -91,9 +86,6 @@ class NetworkedFederation:
         self._all_losses: list[float] = []
         self._is_late = False
         self._has_left = False
-
-    def _record_bytes(self, client_id: str, bytes_up: int, bytes_down: int) -> None:
-        self.ledger.record(self.step, client_id, bytes_down=bytes_down, bytes_up=bytes_up)
 
     def join(self, digest: str, num_steps: int, checkpoints: Sequence[int]) -> int:
         """
@@ -194,10 +186,6 @@ class NetworkedFederation:
         self._recent_losses.append(loss.detach())
         return loss
 
-    def seed_micro_batch(self, client_id: str, micro_batch: int) -> None:
-        """Seed the random numbers of a micro-batch, as [`SplitFederation.seed_micro_batch`]."""
-        seed_generators(seed_of_micro_batch(self.seed, client_id, self.step, micro_batch))
-
     def replace_logged_losses(self, logs: dict[str, float]) -> None:
         """
         Replace the logged losses by means over the steps in which this client took part.
@@ -268,8 +256,7 @@ class NetworkedFederation:
         if num_steps == parts.max_steps or self.client_id not in parts.participants(num_steps):
             # The other clients wait for the end of the step.
             self.link.flush()
-        average_every = self.config.average_every
-        if average_every is not None and num_steps % average_every == 0:
+        if self.config.ends_period(num_steps):
             parts.average(num_steps)
         parts.hand_over(num_steps)
         if num_steps == parts.max_steps:
@@ -314,3 +301,6 @@ class NetworkedFederation:
         expected = {"config": self.config.shared_settings(), "client_id": self.client_id, "clients": clients}
         check_same_run(state, expected)
         self.client.num_examples = state["num_rows"]
+
+
+AnyFederation = SplitFederation | NetworkedFederation

@@ -234,11 +234,8 @@ def create_optimizers(parties: Iterable[Party], args: TrainingArguments, max_ste
     for party in parties:
         if not party.trained_parameters():
             continue
-        trainer = Trainer(_PlaceholderModel(), args)
+        # The trainer only creates optimizers for other modules.
+        trainer = Trainer(nn.Identity(), args)
         party.optimizer = trainer.create_optimizer(party.module)
         schedulers.append(trainer.create_scheduler(max_steps, party.optimizer))
     return schedulers
-
-
-class _PlaceholderModel(nn.Module):
-    """Model of a `Trainer` that only creates optimizers for other modules."""

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ..messages.serialization import packed_kind
 from ..security.peer_envelopes import PeerEnvelopes
-from .averaging import InvalidPartsError, PartAverage, change_limit, change_norm, check_handover
+from .averaging import InvalidPartsError, average_parts, change_limit, change_norm, check_handover
 from .config import SplitConfig
 from .in_process import ClientParty
 from .messages import (
@@ -264,18 +264,15 @@ class PartExchange:
         own = PartParameters(self.client.client_id, step, self.client.num_examples, self.client.state())
         average_every = self.config.average_every
         num_steps = step if average_every is None else (step - 1) % average_every + 1
-        average = PartAverage(self._period_start, num_steps * self.examples_per_step, own)
+        messages: list[PartParameters | None] = []
         for client_id in self.client_ids:
-            if client_id != self.client.client_id:
-                try:
-                    message = self.fetch(client_id, step)
-                except PeerRemovedError:
-                    continue
-                except InvalidPartsError as error:
-                    logger.warning(f"{error} The average is computed without this client.")
-                    continue
-                if message is not None:
-                    average.add(message)
-        state = average.finalize(self.client_ids)
+            try:
+                messages.append(own if client_id == own.client_id else self.fetch(client_id, step))
+            except PeerRemovedError:
+                continue
+            except InvalidPartsError as error:
+                logger.warning(f"{error} The average is computed without this client.")
+        received = [message for message in messages if message is not None]
+        state = average_parts(received, own, self._period_start, num_steps * self.examples_per_step)
         self._broadcast(state, step)
         self.client.load(state)

@@ -235,8 +235,7 @@ class RunLink:
 
     def flush(self) -> None:
         """Send the deferred messages, if there are any. Raises the errors of `exchange_all`."""
-        if self._deferred:
-            self.exchange_all([])
+        self.exchange_all([])
 
 
 def _bundles(messages: Sequence[_Outgoing]) -> Iterator[list[_Outgoing]]:

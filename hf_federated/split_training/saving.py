@@ -49,12 +49,11 @@ from ..trainer.checkpoint import (
 from ..trainer.manifest import check_manifest, write_manifest
 from ..utils.client_names import escape_client_id
 from .config import SplitConfig, run_and_step
-from .in_process import SplitFederation
 from .optimization import Party
 
 
 if TYPE_CHECKING:
-    from .networked_client import NetworkedFederation
+    from .networked_client import AnyFederation, NetworkedFederation
 
 
 RUN_FILE = "split.safetensors"
@@ -62,9 +61,7 @@ TRAINING_FILE = "training.safetensors"
 PARTIES_DIR = "parties"
 
 
-def save_parties(
-    federation: SplitFederation | NetworkedFederation, checkpoint: Path, run_and_step: Mapping[str, Any]
-) -> None:
+def save_parties(federation: AnyFederation, checkpoint: Path, run_and_step: Mapping[str, Any]) -> None:
     """
     Write the part and the state of every party into a checkpoint.
 
@@ -108,7 +105,7 @@ def resumable_checkpoints(output_dir: str | os.PathLike[str]) -> dict[int, str]:
     return {step_of(path): os.fspath(path) for path in checkpoints}
 
 
-def load_parties(federation: SplitFederation | NetworkedFederation, checkpoint: str | os.PathLike[str]) -> Ledger:
+def load_parties(federation: AnyFederation, checkpoint: str | os.PathLike[str]) -> Ledger:
     """
     Load the parts and states that `save_parties` wrote.
 
@@ -154,10 +151,9 @@ def save_party(
     """
     save_parts(parts_of(party), config, directory, adapter, run=run_and_step)
     optimizer = None if party.optimizer is None else party.optimizer.state_dict()
-    training: dict[str, Any] = {"optimizer": optimizer, "run": state}
     # The saved adapter may be computed from the trained parameters, which cannot be recovered from the adapter.
-    training["trained"] = party.state() if adapter is not None else None
-    (directory / TRAINING_FILE).write_bytes(pack(training))
+    trained = None if adapter is None else party.state()
+    (directory / TRAINING_FILE).write_bytes(pack({"optimizer": optimizer, "run": state, "trained": trained}))
 
 
 def load_party(party: Party, directory: Path, adapter: bool) -> dict[str, Any]:
@@ -226,7 +222,7 @@ class SplitSavingMixin(LoopArgumentsMixin):
     clients: FederatedDataset | None
     ledger: Ledger
     _resume_from: str | None
-    active_run: SplitFederation | NetworkedFederation | None = None
+    active_run: AnyFederation | None = None
     networked_run: NetworkedFederation | None = None
     # Whether the parties trained since the last update of the evaluated and saved model.
     _model_is_stale = False

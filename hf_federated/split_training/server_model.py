@@ -64,6 +64,8 @@ class ServerModel:
         self.args = args
         self.adapter = adapter
         self.max_steps = 0
+        # `TrainingArguments` replaces `None` by a default directory.
+        self._directory = cast(str, args.output_dir)
         enable_checkpointing(body, args)
         self._body_of = bodies_of_clients(body, split, client_ids)
         self.party_names = {client_id: party.name for client_id, party in self._body_of.items()}
@@ -180,11 +182,8 @@ class ServerModel:
             scheduler.step()
         for client_id in squared_norms:
             self.num_examples[client_id] += num_examples[client_id]
-        num_steps, average_every = step + 1, self.split.average_every
         # After the last step the clients evaluate the average, which is also saved.
-        if len(self.parties) > 1 and (
-            num_steps == self.max_steps or (average_every is not None and num_steps % average_every == 0)
-        ):
+        if len(self.parties) > 1 and (step + 1 == self.max_steps or self.split.ends_period(step + 1)):
             mean = average_parties(self._body_of, self.num_examples)
             for party in self.parties.values():
                 party.load(mean)
@@ -192,11 +191,6 @@ class ServerModel:
         return norms
 
     # ---- Files
-
-    @property
-    def _directory(self) -> str:
-        # `TrainingArguments` replaces `None` by a default directory.
-        return cast(str, self.args.output_dir)
 
     def checkpoints(self) -> dict[int, Path]:
         """Checkpoints from which the server can resume, by step."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset as HFDataset
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler, Dataset
 
 from ..utils.random import derived_seed
 
@@ -85,12 +85,8 @@ class SplitSteps(Dataset[StepBatches]):
                 # A single client has the order of accelerate's `SeedableRandomSampler`.
                 seed = self.seed if self.num_clients == 1 else derived_seed(self.seed, "rows", client_id)
                 order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
-            size = self.batch_size
-            num_batches = count_batches(len(dataset), size, self.drop_last)
-            batches = [order[start * size :][:size] for start in range(num_batches)]
-            self._batches[client_id] = [
-                batches[start:][: self.num_batches] for start in range(0, len(batches), self.num_batches)
-            ]
+            batches: Any = BatchSampler(order, self.batch_size, self.drop_last)
+            self._batches[client_id] = list(BatchSampler(batches, self.num_batches, drop_last=False))
 
     def __len__(self) -> int:
         return len(self._plan)
@@ -109,15 +105,11 @@ class SplitSteps(Dataset[StepBatches]):
         Args:
             index (`int`): Index of the step in an epoch.
         """
-        num_examples = {}
-        for client_id, client_step in self._plan[index].items():
-            if client_id in self.datasets:
-                size = self.batch_size * self.num_batches
-                remaining = len(self.datasets[client_id]) - client_step * size
-                if self.drop_last:
-                    remaining -= remaining % self.batch_size
-                num_examples[client_id] = min(remaining, size)
-        return num_examples
+        return {
+            client_id: sum(map(len, self._batches[client_id][client_step]))
+            for client_id, client_step in self._plan[index].items()
+            if client_id in self.datasets
+        }
 
     def count_single_client_periods(self, average_every: int, num_steps: int) -> tuple[int, int]:
         """

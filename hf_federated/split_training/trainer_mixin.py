@@ -11,7 +11,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -54,7 +54,7 @@ from .config import SplitConfig
 from .in_process import ClientParty, SplitFederation
 from .loading import load_model_by_name
 from .networked_checks import check_networked_optimizer
-from .networked_client import NetworkedFederation
+from .networked_client import AnyFederation
 from .networked_client_mixin import NetworkedClientMixin
 from .optimization import JointOptimizer
 from .saving import check_checkpoint, load_parties
@@ -173,41 +173,37 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
                 "`train_dataset` is missing. Pass a FederatedDataset, or a mapping of client ids to datasets."
             )
         with output_dir_lock(self.args.output_dir):
-            return self._train_parties(resume_from_checkpoint, trial, ignore_keys_for_eval)
-
-    def _train_parties(
-        self, resume_from_checkpoint: str | bool | None, trial: Any, ignore_keys_for_eval: list[str] | None
-    ) -> TrainOutput:
-        self._user_args = self.args
-        self.ledger = Ledger()
-        if self.model.server_body is None:
-            check_networked_optimizer(self, SplitMixin)
-            self._resume_from = self._join(resume_from_checkpoint)
-        else:
-            self._resume_from = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
-            if self._resume_from is not None:
-                check_checkpoint(self._resume_from)
-        try:
-            with self._arguments(step_arguments(self._user_args)):
-                output = super().train(self._resume_from, trial, ignore_keys_for_eval)
-            if self.networked_run is not None and self.state.global_step < self.state.max_steps:
-                logger.warning(
-                    f"Training stopped after {self.state.global_step} steps. The server continues without this client."
-                )
-                self.networked_run.leave()
-            if self.args.should_save:
-                clear_staging(self.args.output_dir)
-                best = self.state.best_model_checkpoint
-                rotate(self.args.output_dir, self._num_kept_checkpoints, best, self.state.global_step)
-            return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
-        except BaseException:
-            # Keep the trained parameters of an interrupted run in the model.
-            self.sync_model()
-            raise
-        finally:
-            self.active_run = self._joint_optimizer = None
-            self._model_is_stale = False
-            self.is_in_train = False
+            self._user_args = self.args
+            self.ledger = Ledger()
+            if self.model.server_body is None:
+                check_networked_optimizer(self, SplitMixin)
+                self._resume_from = self._join(resume_from_checkpoint)
+            else:
+                self._resume_from = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
+                if self._resume_from is not None:
+                    check_checkpoint(self._resume_from)
+            try:
+                with self._arguments(step_arguments(self._user_args)):
+                    output = super().train(self._resume_from, trial, ignore_keys_for_eval)
+                if self.networked_run is not None and self.state.global_step < self.state.max_steps:
+                    logger.warning(
+                        f"Training stopped after {self.state.global_step} steps. The server continues without this "
+                        "client."
+                    )
+                    self.networked_run.leave()
+                if self.args.should_save:
+                    clear_staging(self.args.output_dir)
+                    best = self.state.best_model_checkpoint
+                    rotate(self.args.output_dir, self._num_kept_checkpoints, best, self.state.global_step)
+                return output._replace(training_loss=output.metrics.get("train_loss", output.training_loss))
+            except BaseException:
+                # Keep the trained parameters of an interrupted run in the model.
+                self.sync_model()
+                raise
+            finally:
+                self.active_run = self._joint_optimizer = None
+                self._model_is_stale = False
+                self.is_in_train = False
 
     # ---- Steps
 
@@ -293,9 +289,7 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
             batches,
             steps.num_examples_of_step(self.state.global_step % len(steps)),
             {client_id: None if count is None else int(count) for client_id, count in num_items.items()},
-            lambda client, client_batches: self._train_client(
-                federation, client, client_batches, num_items[client.client_id]
-            ),
+            functools.partial(self._train_client, federation, num_items),
             optimizer,
         )
         if self.networked_run is None:
@@ -311,18 +305,14 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         return self.accelerator.autocast()
 
     def _train_client(
-        self,
-        federation: SplitFederation | NetworkedFederation,
-        client: ClientParty,
-        batches: list[Any],
-        num_items: torch.Tensor | int | None,
-    ) -> Any:
+        self, federation: AnyFederation, num_items: Mapping[str, Any], client: ClientParty, batches: list[Any]
+    ) -> torch.Tensor:
         training_step = super().training_step
 
         def run(number: int, batch: Any) -> torch.Tensor:
             federation.seed_micro_batch(client.client_id, number)
             self.current_gradient_accumulation_steps = len(batches)
-            loss = training_step(client.model, batch, num_items)
+            loss = training_step(client.model, batch, num_items[client.client_id])
             client.model.boundary.finish_backward()
             return loss
 
