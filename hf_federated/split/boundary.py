@@ -39,6 +39,7 @@ class Link(Protocol):
 
     def end_step(self) -> None:
         """Notify the link that an optimizer step ended. By default, do nothing."""
+        return
 
 
 def deliver(link: Link, message: Forward | Backward, answer_class: type[Answer]) -> Answer:
@@ -258,10 +259,11 @@ class Boundary:
         Returns:
             `torch.Tensor`: Gradient of the loss with respect to the sent hidden states, of the same shape.
         """
+        client_id, step, micro_step = context.micro_batch_id
         total = self.total_targets
         encoded = self.wire.encode({"gradient": gradient if total is None else gradient * total})
         num_targets = None if total is None else context.num_targets
-        message = Backward(*context.micro_batch_id, encoded, num_targets)
+        message = Backward(client_id, step, micro_step, encoded, num_targets)
         answer = deliver(self.link, message, Gradient)
         _check_micro_batch(answer.micro_batch_id, context.micro_batch_id)
         self.squared_norm_of_body = answer.squared_norm

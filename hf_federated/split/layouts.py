@@ -62,7 +62,7 @@ class BlockRunner(Protocol):
 
     def check_model(self, model: nn.Module) -> None:
         """
-        Check properties of a model that its config does not define. By default, accept any model.
+        Check properties of a model that its config does not define.
 
         Args:
             model (`torch.nn.Module`): The head, possibly on the meta device.

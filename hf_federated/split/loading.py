@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,8 @@ def _weight_map(name: str, **kwargs: Any) -> dict[str, str]:
 
 
 def _file(name: str, file_name: str, optional: bool = False, **kwargs: Any) -> Any:
+    if os.path.isdir(name) and not optional:
+        return os.path.join(name, file_name)
     return cached_file(name, file_name, _raise_exceptions_for_missing_entries=not optional, **kwargs)
 
 

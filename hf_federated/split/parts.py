@@ -71,7 +71,12 @@ class Part(nn.Module):
         self.role = role
         self.layout = layout_of(config) if layout is None else layout
         self.blocks = cut.blocks(role)
-        _check_router_losses(config)
+        if getattr(config, "output_router_logits", False):
+            # They are computed from the routers of all blocks.
+            raise ValueError(
+                "output_router_logits=True adds the losses of all routers to the loss, but the client of a split "
+                "model has only the routers of its blocks. Set output_router_logits=False in the config."
+            )
         part_config = copy.deepcopy(config)
         # Tied embeddings belong to the client. Head and tail share the parameter, so the model must not tie it again.
         part_config.tie_word_embeddings = False
@@ -324,20 +329,6 @@ class _SkippedInitialization(TorchFunctionMode):
             if tensor.is_meta:
                 return tensor
         return func(*args, **kwargs)
-
-
-def _check_router_losses(config: PretrainedConfig) -> None:
-    """
-    Check that the loss of a mixture-of-experts model has no router losses.
-
-    Raises:
-        ValueError: If it has. They are computed from the routers of all blocks, and the client has not all blocks.
-    """
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            "output_router_logits=True adds the losses of all routers to the loss, but the client of a split model "
-            "has only the routers of its blocks. Set output_router_logits=False in the config."
-        )
 
 
 def _renumber(name: str, blocks: str, number_of: Callable[[int], int]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +20,7 @@ from ..split.server_state import MAX_GRAPHS
 from ..split.session_config import as_json
 from ..split.wire import WIRE_DTYPES
 from ..utils.fields import ShareOrCount
+from ..utils.robust_statistics import share_to_count
 from ..utils.saved_config import SavedConfig
 
 
@@ -222,7 +222,7 @@ class SplitConfig(SavedConfig):
             ValueError: If `min_clients` is larger than the number of clients.
         """
         if isinstance(self.min_clients, float):
-            return max(math.ceil(self.min_clients * num_clients), 1)
+            return max(share_to_count(num_clients, self.min_clients), 1)
         if self.min_clients > num_clients:
             raise ValueError(
                 f"min_clients={self.min_clients}, but the run has {num_clients} clients. Set it to at most "

@@ -21,10 +21,11 @@ report a wrong norm within the bound.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ..split.client_faults import ClientFaultError
 
@@ -70,7 +71,7 @@ class GradientBounds:
         Raises:
             ClientFaultError: If hidden states are too large. Nothing is recorded.
         """
-        self._sizes.check(sizes, f"hidden states of step {step}", "the hidden states of the other clients")
+        self._sizes.check(sizes, functools.partial(_size_error, step, "hidden states"))
 
     def check_gradients(self, step: int, sensitivities: Mapping[str, float]) -> None:
         """
@@ -83,7 +84,7 @@ class GradientBounds:
         Raises:
             ClientFaultError: If a gradient is too large. Nothing is recorded.
         """
-        self._sensitivities.check(sensitivities, f"gradients of step {step}", "the gradients of the other clients")
+        self._sensitivities.check(sensitivities, functools.partial(_size_error, step, "gradients"))
 
     def check_squared_norms(self, step: int, squared_norms: Mapping[str, float], scales: Mapping[str, float]) -> None:
         """
@@ -104,15 +105,21 @@ class GradientBounds:
             client_id: 0.0 if not norm else norm / roots[client_id] if roots[client_id] else math.inf
             for client_id, norm in norms.items()
         }
-        for client_id, value in values.items():
-            limit = self._norms.limit(client_id, values)
-            if not value <= limit:
-                raise ClientFaultError(
-                    [client_id],
-                    f"client {client_id!r} reports gradients of norm {norms[client_id]:.3g} at step {step}, but at "
-                    f"most {limit * roots[client_id]:.3g} is expected from its gradients at the cut layers",
-                )
-        self._norms.record(values)
+
+        def norm_error(client_id: str, value: float, limit: float) -> str:
+            return (
+                f"client {client_id!r} reports gradients of norm {norms[client_id]:.3g} at step {step}, but at most "
+                f"{limit * roots[client_id]:.3g} is expected from its gradients at the cut layers"
+            )
+
+        self._norms.check(values, norm_error)
+
+
+def _size_error(step: int, name: str, client_id: str, value: float, limit: float) -> str:
+    return (
+        f"client {client_id!r} sent {name} of step {step} of size {value:.3g}, but at most {limit:.3g} is expected "
+        f"from the {name} of the other clients"
+    )
 
 
 class _Reference:
@@ -136,9 +143,13 @@ class _Reference:
         # The larger of two middle numbers: a hostile client that sends tiny numbers must not exclude honest clients.
         return MAX_RATIO * statistics.median_high(others)
 
-    def check(self, values: Mapping[str, float], name: str, origin: str) -> None:
+    def check(self, values: Mapping[str, float], error_of: Callable[[str, float, float], str]) -> None:
         """
         Check numbers and record them.
+
+        Args:
+            values (`Mapping[str, float]`): The numbers, by client id.
+            error_of (`Callable`): Returns the error for the id of a client, its number and the largest number.
 
         Raises:
             ClientFaultError: If a number is too large.
@@ -146,14 +157,7 @@ class _Reference:
         for client_id, value in values.items():
             limit = self.limit(client_id, values)
             if not value <= limit:
-                raise ClientFaultError(
-                    [client_id],
-                    f"client {client_id!r} sent {name} of size {value:.3g}, but at most {limit:.3g} is expected from "
-                    f"{origin}",
-                )
-        self.record(values)
-
-    def record(self, values: Mapping[str, float]) -> None:
+                raise ClientFaultError([client_id], error_of(client_id, value, limit))
         with self._lock:
             for client_id, value in values.items():
                 if value > 0:

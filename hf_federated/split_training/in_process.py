@@ -38,15 +38,6 @@ SERVER = "server"
 TrainClient = Callable[["ClientParty", Any], torch.Tensor]
 
 
-def seed_of_micro_batch(seed: int, client_id: str, step: int, micro_batch: int) -> int:
-    """
-    Return the seed of the random numbers that a client draws for a micro-batch.
-
-    Micro-batches have separate seeds, so that a networked client can compute them in another order.
-    """
-    return derived_seed(seed, "client", client_id, step, *([micro_batch] if micro_batch else []))
-
-
 def replica_of(body: Part, device: torch.device | None) -> Part:
     """
     Copy the server's body.
@@ -126,13 +117,16 @@ class Federation:
 
     def seed_micro_batch(self, client_id: str, micro_batch: int) -> None:
         """
-        Seed the random numbers of a micro-batch.
+        Seed the random numbers that a client draws for a micro-batch.
+
+        Micro-batches have separate seeds, so that a networked client can compute them in another order.
 
         Args:
             client_id (`str`): The client.
             micro_batch (`int`): Number of the micro-batch in the step, from 0.
         """
-        seed_generators(seed_of_micro_batch(self.seed, client_id, self.step, micro_batch))
+        number = [micro_batch] if micro_batch else []
+        seed_generators(derived_seed(self.seed, "client", client_id, self.step, *number))
 
 
 class SplitFederation(Federation):
@@ -316,14 +310,13 @@ class SplitFederation(Federation):
         if SERVER not in self.servers:
             Party("model", body, None).load(average_parties(self._server_of, self._num_examples()))
 
+    def _run_identity(self) -> dict[str, Any]:
+        """Return what identifies the run of a checkpoint."""
+        return {"config": self.config.shared_settings(), "clients": list(self.clients)}
+
     def state(self) -> dict[str, Any]:
         """Return the state of the run for a checkpoint, in addition to the states of the parties."""
-        return {
-            "config": self.config.shared_settings(),
-            "clients": list(self.clients),
-            "holder": self.last_client,
-            "num_rows": self._num_examples(),
-        }
+        return {**self._run_identity(), "holder": self.last_client, "num_rows": self._num_examples()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """
@@ -332,7 +325,7 @@ class SplitFederation(Federation):
         Raises:
             ValueError: If the checkpoint belongs to a run with another configuration or other clients.
         """
-        check_same_run(state, {"config": self.config.shared_settings(), "clients": list(self.clients)})
+        check_same_run(state, self._run_identity())
         self.last_client = state["holder"]
         for client_id, num_examples in state["num_rows"].items():
             self.clients[client_id].num_examples = num_examples

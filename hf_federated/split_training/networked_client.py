@@ -280,15 +280,15 @@ class NetworkedFederation(Federation):
     def copy_into_model(self) -> None:
         """Do nothing: the client trains the model in place."""
 
+    def _run_identity(self) -> dict[str, Any]:
+        """Return what identifies the run of a checkpoint."""
+        clients = self.parts.client_ids
+        return {"config": self.config.shared_settings(), "client_id": self.client_id, "clients": clients}
+
     def state(self) -> dict[str, Any]:
         """Return the state of the run for a checkpoint, in addition to the state of the client."""
         self.link.flush()  # The server saves its checkpoint at the end of the step.
-        return {
-            "config": self.config.shared_settings(),
-            "client_id": self.client_id,
-            "clients": self.parts.client_ids,
-            "num_rows": self.client.num_examples,
-        }
+        return {**self._run_identity(), "num_rows": self.client.num_examples}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """
@@ -297,9 +297,7 @@ class NetworkedFederation(Federation):
         Raises:
             ValueError: If the checkpoint belongs to a run with another configuration, another client or other clients.
         """
-        clients = self.parts.client_ids
-        expected = {"config": self.config.shared_settings(), "client_id": self.client_id, "clients": clients}
-        check_same_run(state, expected)
+        check_same_run(state, self._run_identity())
         self.client.num_examples = state["num_rows"]
 
 

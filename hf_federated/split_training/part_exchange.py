@@ -241,8 +241,7 @@ class PartExchange:
 
         After a resume within a period they are not known, and the changes of the period are not checked.
         """
-        average_every = self.config.average_every
-        is_start = not step or self._averaged_at == step or bool(average_every and not step % average_every)
+        is_start = not step or self._averaged_at == step or self.config.ends_period(step)
         if is_start and not self.config.hands_over and len(self.client_ids) > 1:
             self._period_start = {name: value.clone() for name, value in self.client.state().items()}
         else:

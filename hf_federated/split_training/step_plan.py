@@ -65,12 +65,12 @@ class SplitSteps(Dataset[StepBatches]):
             client_id: count_steps(len(dataset), self.batch_size, self.num_batches, self.drop_last)
             for client_id, dataset in self.datasets.items()
         }
-        too_small = [client_id for client_id, num_steps in steps.items() if not num_steps]
-        if too_small:
-            raise ValueError(
-                f"Client {too_small[0]!r} has {len(self.datasets[too_small[0]])} examples, too few for a batch of "
-                f"{self.batch_size} examples. Lower the batch size, or set dataloader_drop_last=False."
-            )
+        for client_id, num_steps in steps.items():
+            if not num_steps:
+                raise ValueError(
+                    f"Client {client_id!r} has {len(self.datasets[client_id])} examples, too few for a batch of "
+                    f"{self.batch_size} examples. Lower the batch size, or set dataloader_drop_last=False."
+                )
         steps = dict(steps if self.steps_per_client is None else self.steps_per_client)
         self.num_clients = len(steps)
         self._plan = StepPlan(steps, self.simultaneous, self.steps_per_turn)
@@ -86,7 +86,8 @@ class SplitSteps(Dataset[StepBatches]):
                 seed = self.seed if self.num_clients == 1 else derived_seed(self.seed, "rows", client_id)
                 order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
             batches: Any = BatchSampler(order, self.batch_size, self.drop_last)
-            self._batches[client_id] = list(BatchSampler(batches, self.num_batches, drop_last=False))
+            steps: Any = BatchSampler(batches, self.num_batches, drop_last=False)
+            self._batches[client_id] = list(steps)
 
     def __len__(self) -> int:
         return len(self._plan)
