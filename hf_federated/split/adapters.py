@@ -235,7 +235,6 @@ def load_adapter(parts: Iterable[Part], state: Mapping[str, torch.Tensor]) -> No
         ValueError: If a weight is missing or its shape differs, or the parts have a prefix encoder
             (`prefix_projection=True`).
     """
-    state = dict(state)
     with torch.no_grad():
         for part in parts:
             if part.prefix is not None:
@@ -364,7 +363,7 @@ def _prefix_config(
     return prefix_config
 
 
-def _load_prefix(part: Part, part_prefix: Prefix, state: dict[str, torch.Tensor]) -> None:
+def _load_prefix(part: Part, part_prefix: Prefix, state: Mapping[str, torch.Tensor]) -> None:
     if part_prefix.config.prefix_projection:
         raise ValueError(
             "An adapter with prefix_projection=True cannot be loaded into parts, because one encoder computes the "

@@ -11,17 +11,15 @@ PartyNames = tuple[str, str]
 LOCAL_AND_REMOTE: PartyNames = ("locally", "remotely")
 _MAX_CHARACTERS = 60
 # Config settings that may differ between the parties of a run.
-PARTY_SPECIFIC = frozenset(
-    {
-        "base_model_name_or_path",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "revision",
-        "transformers_version",
-        "use_cache",
-    }
-)
+PARTY_SPECIFIC = {
+    "base_model_name_or_path",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "revision",
+    "transformers_version",
+    "use_cache",
+}
 
 
 def differences(local: Mapping[str, Any], remote: Mapping[str, Any], prefix: str, names: PartyNames) -> list[str]:

@@ -302,12 +302,11 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
 
     def part_bytes(self) -> dict[str, int]:
         """Return the size of each part's parameters in bytes. Tied embeddings count for the head."""
-        counted: set[int] = set()
-        sizes: dict[str, int] = {}
-        for part in self.parts:
-            part_sizes = {id(parameter): parameter.nbytes for parameter in part.parameters()}
-            sizes[part.role] = sum(size for key, size in part_sizes.items() if key not in counted)
-            counted |= part_sizes.keys()
+        # The first part that has a parameter owns it.
+        owners = {parameter: part.role for part in reversed(self.parts) for parameter in part.parameters()}
+        sizes: dict[str, int] = {part.role: 0 for part in self.parts}
+        for parameter, role in owners.items():
+            sizes[role] += parameter.nbytes
         return sizes
 
     def get_input_embeddings(self) -> torch.nn.Module:

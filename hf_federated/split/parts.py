@@ -91,9 +91,10 @@ class Part(nn.Module):
         self.model: PreTrainedModel = model
         self._keep_blocks()
         self.prefix: Prefix | None = None
-        for owner, modules in (("head", self.layout.head_modules), ("tail", self.layout.tail_modules)):
-            if role != owner:
-                self._replace_modules(modules)
+        head, tail = self.layout.head_modules, self.layout.tail_modules
+        # Placeholders of the modules of other parts, by path.
+        self._placeholders = {"head": tail, "body": {**head, **tail}, "tail": head}[role]
+        self._replace_modules()
         if role == "head" and self.layout.runner is not None:
             self.layout.runner.check_model(model)
 
@@ -107,8 +108,8 @@ class Part(nn.Module):
                 setattr(config, setting, [values[number] for number in self.blocks])
         setattr(config, self.layout.num_blocks, len(self.blocks))
 
-    def _replace_modules(self, modules: Mapping[str, Any]) -> None:
-        for path, kind in modules.items():
+    def _replace_modules(self) -> None:
+        for path, kind in self._placeholders.items():
             owner, name = get_module_from_name(self.model, path)
             if has_module(owner, name):
                 setattr(owner, name, placeholder(kind))
@@ -126,9 +127,7 @@ class Part(nn.Module):
 
     def owns(self, name: str) -> bool:
         """Whether `model` has a module of this name that is not a placeholder for another part's module."""
-        other_parts = {"head": self.layout.tail_modules, "tail": self.layout.head_modules}
-        placeholders = other_parts.get(self.role) or {**self.layout.head_modules, **self.layout.tail_modules}
-        if any(name == path or name.startswith(f"{path}.") for path in placeholders):
+        if any(name == path or name.startswith(f"{path}.") for path in self._placeholders):
             return False
         return any(name == module_name for module_name, _ in self.model.named_modules())
 

@@ -197,9 +197,8 @@ def merge_parts(directories: Sequence[str | os.PathLike[str]], output_dir: str |
         copied.append(GENERATION_CONFIG_NAME)
     states = {path: _read_weights(path, adapter) for path, _ in parties}
     for path, description in parties:
-        state = states[path]
-        _check_weights(path, description, state)
-        if (not_finite := first_non_finite(state)) is not None:
+        _check_weights(path, description, states[path])
+        if (not_finite := first_non_finite(states[path])) is not None:
             raise ValueError(f"{path}: {not_finite} has values that are not finite. Save the parts again.")
     merged = merge_adapters(states.values(), shared["cut"].num_blocks) if adapter else _merge_weights(states)
     for name in copied:

@@ -70,10 +70,8 @@ class SplitDataMixin(SplitSavingMixin):
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Number of examples in a step when all eligible clients participate."""
-        batch_size = super().get_total_train_batch_size(self._user_args)
-        if self.clients is None or self.split.strategy == "serial":
-            return batch_size
-        return batch_size * len(self.clients)
+        num_clients = 1 if self.clients is None or self.split.strategy == "serial" else len(self.clients)
+        return super().get_total_train_batch_size(self._user_args) * num_clients
 
     def _set_signature_columns_if_needed(self) -> None:
         # Keep columns that the full model accepts. The split model raises an error if it does not support a column.

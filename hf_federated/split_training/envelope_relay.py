@@ -161,7 +161,8 @@ class EnvelopeRelay:
         self._check_undelivered(client_id, sender, step)
         is_sent, is_last = 0 < step <= self.last_step, step == self.last_step
         if is_sent and self._split.hands_over:
-            is_sent = sender in self._participants(step - 1) and (is_last or client_id in self._participants(step))
+            senders, recipients = self.plan.participants(step - 1), self.plan.participants(step)
+            is_sent = sender in senders and (is_last or client_id in recipients)
         elif is_sent:
             # The first active client averages the parts of all clients.
             is_average = is_last or self._split.ends_period(step)
@@ -171,9 +172,6 @@ class EnvelopeRelay:
                 f"Client {client_id!r} requested a message of client {sender!r} of step {step}, but the clients send "
                 "no such message."
             )
-
-    def _participants(self, step: int) -> dict[str, int]:
-        return self.plan[step % len(self.plan)]
 
     def _may_average(self, client_id: str) -> bool:
         """Whether all clients before a client were removed."""

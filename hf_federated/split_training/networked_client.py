@@ -249,11 +249,11 @@ class NetworkedFederation(Federation):
         """Send or average the parts if the turn or the averaging period ends."""
         self.step = num_steps
         parts = self.parts
-        if self._is_late or self.client_id not in parts.participants(num_steps - 1):
+        if self._is_late or self.client_id not in parts.plan.participants(num_steps - 1):
             # Wait for the step. The client then evaluates and saves the server's body of this step.
             self._is_late = False
             parts.request(BeginStep(self.client_id, num_steps, 0, 0), BeginStepReply)
-        if num_steps == parts.max_steps or self.client_id not in parts.participants(num_steps):
+        if num_steps == parts.max_steps or self.client_id not in parts.plan.participants(num_steps):
             # The other clients wait for the end of the step.
             self.link.flush()
         if self.config.ends_period(num_steps):

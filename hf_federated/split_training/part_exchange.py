@@ -87,10 +87,6 @@ class PartExchange:
             )
         return self.envelopes
 
-    def participants(self, step: int) -> list[str]:
-        """Clients that take part in a step."""
-        return list(self.plan[step % len(self.plan)])
-
     # ---- Messages
 
     def send(self, recipient: str, state: Mapping[str, torch.Tensor], step: int, is_broadcast: bool = False) -> None:
@@ -164,7 +160,7 @@ class PartExchange:
     def receive(self, step: int) -> None:
         """If `hands_over` is set, load the parts of the client of the previous step."""
         if self.config.hands_over and step > 0:
-            (previous,) = self.participants(step - 1)
+            (previous,) = self.plan.participants(step - 1)
             if previous != self.client.client_id:
                 self._load_parts(previous, step)
 
@@ -172,7 +168,7 @@ class PartExchange:
         """If `hands_over` is set, send the parts to the client that continues."""
         if not self.config.hands_over or step in (0, self.max_steps):
             return
-        (previous,), (following,) = self.participants(step - 1), self.participants(step)
+        (previous,), (following,) = self.plan.participants(step - 1), self.plan.participants(step)
         if previous == self.client.client_id != following:
             with contextlib.suppress(PeerRemovedError):
                 self.send(following, self.client.state(), step)
@@ -186,7 +182,7 @@ class PartExchange:
             if self._averaged_at != step:
                 self.average(step)
             return
-        (last_client,) = self.participants(self.max_steps - 1)
+        (last_client,) = self.plan.participants(self.max_steps - 1)
         if last_client == self.client.client_id:
             self._broadcast(self.client.state(), step)
         else:
@@ -222,8 +218,7 @@ class PartExchange:
                 break
             try:
                 self.send(leader, self.client.state(), step)
-                message = self.fetch(leader, step)
-                if message is not None:
+                if (message := self.fetch(leader, step)) is not None:
                     self._check_mean(message.state, leader, step)
                     self.client.load(message.state)
             except PeerRemovedError:

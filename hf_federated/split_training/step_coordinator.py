@@ -89,13 +89,13 @@ class StepCoordinator:
         self._active_at = time.monotonic()
         self._relay.plan, self._relay.last_step = plan, self._server_model.max_steps
         if self._state.step:
-            self._relay.trained_clients = list(plan[(self._state.step - 1) % len(plan)])
+            self._relay.trained_clients = plan.participants(self._state.step - 1)
 
     def participants(self) -> list[str]:
         """Clients that take part in the current step and are neither late nor removed, in the order of the clients."""
         return [
             client_id
-            for client_id in self.plan[self._state.step % len(self.plan)]
+            for client_id in self.plan.participants(self._state.step)
             if client_id not in self._late_clients and client_id not in self._state.removed
         ]
 

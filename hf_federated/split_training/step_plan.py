@@ -125,7 +125,7 @@ class SplitSteps(Dataset[StepBatches]):
         """
         starts = range(0, min(num_steps, len(self)), average_every)
         periods = [range(start, min(start + average_every, num_steps)) for start in starts]
-        trained = [{client_id for step in period for client_id in self._plan[step % len(self)]} for period in periods]
+        trained = [set().union(*map(self._plan.participants, period)) for period in periods]
         return sum(len(clients) == 1 for clients in trained), len(periods)
 
     def __getitem__(self, index: int) -> StepBatches:
@@ -140,14 +140,10 @@ class SplitSteps(Dataset[StepBatches]):
         return [collate([dataset[index] for index in batch]) for batch in batches]
 
 
-def count_batches(num_examples: int, batch_size: int, drop_last: bool) -> int:
-    """Number of batches of a dataset."""
-    return num_examples // batch_size if drop_last else -(-num_examples // batch_size)
-
-
 def count_steps(num_examples: int, batch_size: int, num_batches: int, drop_last: bool) -> int:
     """Number of optimizer steps of a dataset, with `num_batches` batches per step."""
-    return -(-count_batches(num_examples, batch_size, drop_last) // num_batches)
+    num_all_batches = num_examples // batch_size if drop_last else -(-num_examples // batch_size)
+    return -(-num_all_batches // num_batches)
 
 
 class StepPlan:
@@ -184,6 +180,10 @@ class StepPlan:
         ends = list(itertools.accumulate(turns))
         number = bisect.bisect_right(ends, remaining)
         return {list(self._num_steps)[number]: done + remaining - ends[number] + turns[number]}
+
+    def participants(self, step: int) -> list[str]:
+        """Clients that take part in a step of the run, whose epochs have the same steps."""
+        return list(self[step % len(self)])
 
     def _num_steps_before(self, round_index: int) -> int:
         """Number of steps before a round of turns."""
