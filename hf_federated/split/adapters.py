@@ -166,8 +166,7 @@ def check_peft_model(model: PeftModel) -> None:
             f"{model.active_adapters}. Activate one adapter with set_adapter()."
         )
     check_adapter(model.active_peft_config)
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    if any(layer.merged or layer.disable_adapters for layer in layers):
+    if any(module.merged or module.disable_adapters for module in model.modules() if isinstance(module, LoraLayer)):
         raise ValueError(
             "The adapter of the PEFT model is merged or disabled. Call unmerge_adapter() or enable_adapter_layers() "
             "before splitting the model."
@@ -267,14 +266,12 @@ def merge_adapters(states: Iterable[Mapping[str, torch.Tensor]], num_blocks: int
     """
     merged: dict[str, torch.Tensor] = {}
     for state in states:
-        duplicates = sorted(merged.keys() & state.keys())
-        if duplicates:
+        if duplicates := sorted(merged.keys() & state.keys()):
             raise ValueError(f"Two parts have the weight {duplicates[0]}. Merge only parts of the same cut.")
         merged.update(state)
     if not any(name.startswith(_PROMPT) for name in merged):
         return merged
-    missing = [number for number in range(num_blocks) if f"{_PROMPT}.{number}" not in merged]
-    if missing:
+    if missing := [number for number in range(num_blocks) if f"{_PROMPT}.{number}" not in merged]:
         raise ValueError(f"The prefix of block {missing[0]} is missing. Pass the adapters of all parts.")
     return {_PROMPT: torch.cat([merged[f"{_PROMPT}.{number}"] for number in range(num_blocks)], dim=1)}
 
@@ -373,8 +370,7 @@ def _load_prefix(part: Part, part_prefix: Prefix, state: Mapping[str, torch.Tens
     if _PROMPT in state:
         columns = state[_PROMPT].chunk(part.cut.num_blocks, dim=1)
         state = {f"{_PROMPT}.{number}": prefix for number, prefix in enumerate(columns)}
-    missing = [number for number in part.blocks if f"{_PROMPT}.{number}" not in state]
-    if missing:
+    if missing := [number for number in part.blocks if f"{_PROMPT}.{number}" not in state]:
         raise ValueError(f"The adapter has no prefix for block {missing[0]}. Load an adapter of the same model.")
     weight = part_prefix.encoder.embedding.weight
     values = torch.cat([state[f"{_PROMPT}.{number}"] for number in part.blocks], dim=1)

@@ -118,8 +118,7 @@ def read_weights(
                 tensors[weight] = tensor
     for conversion in conversions:
         tensors.update(conversion.convert(model, tensors.pop))
-    missing = [weight for weight in missing if weight not in tensors]
-    if missing:
+    if missing := [weight for weight in missing if weight not in tensors]:
         raise ValueError(
             f"{name} has no weights named {missing[:3]}{' …' if len(missing) > 3 else ''}. Either the weights and the "
             "config belong to different models, or the checkpoint uses different names. Save the checkpoint again "

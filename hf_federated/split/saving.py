@@ -63,15 +63,15 @@ def save_parts(
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    if peft_config is None:
-        state = full_state_dict(parts, config)
-    else:
-        state = {name: value for part in parts for name, value in adapter_state(part).items()}
-        full_peft_config(peft_config, config, parts[0]).save_pretrained(os.fspath(path))
-    save_weights(state, path / (SAFE_WEIGHTS_NAME if peft_config is None else ADAPTER_NAME))
     config.save_pretrained(path)
-    if generation_config is not None and peft_config is None:
-        generation_config.save_pretrained(path)
+    if peft_config is not None:
+        full_peft_config(peft_config, config, parts[0]).save_pretrained(os.fspath(path))
+        state = {name: value for part in parts for name, value in adapter_state(part).items()}
+        save_weights(state, path / ADAPTER_NAME)
+    else:
+        save_weights(full_state_dict(parts, config), path / SAFE_WEIGHTS_NAME)
+        if generation_config is not None:
+            generation_config.save_pretrained(path)
     files = [] if tokenizer is None else tokenizer.save_pretrained(os.fspath(path))
     description = {
         "cut": dataclasses.asdict(parts[0].cut),
@@ -314,10 +314,10 @@ def _check_weights(path: Path, description: Mapping[str, Any], state: Mapping[st
         if isinstance(peft_config, LoraConfig):
             peft_config.init_lora_weights = True
         add_adapter(parts, config, peft_config)
-        expected = {name: value.shape for part in parts for name, value in adapter_state(part).items()}
+        built = {name: value for part in parts for name, value in adapter_state(part).items()}
     else:
-        expected = {name: value.shape for name, value in full_state_dict(parts, config).items()}
-    found = {name: value.shape for name, value in state.items()}
+        built = full_state_dict(parts, config)
+    expected, found = ({name: value.shape for name, value in weights.items()} for weights in (built, state))
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             shapes = [tuple(by_name[name]) if name in by_name else "none" for by_name in (found, expected)]

@@ -97,8 +97,7 @@ def check_modules(model: PreTrainedModel, parts: Iterable[Part]) -> None:
                     f"{type(part_module).__name__}, which the part has. Replace the module in the parts of the "
                     "SplitModel, or write a model class whose __init__ creates it."
                 )
-    hooked = [name for name, module in modules.items() if _has_hooks(module)]
-    if hooked:
+    if hooked := [name for name, module in modules.items() if _has_hooks(module)]:
         logger.warning(
             f"Hooks on {', '.join(hooked[:3])}{' …' if len(hooked) > 3 else ''} are not run in a split model. "
             "Register them on the modules of the SplitModel's parts."

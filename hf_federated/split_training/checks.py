@@ -148,8 +148,7 @@ def check_sampling(trainer_class: type, mixin: type) -> None:
     Raises:
         TypeError: If the class overrides a sampling method.
     """
-    overridden = find_overrides(trainer_class, mixin, _SAMPLING_METHODS)
-    if overridden:
+    if overridden := find_overrides(trainer_class, mixin, _SAMPLING_METHODS):
         raise TypeError(
             f"{overridden[0]} overrides the sampling of training examples, which a split trainer plans for all "
             "clients together. Use train_sampling_strategy, or sort each client's dataset beforehand."
@@ -253,8 +252,7 @@ def check_optimizer_class(optimizer_class: type, settings: Mapping[str, Any]) ->
     Raises:
         ValueError: If the arguments name parameters or a model, or the optimizer has training and evaluation modes.
     """
-    reserved = sorted({"params", "model", "optimizer_dict"} & settings.keys())
-    if reserved:
+    if reserved := sorted({"params", "model", "optimizer_dict"} & settings.keys()):
         raise ValueError(
             f"`optimizer_cls_and_kwargs` has {reserved[0]!r}, which differs between the parties. Leave it out."
         )

@@ -226,7 +226,7 @@ class SplitFederation(Federation):
         for client in participants:
             client.num_examples += num_examples[client.client_id]
         optimizer.groups = self._clipping_groups(participants)
-        # The loss of a client without target tokens is NaN, and has no weight.
+        # The loss of a client without target tokens is NaN.
         weights = averaging_weights(
             {name: num_examples[name] if (count := num_targets[name]) is None else count for name in losses}
         )

@@ -56,8 +56,7 @@ class Party:
             ValueError: If a name or a shape differs.
         """
         parameters = self.trained_parameters()
-        if parameters.keys() != state.keys():
-            mismatched = sorted(parameters.keys() ^ state.keys())
+        if mismatched := sorted(parameters.keys() ^ state.keys()):
             raise ValueError(
                 f"The trained parameters of {self.name!r} and {origin} have different names: {mismatched[:3]}. Use "
                 "the same model and the same adapter."

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from transformers.utils import logging
 
@@ -35,7 +35,7 @@ class RunState:
     All methods except `computing` require the lock, which `condition` holds.
 
     Args:
-        body_names (`Mapping[str, str]`): Name of the body of each client, by client id, in the order of the clients.
+        client_ids (`Sequence[str]`): The clients of the run, in their order.
         min_clients (`int`): Number of clients without which the run ends.
 
     Attributes:
@@ -49,8 +49,8 @@ class RunState:
             `time.monotonic()`.
     """
 
-    def __init__(self, body_names: Mapping[str, str], min_clients: int) -> None:
-        self.client_ids = list(body_names)
+    def __init__(self, client_ids: Sequence[str], min_clients: int) -> None:
+        self.client_ids = list(client_ids)
         self.min_clients = min_clients
         self.condition = threading.Condition()
         self.finished = threading.Event()
@@ -59,7 +59,8 @@ class RunState:
         self.removed: dict[str, str] = {}
         self.finished_clients: set[str] = set()
         self.last_message_at = dict.fromkeys(self.client_ids, time.monotonic())
-        self.share_bodies(body_names)
+        # The lock of each body, by the client whose messages it processes. Clients that share a body share its lock.
+        self._body_locks = {client_id: threading.Lock() for client_id in self.client_ids}
 
     @property
     def active_clients(self) -> list[str]:
@@ -117,7 +118,7 @@ class RunState:
 
     def share_bodies(self, names: Mapping[str, str]) -> None:
         """
-        Set which clients share a body, and thereby its lock.
+        Set which clients share a body.
 
         Args:
             names (`Mapping[str, str]`): Name of the body of each client, by client id.

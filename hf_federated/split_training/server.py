@@ -76,11 +76,12 @@ class TrainingServer:
     def __init__(self, server_model: ServerModel, digest: str, deadline: float | None = None) -> None:
         split = server_model.split
         self.split = split
-        self.client_ids = list(server_model.party_names)
+        self.client_ids = list(server_model.body_servers)
         self.digest = digest
         self.deadline = deadline
         self.server_model = server_model
-        self.state = RunState(server_model.party_names, split.resolve_min_clients(len(self.client_ids)))
+        self.state = RunState(self.client_ids, split.resolve_min_clients(len(self.client_ids)))
+        self.state.share_bodies(server_model.party_names)
         self.finished = self.state.finished
         self.relay = EnvelopeRelay(self.state, split, deadline)
         self.steps = StepCoordinator(self.state, server_model, self.relay, deadline)
