@@ -301,4 +301,5 @@ class NetworkedFederation(Federation):
         self.client.num_examples = state["num_rows"]
 
 
+# The parties of a run, as a trainer uses them.
 AnyFederation = SplitFederation | NetworkedFederation

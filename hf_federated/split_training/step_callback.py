@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from transformers import TrainerCallback, TrainingArguments
 
 
-if TYPE_CHECKING:
-    from .trainer_mixin import SplitMixin
+class SplitTraining(Protocol):
+    """The methods of a split trainer that the training loop calls through a callback."""
+
+    def start_training(self) -> None:
+        """Prepare the first step."""
+
+    def end_step(self) -> None:
+        """Finish a step after the optimizers."""
+
+    def sync_model(self) -> None:
+        """Copy the trained parameters into the model."""
 
 
 def step_arguments(args: TrainingArguments) -> TrainingArguments:
@@ -26,7 +35,7 @@ def step_arguments(args: TrainingArguments) -> TrainingArguments:
 class StepCallback(TrainerCallback):
     """Callback that runs the federation's part of a step before other callbacks see the model."""
 
-    def __init__(self, trainer: SplitMixin) -> None:
+    def __init__(self, trainer: SplitTraining) -> None:
         self._trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:

@@ -67,7 +67,9 @@ def test_invalid_config_field_is_rejected(settings, message):
         SplitConfig(**settings)
 
 
-@pytest.mark.parametrize(("share", "num_clients", "expected"), [(0.07, 100, 7), (0.5, 3, 2), (0.01, 3, 1), (1.0, 3, 3)])
+@pytest.mark.parametrize(
+    ("share", "num_clients", "expected"), [(0.07, 100, 7), (0.5, 3, 2), (0.01, 3, 1), (1.0, 3, 3)]
+)
 def test_share_of_clients_is_rounded_up_to_a_count(share, num_clients, expected):
     """0.07 · 100 is slightly more than 7 in floating point."""
     assert SplitConfig(min_clients=share).resolve_min_clients(num_clients) == expected
