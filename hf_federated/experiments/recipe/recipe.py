@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,10 +41,11 @@ from hf_federated.experiments.recipe.fields import (
 from hf_federated.experiments.recipe.schema import (
     Mistakes,
     RecipeError,
+    Section,
     build,
     build_config,
-    check_at_least_one,
     recipe_errors,
+    too_small,
 )
 from hf_federated.experiments.recipe.sections import (
     VARIANT_FIELDS,
@@ -103,7 +104,7 @@ class AuditVariant:
 
 
 @dataclass
-class Recipe:
+class Recipe(Section):
     """
     The validated content of a recipe.
 
@@ -163,32 +164,26 @@ class Recipe:
         default=None, metadata={"help": "The runs that hf-federated benchmark executes."}
     )
 
-    def __post_init__(self) -> None:
-        mistakes = Mistakes()
-        with mistakes.collect():
-            check_at_least_one("local_clients", self.local_clients)
+    def mistakes(self) -> Iterator[str]:
+        yield from too_small(self, "", local_clients=1)
         if self.task.generates_text and self.training.get("predict_with_generate") is False:
-            mistakes.found.append(
+            yield (
                 f"training.predict_with_generate is false, but the task {self.task.name} is evaluated on generated"
                 " texts. Remove the field."
             )
         if self.model.decoder_name_or_path is not None and not self.task.supports_encoder_decoder:
-            mistakes.found.append(
+            yield (
                 f"model.decoder_name_or_path is set, but the task is {self.task.name}. Only sequence-to-sequence tasks"
                 " (seq2seq, superglue-seq2seq) accept it."
             )
-        if self.split is not None:
-            mistakes.found += [
-                f"split and {name} are both set. A split model does not use {name}; remove the section."
-                for name in ("federation", "public", "client_models", "audit")
-                if getattr(self, name)
-            ]
+        for name in ("federation", "public", "client_models", "audit"):
+            if self.split is not None and getattr(self, name):
+                yield f"split and {name} are both set. A split model does not use {name}; remove the section."
         if self.public is not None and self.public.share is not None and self.partition is None:
-            mistakes.found.append(
+            yield (
                 "public.share is set without partition. Public examples are set aside before partitioning; set"
                 " partition, or set public.path instead of share."
             )
-        mistakes.raise_found()
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:

@@ -22,58 +22,34 @@ MAX_UNKNOWN_FIELDS = 20
 # Length of the longest name for which similar names are searched.
 MAX_KEY_CHARACTERS = 100
 
-# Usual names of fields, and the fields of a recipe that have this meaning. A section suggests the fields that it has.
+# The fields of a recipe, and their usual names elsewhere. A section suggests the fields that it has.
 USUAL_NAMES: Mapping[str, tuple[str, ...]] = {
-    "lr": ("learning_rate",),
-    "eta": ("learning_rate",),
-    "client_lr": ("learning_rate",),
-    "batch_size": ("per_device_train_batch_size",),
-    "train_batch_size": ("per_device_train_batch_size",),
-    "local_batch_size": ("per_device_train_batch_size",),
-    "test_batch_size": ("per_device_eval_batch_size",),
-    "eval_batch_size": ("per_device_eval_batch_size",),
-    "epochs": ("num_train_epochs", "local_epochs"),
-    "num_epochs": ("num_train_epochs", "local_epochs"),
-    "steps": ("max_steps", "local_steps"),
-    "optimizer": ("optim",),
-    "scheduler": ("lr_scheduler_type",),
-    "lr_scheduler": ("lr_scheduler_type",),
-    "lr_schedule": ("lr_scheduler_type",),
-    "warmup": ("warmup_steps",),
-    "wd": ("weight_decay",),
-    "l2": ("weight_decay",),
-    "grad_clip": ("max_grad_norm",),
-    "clip_grad_norm": ("max_grad_norm",),
-    "gradient_clipping": ("max_grad_norm",),
-    "grad_accum": ("gradient_accumulation_steps",),
-    "accumulation_steps": ("gradient_accumulation_steps",),
-    "evaluation_strategy": ("eval_strategy",),
-    "no_cuda": ("use_cpu",),
-    "cpu": ("use_cpu",),
-    "device": ("use_cpu",),
-    "output": ("output_dir",),
-    "rounds": ("num_rounds",),
-    "communication_rounds": ("num_rounds",),
-    "algorithm": ("aggregation", "distillation"),
-    "strategy": ("aggregation",),
-    "method": ("aggregation", "distillation"),
-    "fraction_fit": ("clients_per_round",),
-    "client_fraction": ("clients_per_round",),
-    "participation": ("clients_per_round",),
-    "sample_rate": ("clients_per_round",),
-    "seed": ("federation_seed",),
-    "model": ("name_or_path",),
-    "name": ("name_or_path",),
-    "model_name": ("name_or_path",),
-    "model_name_or_path": ("name_or_path",),
-    "dataset": ("path",),
-    "dataset_name": ("path",),
-    "data_path": ("path",),
-    "max_seq_length": ("max_length",),
-    "max_len": ("max_length",),
-    "concentration": ("alpha",),
-    "dirichlet_alpha": ("alpha",),
-    "clients": ("num_clients",),
+    "learning_rate": ("lr", "eta", "client_lr"),
+    "per_device_train_batch_size": ("batch_size", "train_batch_size", "local_batch_size"),
+    "per_device_eval_batch_size": ("test_batch_size", "eval_batch_size"),
+    "num_train_epochs": ("epochs", "num_epochs"),
+    "local_epochs": ("epochs", "num_epochs"),
+    "max_steps": ("steps",),
+    "local_steps": ("steps",),
+    "optim": ("optimizer",),
+    "lr_scheduler_type": ("scheduler", "lr_scheduler", "lr_schedule"),
+    "warmup_steps": ("warmup",),
+    "weight_decay": ("wd", "l2"),
+    "max_grad_norm": ("grad_clip", "clip_grad_norm", "gradient_clipping"),
+    "gradient_accumulation_steps": ("grad_accum", "accumulation_steps"),
+    "eval_strategy": ("evaluation_strategy",),
+    "use_cpu": ("no_cuda", "cpu", "device"),
+    "output_dir": ("output",),
+    "num_rounds": ("rounds", "communication_rounds"),
+    "aggregation": ("algorithm", "strategy", "method"),
+    "distillation": ("algorithm", "method"),
+    "clients_per_round": ("fraction_fit", "client_fraction", "participation", "sample_rate"),
+    "federation_seed": ("seed",),
+    "name_or_path": ("model", "name", "model_name", "model_name_or_path"),
+    "path": ("dataset", "dataset_name", "data_path"),
+    "max_length": ("max_seq_length", "max_len"),
+    "alpha": ("concentration", "dirichlet_alpha"),
+    "num_clients": ("clients",),
 }
 
 
@@ -128,6 +104,45 @@ class Mistakes:
         """Raise a [`RecipeError`] with all mistakes, if there are any."""
         if self.found:
             raise RecipeError(*self.found)
+
+
+class Section:
+    """Base class of the dataclasses of sections. The constructor raises a [`RecipeError`] with all mistakes."""
+
+    def mistakes(self) -> Iterator[str]:
+        """The invalid values and combinations of values, one sentence each."""
+        yield from ()
+
+    def __post_init__(self) -> None:
+        if found := list(self.mistakes()):
+            raise RecipeError(*found)
+
+
+def documented(text: str, default: Any = None) -> Any:
+    """
+    Return a field of a section that is not required.
+
+    Args:
+        text (`str`): The description of the field in `--help`.
+        default (`Any`, *optional*): The default value, or a function that returns it, such as `list`.
+    """
+    arguments: dict[str, Any] = {"default_factory" if callable(default) else "default": default}
+    return dataclasses.field(**arguments, metadata={"help": text})
+
+
+def too_small(values: Any, prefix: str, **minimums: int) -> Iterator[str]:
+    """
+    Describe the fields that are set and below their minimum.
+
+    Args:
+        values (`Any`): The object with the fields.
+        prefix (`str`): The name of the section and a dot, or `""` for the top level.
+        minimums (`int`): The minimums by field.
+    """
+    for name, minimum in minimums.items():
+        value = getattr(values, name)
+        if value is not None and value < minimum:
+            yield f"{prefix}{name} is {value}; it must be at least {minimum}."
 
 
 @contextmanager
@@ -212,9 +227,7 @@ def dataclass_fields(cls: type) -> dict[str, RecipeField]:
     annotations, texts = typing.get_type_hints(cls), argument_help(cls)
     fields = {}
     for item in dataclasses.fields(cls):
-        default = item.default
-        if default is dataclasses.MISSING and item.default_factory is not dataclasses.MISSING:
-            default = item.default_factory()
+        default = item.default if item.default_factory is dataclasses.MISSING else item.default_factory()
         help_text = item.metadata.get("help") or texts.get(item.name, "")
         fields[item.name] = RecipeField(item.name, annotations[item.name], default, help_text)
     return fields
@@ -222,12 +235,7 @@ def dataclass_fields(cls: type) -> dict[str, RecipeField]:
 
 def argument_help(cls: type) -> dict[str, str]:
     """The first sentence of each entry in the `Args:` section of a class docstring, by argument name."""
-    return documented_arguments(inspect.getdoc(cls) or "")
-
-
-def documented_arguments(documentation: str) -> dict[str, str]:
-    """The first sentence of each entry in the `Args:` section of a docstring, by argument name."""
-    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", documentation, flags=re.DOTALL | re.MULTILINE)
+    section = re.search(r"^Args:\n(.*?)(?=^\S|\Z)", inspect.getdoc(cls) or "", flags=re.DOTALL | re.MULTILINE)
     entries = re.split(r"^    (\w+) \([^\n]*?\):", section.group(1) if section else "", flags=re.MULTILINE)
     texts = {name: " ".join(text.split()) for name, text in zip(entries[1::2], entries[2::2], strict=True)}
     return {name: re.split(r"(?<=\.) ", text)[0].rstrip(".").replace("`", "") for name, text in texts.items()}
@@ -237,25 +245,17 @@ def type_name(annotation: Any) -> str:
     """A readable name of a type: `int or float`, `list of str`, or the values of an enumeration."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        writable = [item for item in arguments if item is not type(None) and not _is_function(item)]
+        writable = [item for item in arguments if item is not type(None) and typing.get_origin(item) is not Callable]
         enum_names = [type_name(item) for item in writable if is_enum(item)]
         # In a union of an enumeration and `str`, only the enumeration is informative.
         names = enum_names or list(dict.fromkeys(type_name(item) for item in writable))
         return " or ".join(names + (["null"] if type(None) in arguments else []))
-    if origin is Literal:
-        return " | ".join(map(str, arguments))
+    if origin is Literal or is_enum(annotation):
+        return " | ".join(map(str, arguments or [item.value for item in annotation]))
     if origin in (list, tuple, Sequence):
         return f"list of {type_name(arguments[0])}" if arguments else "list"
-    if origin is dict:
-        return "mapping"
-    if is_enum(annotation):
-        return " | ".join(str(item.value) for item in annotation)
     words: dict[Any, str] = {Any: "any", dict: "mapping", bool: "true | false", ShareOrCount: "int or float"}
-    return words.get(annotation) or annotation.__name__
-
-
-def _is_function(annotation: Any) -> bool:
-    return typing.get_origin(annotation) is typing.get_origin(typing.Callable[[], None])
+    return words.get(origin or annotation) or annotation.__name__
 
 
 def check_section(name: str, values: Any, fields: dict[str, RecipeField]) -> dict[str, Any]:
@@ -278,28 +278,19 @@ def check_section(name: str, values: Any, fields: dict[str, RecipeField]) -> dic
         values = {}
     if not isinstance(values, dict):
         raise RecipeError(f"{name or 'the recipe'} is {values!r}; it must be a mapping of fields to values.")
-    mistakes = Mistakes()
-    mistakes.found += describe_unknown_fields(prefix, [key for key in values if key not in fields], list(fields))
+    found = describe_unknown_fields(prefix, [key for key in values if key not in fields], list(fields))
     for key, value in values.items():
-        with mistakes.collect():
-            # The entries of a mapping are checked by the section or the class that they configure.
-            without_entries = {} if isinstance(value, dict) else value
-            if key in fields and check_of(fields[key].annotation)(without_entries) is not None:
-                raise RecipeError(
-                    f"{prefix}{key} is {value!r} ({type(value).__name__}); it must be "
-                    f"{type_name(fields[key].annotation)}."
-                )
+        # The entries of a mapping are checked by the section or the class that they configure.
+        without_entries = {} if isinstance(value, dict) else value
+        if key in fields and check_of(fields[key].annotation)(without_entries) is not None:
+            allowed = type_name(fields[key].annotation)
+            found.append(f"{prefix}{key} is {value!r} ({type(value).__name__}); it must be {allowed}.")
     for key, item in fields.items():
         if item.required and key not in values:
-            mistakes.found.append(f"{prefix}{key} is missing; it must be {type_name(item.annotation)}: {item.help}")
-    mistakes.raise_found()
+            found.append(f"{prefix}{key} is missing; it must be {type_name(item.annotation)}: {item.help}")
+    if found:
+        raise RecipeError(*found)
     return values
-
-
-def check_at_least_one(field: str, value: int | None) -> None:
-    """Raise [`RecipeError`] if a number of clients or examples is set and below 1."""
-    if value is not None and value < 1:
-        raise RecipeError(f"{field} is {value}; it must be at least 1.")
 
 
 def describe_unknown_fields(prefix: str, keys: Sequence[Any], known: list[str]) -> list[str]:
@@ -319,7 +310,7 @@ def describe_unknown_fields(prefix: str, keys: Sequence[Any], known: list[str]) 
     allowed = ", ".join(known) if len(known) <= 30 else "the fields that `hf-federated train --help` lists"
     found = []
     for key in map(str, keys[:MAX_UNKNOWN_FIELDS]):
-        usual = [name for name in USUAL_NAMES.get(key.lower(), ()) if name in known]
+        usual = [name for name, others in USUAL_NAMES.items() if name in known and key.lower() in others]
         similar = usual or difflib.get_close_matches(key[:MAX_KEY_CHARACTERS], known, n=3)
         hint = f"; did you mean {' or '.join(similar)}? " if similar else ". "
         found.append(f"{prefix}{key} is not a field of {where}{hint}Allowed: {allowed}.")
