@@ -88,10 +88,7 @@ def build_run(recipe: Recipe, output_dir: str | None = None) -> Run:
     if recipe.plots:
         with recipe_errors("plots"):
             require_matplotlib()
-    training = {**recipe.training, **({"output_dir": output_dir} if output_dir is not None else {})}
-    if recipe.task.generates_text:
-        training["predict_with_generate"] = True
-    args: TrainingArguments = build("training", recipe.task.cls.arguments_class, training)
+    args = recipe.training_arguments(**({} if output_dir is None else {"output_dir": output_dir}))
     if args.world_size > 1:
         raise RecipeError(
             f"the run was started with {args.world_size} processes, but a recipe runs in one process. To use"
@@ -169,25 +166,50 @@ def run_federated(run: Run) -> dict[str, Any]:
         - `clients`: the metrics of each client, if clients were evaluated;
         - `further_tests`: the metrics on each split of `data.further_test_splits`.
     """
-    watch = Stopwatch()
-    run.trainer.add_callback(watch)
-    run.trainer.train(resume_from_checkpoint=run.trainer.args.resume_from_checkpoint)
-    train_seconds = watch.seconds
-    run.trainer.remove_callback(watch)
-    metrics = run.trainer.evaluate()
-    further_tests = evaluate_further_splits(run.trainer, run.data.further_tests)
     # The clients of a split model share one model.
-    clients = {} if run.recipe.split is not None else run.trainer.client_metrics
+    results = train_and_evaluate(
+        run.trainer,
+        run.data.further_tests,
+        run.trainer.args.resume_from_checkpoint,
+        has_client_metrics=run.recipe.split is None,
+    )
+    return {**results, "num_epochs": run.baselines.centralized_epochs}
+
+
+def train_and_evaluate(
+    trainer: Any,
+    further_tests: Mapping[str, Dataset],
+    resume_from: str | bool | None,
+    has_test: bool = True,
+    has_client_metrics: bool = True,
+) -> dict[str, Any]:
+    """
+    Train and evaluate a model. The results are those of [`run_federated`] without `num_epochs`.
+
+    Args:
+        trainer ([`FederatedTrainer`] or [`SplitFederatedTrainer`]): The trainer.
+        further_tests (`Mapping[str, datasets.Dataset]`): The encoded examples of `data.further_test_splits` by split.
+        resume_from (`str` or `bool`, *optional*): The checkpoint to resume from, as in `Trainer.train`.
+        has_test (`bool`, *optional*, defaults to `True`): Whether the trainer has test examples.
+        has_client_metrics (`bool`, *optional*, defaults to `True`): Whether the trainer can evaluate clients.
+    """
+    watch = Stopwatch()
+    trainer.add_callback(watch)
+    trainer.train(resume_from_checkpoint=resume_from)
+    train_seconds = watch.seconds
+    trainer.remove_callback(watch)
+    metrics = trainer.evaluate() if has_test else {}
+    further = evaluate_further_splits(trainer, further_tests)
+    clients = trainer.client_metrics if has_client_metrics else {}
     return {
         "metrics": metrics_of(metrics),
-        "num_epochs": run.baselines.centralized_epochs,
-        "bytes_up": run.trainer.ledger.bytes_up,
-        "bytes_down": run.trainer.ledger.bytes_down,
+        "bytes_up": trainer.ledger.bytes_up,
+        "bytes_down": trainer.ledger.bytes_down,
         "train_seconds": train_seconds,
         "seconds": watch.seconds,
         "over_clients": {name: value for name, value in metrics.items() if name.startswith("federated/")},
         "clients": {client_id: metrics_of(evaluated) for client_id, evaluated in clients.items()},
-        "further_tests": further_tests,
+        "further_tests": further,
     }
 
 
@@ -212,11 +234,11 @@ def evaluate_further_splits(trainer: Any, further_tests: Mapping[str, Dataset]) 
 
 def metrics_of(evaluated: dict[str, float]) -> dict[str, float]:
     """The metrics returned by `evaluate`, without durations and without the prefix `eval_`."""
-    return {name.removeprefix("eval_"): value for name, value in evaluated.items() if _is_metric(name)}
-
-
-def _is_metric(name: str) -> bool:
-    return name.startswith("eval_") and not name.endswith(("_runtime", "_per_second"))
+    return {
+        name.removeprefix("eval_"): value
+        for name, value in evaluated.items()
+        if name.startswith("eval_") and not name.endswith(("_runtime", "_per_second"))
+    }
 
 
 def run_baseline(run: Run, name: str, echo: Callable[[str], None] = lambda line: None) -> BaselineResult:

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments, s
 from transformers.utils import logging as transformers_logging
 
 from hf_federated.clients import ClientSpec
-from hf_federated.experiments.data.files import check_local_path, hub_errors
+from hf_federated.experiments.data.files import hub_errors
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe.sections import ModelSection
@@ -62,7 +62,6 @@ def load_tokenizer(model: ModelSection, section: str = "model") -> Any:
     """
     field = f"{section}.name_or_path"
     with recipe_errors(field), hub_errors(field, model.name_or_path):
-        check_local_path(model.name_or_path, f"{field}: ")
         return load_repository_tokenizer(model.name_or_path, revision=model.revision, **code_arguments(model.kwargs))
 
 
@@ -110,14 +109,30 @@ def adapter_config(model: ModelSection, task: Task, model_config: PretrainedConf
     Raises:
         RecipeError: If a field is invalid.
     """
-    if model.lora is None and model.prefix is None:
-        return None
     task_type = TaskType.CAUSAL_LM if _is_causal(task) else LORA_TASKS.get(type(task))
-    section, cls = ("model.lora", LoraConfig) if model.lora is not None else ("model.prefix", PrefixTuningConfig)
     sizes = _prefix_sizes(model_config) if model.prefix is not None else {}
-    values = {"task_type": task_type, **sizes, **(model.lora or model.prefix or {})}
-    config: PeftConfig = build(section, cls, values)
-    return config
+    return build_adapter(model, task_type=task_type, **sizes)
+
+
+def build_adapter(model: ModelSection, **defaults: Any) -> PeftConfig | None:
+    """
+    Build the PEFT config of `model.lora` or `model.prefix`, or return `None` if neither is set.
+
+    Args:
+        model ([`ModelSection`]): The section `model` of a recipe.
+        defaults (`Any`): Values of fields that the section does not set.
+
+    Raises:
+        RecipeError: If a field is invalid.
+    """
+    for section, cls, values in (
+        ("model.lora", LoraConfig, model.lora),
+        ("model.prefix", PrefixTuningConfig, model.prefix),
+    ):
+        if values is not None:
+            config: PeftConfig = build(section, cls, {**defaults, **values})
+            return config
+    return None
 
 
 def _prefix_sizes(config: Any) -> dict[str, int]:

@@ -108,7 +108,9 @@ def _train_run(run: Run, echo: Callable[[str], None], folder: RunFolder | None) 
     }
     path = Path(str(run.trainer.args.output_dir))
     with nullcontext() if folder is None else folder.record_files():
-        _save(run, path, results, baselines)
+        save_outputs(run.trainer, recipe, results)
+        if recipe.plots:
+            _plot(run, path, baselines)
         if recipe.audit is not None:
             echo("Audit (simulated clients):")
             _audit(recipe, path, echo)
@@ -120,16 +122,21 @@ def _train_run(run: Run, echo: Callable[[str], None], folder: RunFolder | None) 
     return results
 
 
-def _save(run: Run, path: Path, results: dict[str, Any], baselines: list[BaselineResult]) -> None:
-    """Write the model, the results, the model card with its record, and the plots."""
-    recipe = run.recipe
-    run.trainer.save_model()
+def save_outputs(trainer: Any, recipe: Recipe, results: dict[str, Any]) -> None:
+    """
+    Write the model, the results, and the model card with its record to the output folder.
+
+    Args:
+        trainer ([`FederatedTrainer`] or [`SplitFederatedTrainer`]): The trainer.
+        recipe ([`Recipe`]): The recipe.
+        results (`dict`): The content of `results.json`.
+    """
+    path = Path(str(trainer.args.output_dir))
+    trainer.save_model()
     (path / RESULTS_NAME).write_text(json.dumps(to_strict_json(results), indent=2) + "\n", encoding="utf-8")
-    run.trainer.create_model_card(**recipe.card)
+    trainer.create_model_card(**recipe.card)
     record: Any = RunRecord if recipe.split is None else SplitRecord
-    record.from_trainer(run.trainer, **recipe.card).save(path / RECORD_NAME)
-    if recipe.plots:
-        _plot(run, path, baselines)
+    record.from_trainer(trainer, **recipe.card).save(path / RECORD_NAME)
 
 
 def _audit(recipe: Recipe, path: Path, echo: Callable[[str], None]) -> None:

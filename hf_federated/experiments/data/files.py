@@ -73,15 +73,17 @@ def suggest_path(name: str) -> str:
 @contextmanager
 def hub_errors(field: str, name: str) -> Iterator[None]:
     """
-    Add to an error of the Hub that no local file or folder has the name, because the name can be a misspelt path.
+    Raise an error if no local file or folder has the name: before the block if the name is written like a local path,
+    and otherwise at an error of the Hub, because the name can be a misspelt path.
 
     Args:
         field (`str`): The field or option with the name.
         name (`str`): A path or Hub id.
 
     Raises:
-        CommandError: If the name is no local path, and the Hub raises an error.
+        CommandError: If the name is no local path, and is written like one or the Hub raises an error.
     """
+    check_local_path(name, f"{field}: ")
     try:
         yield
     except OSError as error:
@@ -185,7 +187,7 @@ def check_same_schema(folder: Path) -> None:
         features = Features.from_arrow_schema(pq.read_schema(path))
         first = first or (path, features)
         expected, found = (
-            {name: _label_names(feature) for name, feature in schema.items()} for schema in (first[1], features)
+            {name: label_names(feature) for name, feature in schema.items()} for schema in (first[1], features)
         )
         if expected != found:
             raise CommandError(
@@ -194,7 +196,8 @@ def check_same_schema(folder: Path) -> None:
             )
 
 
-def _label_names(feature: Any) -> list[str] | None:
+def label_names(feature: Any) -> list[str] | None:
+    """The label names of a column of labels, or of lists of labels. `None` if the feature has no label names."""
     feature = getattr(feature, "feature", feature)
     return feature.names if isinstance(feature, ClassLabel) else None
 

@@ -58,7 +58,7 @@ def encode_labels(splits: Mapping[str, Examples], column: str) -> dict[str, Exam
 
 def _encode(splits: Mapping[str, Examples], column: str, features: Mapping[str, Any]) -> dict[str, Examples]:
     named = {split: feature.names for split, feature in features.items() if isinstance(feature, ClassLabel)}
-    values = {split: _distinct(examples, column) for split, examples in splits.items() if split not in named}
+    values = {split: distinct_values(examples, column) for split, examples in splits.items() if split not in named}
     found = set().union(*values.values())
     if not all(isinstance(value, (str, int)) or value.is_integer() for value in found):
         raise RecipeError(f"task: the column {column!r} has values that are not integers, which cannot be labels.")
@@ -95,9 +95,14 @@ def _encode(splits: Mapping[str, Examples], column: str, features: Mapping[str, 
     return encoded
 
 
-def _distinct(examples: Examples, column: str) -> set[Any]:
-    dataset = examples.to_dataset() if isinstance(examples, FederatedDataset) else examples
-    return {value for value in dataset.select_columns(column).unique(column) if value is not None}
+def pooled(examples: Dataset | FederatedDataset) -> Dataset:
+    """The examples of all clients in one dataset. A dataset without clients is returned unchanged."""
+    return examples.to_dataset() if isinstance(examples, FederatedDataset) else examples
+
+
+def distinct_values(examples: Dataset | FederatedDataset, column: str) -> set[Any]:
+    """The values that occur in a column, without missing values."""
+    return set(pooled(examples).select_columns(column).unique(column)) - {None}
 
 
 def _as_class_labels(examples: Any, column: str, names: list[str], number_of: Mapping[Any, int]) -> Any:

@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from datasets import ClassLabel, Dataset, DatasetDict
+from datasets import Dataset, DatasetDict
 
 from hf_federated.data import FederatedDataset, FederatedDatasetDict, NaturalPartitioner, split_for_distillation
-from hf_federated.experiments.data.files import check_local_path
+from hf_federated.experiments.data.files import label_names
 from hf_federated.experiments.data.held_out import (
     hold_out_clients,
     hold_out_examples,
@@ -17,7 +17,7 @@ from hf_federated.experiments.data.held_out import (
     limit_examples,
     sample_examples,
 )
-from hf_federated.experiments.data.label_encoding import encode_labels, label_column
+from hf_federated.experiments.data.label_encoding import encode_labels, label_column, pooled
 from hf_federated.experiments.data.splits import (
     RawSplits,
     load_examples,
@@ -89,12 +89,10 @@ def load_raw_data(recipe: Recipe, by_client: bool = False) -> RawData:
         RecipeError: If the dataset, a split or a column does not exist, or no examples or clients remain.
     """
     data = recipe.data
-    with recipe_errors("data.path"):
-        check_local_path(data.path, "data.path: ")
     if recipe.partition is None:
         return _load_federated(recipe, by_client)
     loaded = load_splits(recipe)
-    splits = {split: _pooled(examples) for split, examples in {**loaded.splits, **load_server(recipe)}.items()}
+    splits = {split: pooled(examples) for split, examples in {**loaded.splits, **load_server(recipe)}.items()}
     splits, num_empty = _drop_empty(recipe, splits)
     task, splits = build_task(recipe, splits)
     public, server = load_public(recipe), take_server(recipe, splits)
@@ -116,7 +114,7 @@ def load_public(recipe: Recipe) -> Dataset | None:
     section = recipe.public
     if section is None or section.path is None:
         return None
-    examples = _pooled(load_examples(section.path, "public.path", PUBLIC_SPLITS)[0])
+    examples = pooled(load_examples(section.path, "public.path", PUBLIC_SPLITS)[0])
     labels = [name for name in (label_column(recipe.task),) if name in examples.column_names]
     return sample_examples(examples.remove_columns(labels), section.max_rows, recipe.data.seed)
 
@@ -126,7 +124,7 @@ def load_server(recipe: Recipe) -> dict[str, Dataset]:
     section = recipe.public
     if section is None or section.server_path is None:
         return {}
-    return {SERVER_PATH: _pooled(load_examples(section.server_path, "public.server_path", PUBLIC_SPLITS)[0])}
+    return {SERVER_PATH: pooled(load_examples(section.server_path, "public.server_path", PUBLIC_SPLITS)[0])}
 
 
 def take_server(recipe: Recipe, splits: dict[str, Any]) -> Dataset | None:
@@ -134,10 +132,6 @@ def take_server(recipe: Recipe, splits: dict[str, Any]) -> Dataset | None:
     if SERVER_PATH not in splits or recipe.public is None:
         return None
     return sample_examples(splits.pop(SERVER_PATH), recipe.public.max_server_rows, recipe.data.seed)
-
-
-def _pooled(examples: Dataset | FederatedDataset) -> Dataset:
-    return examples.to_dataset() if isinstance(examples, FederatedDataset) else examples
 
 
 def _drop_empty(recipe: Recipe, splits: dict[str, Dataset]) -> tuple[dict[str, Dataset], int]:
@@ -172,7 +166,7 @@ def _set_aside_public(
         )
     public = sample_examples(parts.public, section.max_rows, data.seed)
     server = None if parts.server is None else sample_examples(parts.server, section.max_server_rows, data.seed)
-    return {**splits, data.train_split: _pooled(parts.private)}, public, server
+    return {**splits, data.train_split: pooled(parts.private)}, public, server
 
 
 def _partition(
@@ -247,17 +241,14 @@ def build_task(recipe: Recipe, splits: dict[str, Any]) -> tuple[Task, dict[str, 
     Raises:
         RecipeError: If a column does not exist, or the label names cannot be determined.
     """
-    cls = recipe.task.cls
-    fields = [item.name for item in dataclasses.fields(cls)]
-    arguments = {key: value for key, value in recipe.task.arguments.items() if value is not None}
-    unnamed = [name for name in ("label_names", "tag_names") if name in fields and name not in arguments]
+    cls, given, unnamed = recipe.task.cls, recipe.task.given, recipe.task.missing_labels
     if unnamed == ["label_names"]:
         splits = encode_labels(splits, label_column(recipe.task) or "label")
     for examples in splits.values():
-        _check_label_order(examples, cls, arguments)
+        _check_label_order(examples, recipe.task)
     first = next(iter(splits.values()))
     with recipe_errors("task"):
-        task: Task = cls.from_dataset(_pooled(first), **arguments) if unnamed else cls(**arguments)
+        task: Task = cls.from_dataset(pooled(first), **given) if unnamed else cls(**given)
     for split, examples in splits.items():
         for column in task.columns:
             if column not in examples.column_names:
@@ -269,19 +260,14 @@ def build_task(recipe: Recipe, splits: dict[str, Any]) -> tuple[Task, dict[str, 
     return task, splits
 
 
-def _check_label_order(dataset: Dataset | FederatedDataset, cls: type, arguments: dict[str, Any]) -> None:
+def _check_label_order(dataset: Dataset | FederatedDataset, section: ClassSection) -> None:
     """Check that label names in the recipe and in the dataset refer to the same label ids."""
-    for given, column_name in (("label_names", "label_column"), ("tag_names", "tags_column")):
-        if given not in arguments or given not in [item.name for item in dataclasses.fields(cls)]:
-            continue
-        default = next(item.default for item in dataclasses.fields(cls) if item.name == column_name)
-        feature = (dataset.features or {}).get(arguments.get(column_name, default))
-        feature = getattr(feature, "feature", feature)
-        names = feature.names if isinstance(feature, ClassLabel) else []
-        for number, name in enumerate(arguments[given]):
+    names = label_names((dataset.features or {}).get(label_column(section))) or []
+    for argument in ("label_names", "tag_names"):
+        for number, name in enumerate(section.given.get(argument, ())):
             if name in names and names.index(name) != number:
                 raise RecipeError(
-                    f"task.{given}: {name!r} is label {number} in the recipe and label {names.index(name)} in the"
+                    f"task.{argument}: {name!r} is label {number} in the recipe and label {names.index(name)} in the"
                     f" data. Remove the field, or use the order of the data: {', '.join(names)}."
                 )
 
@@ -310,9 +296,9 @@ def _load_federated(recipe: Recipe, by_client: bool) -> RawData:
         else:
             test = sample_examples(test, data.max_test_rows, data.seed)
         by_id = test if isinstance(test, FederatedDataset) else None
-        raw = RawData(limit_clients(clients, data), _pooled(test), by_id, task, loaded.source)
+        raw = RawData(limit_clients(clients, data), pooled(test), by_id, task, loaded.source)
     further_tests = {
-        split: sample_examples(_pooled(splits[split]), data.max_test_rows, data.seed)
+        split: sample_examples(pooled(splits[split]), data.max_test_rows, data.seed)
         for split in data.further_test_splits
     }
     return dataclasses.replace(raw, note=loaded.note, public=public, server=server, further_tests=further_tests)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +13,12 @@ from datasets.exceptions import DatasetsError
 from hf_federated.data import FederatedDataset, FederatedDatasetDict
 from hf_federated.data.storage.partition_file import PARTITION_FILE
 from hf_federated.experiments.data.files import (
-    check_local_path,
     check_same_schema,
     check_single_format,
     hub_errors,
     load_file,
 )
-from hf_federated.experiments.data.label_encoding import label_column
+from hf_federated.experiments.data.label_encoding import distinct_values, label_column
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe.sections import DataSection
@@ -166,10 +164,9 @@ def _missing(recipe: Recipe, examples: Dataset | FederatedDataset) -> str | None
     feature = None if column_of_labels is None else (examples.features or {}).get(column_of_labels)
     if not isinstance(feature, (ClassLabel, Value)):
         return None
-    dataset = examples.to_dataset() if isinstance(examples, FederatedDataset) else examples
-    labels = set(dataset.select_columns(column_of_labels).unique(column_of_labels))
     # A `ClassLabel` uses -1 for a missing label.
-    return f"labels in the column {column_of_labels!r}" if labels <= {None, -1} else None
+    has_labels = distinct_values(examples, column_of_labels) - {-1}
+    return None if has_labels else f"labels in the column {column_of_labels!r}"
 
 
 def load_test_path(path: str, split: str | None) -> tuple[Dataset | FederatedDataset, str]:
@@ -213,7 +210,6 @@ def load_examples(
     """
     path = Path(name)
     with recipe_errors(field), hub_errors(field, name):
-        check_local_path(name, f"{field}: ")
         if path.is_file():
             if is_given:
                 raise RecipeError(f"data: {name} is a file with one split. Remove data.test_split.")
@@ -232,10 +228,7 @@ def load_examples(
 
 def task_without_label_names(recipe: Recipe) -> Task:
     """Build the task with placeholders for unknown label names."""
-    fields = [item.name for item in dataclasses.fields(recipe.task.cls)]
-    names: dict[str, Any] = {name: ["0"] for name in ("label_names", "tag_names") if name in fields}
-    given = {key: value for key, value in recipe.task.arguments.items() if value is not None}
-    return build("task", recipe.task.cls, {**names, **given})
+    return build("task", recipe.task.cls, {**dict.fromkeys(recipe.task.missing_labels, ["0"]), **recipe.task.given})
 
 
 def _load(

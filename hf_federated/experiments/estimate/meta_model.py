@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
 
 from hf_federated._compat import older_repository_code
-from hf_federated.experiments.data.files import check_local_path, hub_errors
+from hf_federated.experiments.data.files import hub_errors
 from hf_federated.experiments.model_loading import adapter_config
 from hf_federated.experiments.recipe.schema import RecipeError, recipe_errors
 from hf_federated.experiments.recipe.sections import ModelSection
@@ -65,7 +65,6 @@ def load_config(model: ModelSection, task: Task, field: str = "model") -> Pretra
 def _read_config(name: str, model: ModelSection, labels: dict[str, Any], field: str) -> PretrainedConfig:
     arguments = {**labels, **(model.kwargs or {})}
     with recipe_errors(field), hub_errors(field, name):
-        check_local_path(name, f"{field}: ")
         # Arguments of `from_pretrained` that are no fields of the config do not change the shapes.
         config, _ = AutoConfig.from_pretrained(name, revision=model.revision, return_unused_kwargs=True, **arguments)
     return config

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from transformers import TrainingArguments
 
 from hf_federated.experiments.estimate.federation_estimate import estimate_federation
@@ -11,7 +9,6 @@ from hf_federated.experiments.estimate.results import Estimate
 from hf_federated.experiments.estimate.sizes import EstimateOptions, find_sizes
 from hf_federated.experiments.estimate.split_estimate import estimate_split
 from hf_federated.experiments.recipe.recipe import Recipe
-from hf_federated.experiments.recipe.schema import build
 
 
 def estimate_recipe(recipe: Recipe, options: EstimateOptions | None = None) -> Estimate:
@@ -46,9 +43,7 @@ def training_arguments(recipe: Recipe) -> TrainingArguments:
     Raises:
         RecipeError: If an argument is invalid.
     """
-    training: dict[str, Any] = {**recipe.training, "use_cpu": True, "report_to": "none"}
     # On a CPU, the arguments refuse mixed precision in float16.
-    uses_float16 = bool(training.pop("fp16", False))
-    args: TrainingArguments = build("training", recipe.task.cls.arguments_class, training)
-    args.fp16 = uses_float16
+    args = recipe.training_arguments(use_cpu=True, report_to="none", fp16=False)
+    args.fp16 = bool(recipe.training.get("fp16", False))
     return args

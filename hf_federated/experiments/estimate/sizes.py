@@ -95,9 +95,7 @@ def find_sizes(recipe: Recipe, options: EstimateOptions) -> DataSizes:
     Raises:
         RecipeError: If the number of labels is not known, or the data cannot be read.
     """
-    arguments = {name: value for name, value in recipe.task.arguments.items() if value is not None}
-    fields = {item.name for item in dataclasses.fields(recipe.task.cls)}
-    labels = [name for name in ("label_names", "tag_names") if name in fields and name not in arguments]
+    arguments, labels = recipe.task.given, recipe.task.missing_labels
     if options.num_labels is not None:
         arguments |= {name: [str(number) for number in range(options.num_labels)] for name in labels}
         labels = []

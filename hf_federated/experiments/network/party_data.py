@@ -15,13 +15,12 @@ from datasets import Dataset
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
 from hf_federated.data.client_ids import similar_ids_hint
-from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.experiments.data.held_out import limit_examples, sample_examples
 from hf_federated.experiments.data.raw import build_task, load_public, load_raw_data, load_server, take_server
 from hf_federated.experiments.data.splits import load_examples, load_splits, load_test_path
 from hf_federated.experiments.errors import CommandError
-from hf_federated.experiments.recipe.recipe import ClassSection, Recipe
-from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
+from hf_federated.experiments.recipe.recipe import SINGLE_CLIENT, Recipe
+from hf_federated.experiments.recipe.schema import RecipeError, build
 from hf_federated.tasks import Task
 
 
@@ -139,8 +138,7 @@ def load_client_data(recipe: Recipe, client_id: str, examples: str | None = None
         test_clients=None,
         further_test_splits=[],
     )
-    single_client = ClassSection("iid", PARTITIONERS["iid"], {"num_clients": 1})
-    loaded = load_splits(dataclasses.replace(recipe, data=data, partition=single_client, public=None))
+    loaded = load_splits(dataclasses.replace(recipe, data=data, partition=SINGLE_CLIENT, public=None))
     splits = {name: rows for name, rows in loaded.splits.items() if by_client or name != loaded.test}
     task, splits = build_task(recipe, splits)
     test = None if loaded.test is None else splits.get(loaded.test)
@@ -165,19 +163,12 @@ def _task(recipe: Recipe, splits: dict[str, Any]) -> tuple[Task, dict[str, Any]]
     """Build the task from the splits of the server. Without splits, the recipe must name the labels."""
     if splits:
         return build_task(recipe, splits)
-    arguments = {key: value for key, value in recipe.task.arguments.items() if value is not None}
-    required = [
-        item.name
-        for item in dataclasses.fields(recipe.task.cls)
-        if item.default is dataclasses.MISSING and item.name not in arguments
-    ]
-    if required:
+    if missing := recipe.task.missing:
         raise RecipeError(
-            f"task.{required[0]} is not set, and the server has no test examples to read it from. Set the field, or"
+            f"task.{missing[0]} is not set, and the server has no test examples to read it from. Set the field, or"
             " pass --test-examples."
         )
-    with recipe_errors("task"):
-        return build("task", recipe.task.cls, arguments), {}
+    return build("task", recipe.task.cls, recipe.task.given), {}
 
 
 def _pooled(examples: Any, maximum: int | None, seed: int) -> Dataset:

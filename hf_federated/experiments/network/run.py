@@ -6,7 +6,6 @@ the same bytes as the result of `hf-federated train` with the same examples.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,29 +13,22 @@ from typing import Any
 
 from transformers import IntervalStrategy, TrainingArguments
 
-from hf_federated.cards import RunRecord
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
 from hf_federated.engines import NetworkEngine
 from hf_federated.experiments.data.tokenized import tokenize_test
 from hf_federated.experiments.errors import CommandError
-from hf_federated.experiments.execution import evaluate_further_splits, metrics_of
+from hf_federated.experiments.execution import train_and_evaluate
 from hf_federated.experiments.model_loading import load_model, load_tokenizer
 from hf_federated.experiments.network.party_data import PartyData, load_client_data, load_server_data
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import build, recipe_errors
 from hf_federated.experiments.run_folder import DEFAULT_OUTPUT_DIR, RESULTS_NAME, RunFolder
-from hf_federated.experiments.stopwatch import Stopwatch
-from hf_federated.experiments.strict_json import to_strict_json
-from hf_federated.experiments.train_recipe import RECORD_NAME
+from hf_federated.experiments.train_recipe import save_outputs
 from hf_federated.experiments.trainer_arguments import PartyDatasets, trainer_arguments
 from hf_federated.trainer import federate
 from hf_federated.trainer.manifest import check_manifest
 from hf_federated.utils.client_names import escape_client_id
-
-
-# Folder of the server in the output folder. The folder of a client has the escaped id of the client.
-SERVER_DIR = "server"
 
 
 @dataclass(frozen=True)
@@ -104,7 +96,7 @@ def build_server(
     Raises:
         RecipeError: If data or models cannot be loaded, or values are incompatible.
     """
-    args, federation = _arguments(recipe, "server", output_dir)
+    args = recipe.training_arguments(output_dir=party_folder(recipe, "server", output_dir))
     data = load_server_data(recipe, test_examples)
     tokenizer = load_tokenizer(recipe.model)
     metric_arguments: dict[str, Any] = {}
@@ -115,7 +107,7 @@ def build_server(
     else:
         encoded["eval_dataset"], metric_arguments = tokenize_test(data.task, tokenizer, data.test)
     raw = {"eval_dataset": data.test}
-    trainer = _build_trainer(recipe, data, tokenizer, args, federation, raw, encoded, metric_arguments, engine=engine)
+    trainer = _build_trainer(recipe, data, tokenizer, args, raw, encoded, metric_arguments, engine=engine)
     further = {
         split: data.task.for_evaluation(data.task.prepare(examples, tokenizer), tokenizer)
         for split, examples in data.further_tests.items()
@@ -140,7 +132,7 @@ def build_client(
         CommandError: If the dataset of the recipe has no client with this id.
         RecipeError: If data or models cannot be loaded, or values are incompatible.
     """
-    args, federation = _arguments(recipe, client_id, output_dir)
+    args = recipe.training_arguments(output_dir=party_folder(recipe, client_id, output_dir))
     data = load_client_data(recipe, client_id, examples)
     tokenizer, task = load_tokenizer(recipe.model), data.task
     raw = {"train_dataset": FederatedDataset.from_dict({client_id: data.train})}
@@ -152,7 +144,7 @@ def build_client(
         encoded["eval_dataset"] = FederatedDataset.from_dict({client_id: test})
     else:
         args.eval_strategy = IntervalStrategy.NO
-    trainer = _build_trainer(recipe, data, tokenizer, args, federation, raw, encoded, metric_arguments, client_id)
+    trainer = _build_trainer(recipe, data, tokenizer, args, raw, encoded, metric_arguments, client_id)
     return PartyRun(recipe, data, trainer, {})
 
 
@@ -176,12 +168,8 @@ def serve_run(run: PartyRun, folder: RunFolder | None = None, echo: Callable[[st
             resume_from = str(folder.last_checkpoint)
             echo(f"The run resumes from {resume_from}.")
         folder.begin()
-    watch = Stopwatch()
-    trainer.add_callback(watch)
-    trainer.train(resume_from_checkpoint=resume_from)
-    train_seconds = watch.seconds
-    trainer.remove_callback(watch)
-    evaluated: dict[str, float] = {} if run.data.test is None else trainer.evaluate()
+    federated = train_and_evaluate(trainer, run.further_tests, resume_from, has_test=run.data.test is not None)
+    del federated["seconds"]
     task = run.data.task
     results = {
         "metric": task.main_metric,
@@ -190,29 +178,13 @@ def serve_run(run: PartyRun, folder: RunFolder | None = None, echo: Callable[[st
         "num_train_rows": sum(number or 0 for number in trainer.clients.num_rows.values()),
         "num_test_rows": 0 if run.data.test is None else len(run.data.test),
         "test_source": run.data.test_source,
-        "federated": {
-            "metrics": metrics_of(evaluated),
-            "bytes_up": trainer.ledger.bytes_up,
-            "bytes_down": trainer.ledger.bytes_down,
-            "train_seconds": train_seconds,
-            "over_clients": {name: value for name, value in evaluated.items() if name.startswith("federated/")},
-            "clients": {name: metrics_of(metrics) for name, metrics in trainer.client_metrics.items()},
-            "further_tests": evaluate_further_splits(trainer, run.further_tests),
-        },
+        "federated": federated,
     }
-    _save(run, results)
+    save_outputs(trainer, run.recipe, results)
     for line in _summary(results, task.main_metric):
         echo(line)
     echo(f"The model, its card (README.md) and {RESULTS_NAME} are in {trainer.args.output_dir}.")
     return results
-
-
-def _arguments(recipe: Recipe, party: str, output_dir: str | None) -> tuple[TrainingArguments, FederatedConfig]:
-    training = {**recipe.training, "output_dir": party_folder(recipe, party, output_dir)}
-    if recipe.task.generates_text:
-        training["predict_with_generate"] = True
-    args: TrainingArguments = build("training", recipe.task.cls.arguments_class, training)
-    return args, build("federation", FederatedConfig, recipe.federation)
 
 
 def _build_trainer(
@@ -220,7 +192,6 @@ def _build_trainer(
     data: PartyData,
     tokenizer: Any,
     args: TrainingArguments,
-    federation: FederatedConfig,
     raw: dict[str, Any],
     encoded: dict[str, Any],
     metric_arguments: dict[str, Any],
@@ -246,17 +217,9 @@ def _build_trainer(
     if client_id is not None and arguments.get("clients"):
         arguments["clients"] = {client_id: arguments["clients"][client_id]}
     trainer_class: Any = data.task.trainer_class
+    federation = build("federation", FederatedConfig, recipe.federation)
     with recipe_errors("federation"):
         return federate(trainer_class)(model=model, args=args, federation=federation, engine=engine, **arguments)
-
-
-def _save(run: PartyRun, results: dict[str, Any]) -> None:
-    """Write the model, the results and the model card with its record."""
-    trainer, path = run.trainer, Path(str(run.trainer.args.output_dir))
-    trainer.save_model()
-    (path / RESULTS_NAME).write_text(json.dumps(to_strict_json(results), indent=2) + "\n", encoding="utf-8")
-    trainer.create_model_card(**run.recipe.card)
-    RunRecord.from_trainer(trainer, **run.recipe.card).save(path / RECORD_NAME)
 
 
 def _summary(results: dict[str, Any], metric: str) -> list[str]:

@@ -12,17 +12,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, PeftConfig, PrefixTuningConfig, TaskType
+from peft import PeftConfig, TaskType
 from transformers import PretrainedConfig, TrainingArguments
 
 from hf_federated.data.client_ids import similar_ids_hint
-from hf_federated.data.partitioners import PARTITIONERS
-from hf_federated.experiments.data.files import check_local_path, hub_errors
+from hf_federated.experiments.data.files import hub_errors
 from hf_federated.experiments.data.tokenized import load_tokenized_data
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.execution import evaluate_further_splits
-from hf_federated.experiments.model_loading import load_tokenizer
-from hf_federated.experiments.recipe.recipe import ClassSection, Recipe, load_recipe
+from hf_federated.experiments.model_loading import build_adapter, load_tokenizer
+from hf_federated.experiments.recipe.recipe import SINGLE_CLIENT, Recipe, load_recipe
 from hf_federated.experiments.recipe.schema import build
 from hf_federated.experiments.recipe.sections import ModelSection
 from hf_federated.experiments.train_recipe import RESULTS_NAME
@@ -174,19 +173,10 @@ def _load_settings(
         raise CommandError(f"{arguments.recipe} has no section split. Train it with `hf-federated train`.")
     split: SplitConfig = build("split", SplitConfig, recipe.split)
     folder = arguments.output_dir or recipe.training.get("output_dir") or "outputs"
-    training = {**recipe.training, "output_dir": str(Path(folder) / party)}
-    if recipe.task.generates_text:
-        training["predict_with_generate"] = True
-    if split.strategy == "serial" and training.pop("eval_strategy", "no") != "no":
+    if split.strategy == "serial" and recipe.training.pop("eval_strategy", "no") != "no":
         print("eval_strategy is ignored: with strategy=serial the clients are evaluated at the end of the run.")
-    args: TrainingArguments = build("training", recipe.task.cls.arguments_class, training)
-    adapter: PeftConfig | None = None
-    task_type = TaskType.CAUSAL_LM
-    if recipe.model.lora is not None:
-        adapter = build("model.lora", LoraConfig, {"task_type": task_type, **recipe.model.lora})
-    elif recipe.model.prefix is not None:
-        adapter = build("model.prefix", PrefixTuningConfig, {"task_type": task_type, **recipe.model.prefix})
-    return recipe, split, args, adapter
+    args = recipe.training_arguments(output_dir=str(Path(folder) / party))
+    return recipe, split, args, build_adapter(recipe.model, task_type=TaskType.CAUSAL_LM)
 
 
 def client_model(
@@ -204,7 +194,6 @@ def server_body(
 ) -> tuple[PretrainedConfig, Part, Wire]:
     """Load the body of the recipe's model, the config of the full model, and the encoding of hidden states."""
     name = recipe.model.name_or_path
-    check_local_path(name, "model.name_or_path: ")
     with hub_errors("model.name_or_path", name):
         return load_server_body(name, split, adapter, seed, **_model_arguments(recipe.model))
 
@@ -221,8 +210,7 @@ def _with_local_dataset(recipe: Recipe, path: str | None) -> Recipe:
     """Replace the dataset of the recipe by a local dataset, which belongs to a single client."""
     if path is None:
         return recipe
-    single_client = ClassSection("iid", PARTITIONERS["iid"], {"num_clients": 1})
-    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=path), partition=single_client)
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, path=path), partition=SINGLE_CLIENT)
 
 
 def _terms(

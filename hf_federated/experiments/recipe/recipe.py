@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from transformers import Seq2SeqTrainer
+from transformers import Seq2SeqTrainer, TrainingArguments
 
 from hf_federated.aggregation import build_aggregation
 from hf_federated.config import FederatedConfig
@@ -75,6 +75,22 @@ class ClassSection:
     name: str
     cls: Any
     arguments: dict[str, Any]
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments in the recipe that are not null."""
+        return {name: value for name, value in self.arguments.items() if value is not None}
+
+    @property
+    def missing(self) -> list[str]:
+        """The required arguments that the recipe does not set."""
+        required = [item.name for item in dataclasses.fields(self.cls) if item.default is dataclasses.MISSING]
+        return [name for name in required if name not in self.given]
+
+    @property
+    def missing_labels(self) -> list[str]:
+        """The missing names of labels or tags, which are read from the data."""
+        return [name for name in self.missing if name in ("label_names", "tag_names")]
 
     @property
     def generates_text(self) -> bool:
@@ -185,6 +201,26 @@ class Recipe(Section):
                 " partition, or set public.path instead of share."
             )
 
+    def training_arguments(self, **changes: Any) -> TrainingArguments:
+        """
+        Build the training arguments.
+
+        Args:
+            changes (`Any`): Fields that differ from the recipe.
+
+        Raises:
+            RecipeError: If an argument is invalid.
+        """
+        values = {**self.training, **changes}
+        if self.task.generates_text:
+            values["predict_with_generate"] = True
+        args: TrainingArguments = build("training", self.task.cls.arguments_class, values)
+        return args
+
+
+# The partition of a dataset that belongs to a single client.
+SINGLE_CLIENT = ClassSection("iid", PARTITIONERS["iid"], {"num_clients": 1})
+
 
 def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
     """
@@ -233,7 +269,7 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
     if values.get("partition") is not None:
         partition = _class_section("partition", values["partition"], checked, PARTITIONERS, mistakes)
         # An invalid section has a placeholder, so that combinations with the other sections are validated.
-        partition = partition or ClassSection("iid", PARTITIONERS["iid"], {})
+        partition = partition or SINGLE_CLIENT
     _check_methods(checked.sections, mistakes)
     top_level = {
         **checked.top_level,
@@ -349,10 +385,10 @@ def _class_section(
         return None if name is None else ClassSection(name, classes[name], {})
     arguments = dict(checked.classes[section])
     name = arguments.pop("name")
+    found = ClassSection(name, classes[name], arguments)
     # The constructor validates combinations of arguments. It is not called while required arguments are missing, which
     # are read from the data later.
-    required = [item.name for item in dataclasses.fields(classes[name]) if item.default is dataclasses.MISSING]
-    if all(arguments.get(item) is not None for item in required):
+    if not found.missing:
         with mistakes.collect():
             build(section, classes[name], arguments)
-    return ClassSection(name, classes[name], arguments)
+    return found
