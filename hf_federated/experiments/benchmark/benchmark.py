@@ -218,7 +218,7 @@ def _run_grids(
         logs = [stack.enter_context(RunLog(grid.folder)) for grid in grids]
         for grid, log in zip(grids, logs, strict=True):
             failures += _run_grid(grid, log, options.only, execute, echo, reusable)
-        _finish(grids, [log.find_finished(grid.runs) for grid, log in zip(grids, logs, strict=True)], echo)
+        _finish(grids, [find_finished(log.records, grid.runs) for grid, log in zip(grids, logs, strict=True)], echo)
     return failures
 
 
@@ -231,7 +231,7 @@ def _run_grid(
     reusable: Sequence[Path],
 ) -> list[str]:
     """Execute or reuse the runs that are not finished. Return one line per failed run."""
-    done = log.find_finished(grid.runs)
+    done = find_finished(log.records, grid.runs)
     selected = [run for run in grid.runs if only is None or run.name in only]
     pending = [run for run in selected if run.key not in done.records]
     echo(_heading(grid, selected, done))

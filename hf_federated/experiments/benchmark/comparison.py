@@ -27,13 +27,9 @@ class Comparison:
     Args:
         differences (`list[float | None]`): For each seed, the difference between A and B, positive if A is better.
             `None` if a value is not finite.
-        verdict (`str`): `"holds"` if A is better on average and under every seed, `"mixed"` if A is better only on
-            average, `"does not hold"` if A is not better on average, `"not measured"` if there is no finite
-            difference.
     """
 
     differences: list[float | None]
-    verdict: str
 
     @property
     def finite(self) -> list[float]:
@@ -44,6 +40,18 @@ class Comparison:
     def num_agreeing(self) -> int:
         """Number of seeds under which A is better."""
         return sum(difference > 0 for difference in self.finite)
+
+    @property
+    def verdict(self) -> str:
+        """
+        `"holds"` if A is better on average and under every seed, `"mixed"` if A is better only on average, `"does not
+        hold"` if A is not better on average, `"not measured"` if there is no finite difference.
+        """
+        if not self.finite:
+            return "not measured"
+        if np.mean(self.finite) <= 0:
+            return "does not hold"
+        return "holds" if self.num_agreeing == len(self.differences) else "mixed"
 
 
 def main_metric(records: Sequence[Record], section: BenchmarkSection) -> str:
@@ -133,14 +141,7 @@ def compare(
     for seed in sorted(better.keys() & worse.keys()):
         first, second = better[seed], worse[seed]
         differences.append(None if first is None or second is None else sign * (first - second))
-    comparison = Comparison(differences, "")
-    if not comparison.finite:
-        verdict = "not measured"
-    elif np.mean(comparison.finite) <= 0:
-        verdict = "does not hold"
-    else:
-        verdict = "holds" if comparison.num_agreeing == len(differences) else "mixed"
-    return Comparison(differences, verdict)
+    return Comparison(differences)
 
 
 def step_names(records: Sequence[Record]) -> list[str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_federated.experiments.errors import CommandError, command_errors
-from hf_federated.experiments.recipe.schema import check_section, dataclass_fields
+from hf_federated.experiments.recipe.schema import check_section, dataclass_fields, documented
 from hf_federated.experiments.recipe.yaml_file import apply_changes, merge_mappings
 
 
@@ -80,33 +80,19 @@ class BenchmarkSection:
             "help": "Maps a run name to its changes of the recipe and its method (federated | centralized | local)."
         }
     )
-    title: str | None = field(
-        default=None, metadata={"help": "Heading of the tables; default: the file name of the recipe."}
+    title: str | None = documented("Heading of the tables; default: the file name of the recipe.")
+    seeds: list[int] = documented(
+        "Every run is executed once per seed, which seeds data, partition, client sampling and training.",
+        lambda: [0, 1, 2],
     )
-    seeds: list[int] = field(
-        default_factory=lambda: [0, 1, 2],
-        metadata={
-            "help": "Every run is executed once per seed, which seeds data, partition, client sampling and training."
-        },
+    metric: str | None = documented("Metric to compare; default: the main metric of the task.")
+    lower_is_better: bool | None = documented(
+        "Whether smaller values of the metric are better; default: the task decides."
     )
-    metric: str | None = field(
-        default=None, metadata={"help": "Metric to compare; default: the main metric of the task."}
-    )
-    lower_is_better: bool | None = field(
-        default=None, metadata={"help": "Whether smaller values of the metric are better; default: the task decides."}
-    )
-    further_metrics: list[str] = field(
-        default_factory=list, metadata={"help": "Metrics for further columns of the table of results."}
-    )
-    paper: dict[str, float] = field(
-        default_factory=dict, metadata={"help": "Published results by the name of the run."}
-    )
-    paper_setting: str | None = field(
-        default=None, metadata={"help": "One line that describes the setting of the published results."}
-    )
-    claims: list[str] = field(
-        default_factory=list, metadata={"help": "Claims to check over the seeds: 'A > B' means that run A is better."}
-    )
+    further_metrics: list[str] = documented("Metrics for further columns of the table of results.", list)
+    paper: dict[str, float] = documented("Published results by the name of the run.", dict)
+    paper_setting: str | None = documented("One line that describes the setting of the published results.")
+    claims: list[str] = documented("Claims to check over the seeds: 'A > B' means that run A is better.", list)
 
     def __post_init__(self) -> None:
         self._check_runs()
@@ -343,8 +329,7 @@ def _look_up(values: Mapping[str, Any], path: str) -> Any:
 
 def _digest(method: str, values: Mapping[str, Any]) -> str:
     included = {name: value for name, value in values.items() if name != "benchmark"}
-    if isinstance(included.get("training"), dict):
-        included["training"] = {name: value for name, value in included["training"].items() if name != "output_dir"}
+    included["training"] = {name: value for name, value in values["training"].items() if name != "output_dir"}
     if isinstance(included.get("data"), dict):
         included["data"] = _with_test_default(included["data"])
     content = {"method": method, "recipe": included}

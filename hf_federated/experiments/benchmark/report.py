@@ -8,7 +8,7 @@ test. `comparison.py` compares the values of two runs.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -124,32 +124,25 @@ def _results_table(
         finite = [value for value in by_seed.values() if value is not None]
         num_seeds = len(section.seeds)
         count = str(num_seeds) if len(finite) == num_seeds else f"{len(finite)} of {num_seeds}"
-        bytes_up = _mean(own_records, "bytes_up")
         rows.append(
             [
                 run,
                 f"{_mean_and_spread(finite)} ({count})" if finite else "-",
-                *_columns(own_records, section.further_metrics),
+                *(
+                    _mean_and_spread(record["metrics"][name] for record in own_records)
+                    for name in section.further_metrics
+                ),
                 _number(section.paper[run]) if run in section.paper else "-",
-                _or_dash(_mean(own_records, "num_epochs"), ".2f"),
-                _or_dash(None if bytes_up is None else bytes_up / 1e6, ".1f"),
-                _or_dash(_mean(own_records, "num_rounds"), "g"),
-                _or_dash(_mean(own_records, "seconds"), ".0f"),
+                _mean(own_records, "num_epochs", ".2f"),
+                _mean(own_records, "bytes_up", ".1f", unit=1e6),
+                _mean(own_records, "num_rounds", "g"),
+                _mean(own_records, "seconds", ".0f"),
             ]
         )
     steps = " or ".join(f"{name}s" for name in step_names(records))
     metrics = [name.replace("|", r"\|") for name in (metric, *section.further_metrics)]
     header = ["run", *metrics, "paper", "epochs", "MB up", steps, "seconds"]
     return markdown_table(header, rows, text_columns={0})
-
-
-def _columns(records: Sequence[Record], metrics: Sequence[str]) -> list[str]:
-    """Cells with the mean and the spread of further metrics over the records of a run."""
-    cells = []
-    for name in metrics:
-        finite = [value for record in records if (value := record["metrics"][name]) is not None]
-        cells.append(_mean_and_spread(finite) if finite else "-")
-    return cells
 
 
 def _further_tables(records: Sequence[Record], section: BenchmarkSection, metric: str) -> list[str]:
@@ -201,9 +194,9 @@ def _columns_table(values: _RunValues, columns: Sequence[str]) -> str:
     """A table with one row per run, with means over seeds."""
     rows = []
     for run, by_seed in values.items():
-        cells = [[value for by_name in by_seed if (value := by_name.get(name)) is not None] for name in columns]
-        if any(cells):
-            rows.append([run, *(_mean_and_spread(numbers) if numbers else "-" for numbers in cells)])
+        cells = [_mean_and_spread(by_name.get(name) for by_name in by_seed) for name in columns]
+        if set(cells) != {"-"}:
+            rows.append([run, *cells])
     return markdown_table(["run", *(name.replace("|", r"\|") for name in columns)], rows, text_columns={0})
 
 
@@ -222,7 +215,7 @@ def _claims_table(
             [
                 f"{better} > {worse}",
                 paper,
-                _mean_and_spread(comparison.finite, signed=True) if comparison.finite else "-",
+                _mean_and_spread(comparison.differences, signed=True),
                 f"{comparison.num_agreeing} of {len(comparison.differences)}"
                 + (f", {missing} missing" if missing else ""),
                 comparison.verdict + (" so far" if missing and comparison.differences else ""),
@@ -265,21 +258,21 @@ def _notes(records: Sequence[Record], metric: str, values: Mapping[str, Mapping[
     return notes
 
 
-def _mean(records: Sequence[Record], name: str) -> float | None:
-    """The mean of a field, or `None` if there are no records or a record does not have the field."""
+def _mean(records: Sequence[Record], name: str, spec: str, unit: float = 1.0) -> str:
+    """The formatted mean of a field, or `-` if there are no records or a record does not have the field."""
     values = [record.get(name) for record in records]
-    return float(np.mean([value for value in values if value is not None])) if values and None not in values else None
+    return "-" if not values or None in values else format(float(np.mean(values)) / unit, spec)
 
 
-def _mean_and_spread(values: Sequence[float], signed: bool = False) -> str:
-    spread = f" ± {_number(float(np.std(values, ddof=1)))}" if len(values) > 1 else ""
-    return f"{_number(float(np.mean(values)), signed)}{spread}"
+def _mean_and_spread(values: Iterable[float | None], signed: bool = False) -> str:
+    """The mean and the spread of the finite values, or `-` if there are none."""
+    finite = [value for value in values if value is not None]
+    if not finite:
+        return "-"
+    spread = f" ± {_number(float(np.std(finite, ddof=1)))}" if len(finite) > 1 else ""
+    return f"{_number(float(np.mean(finite)), signed)}{spread}"
 
 
 def _number(value: float, signed: bool = False) -> str:
     """Format with four decimals (accuracies), or with two decimals from 10 on (percentages and perplexities)."""
     return format(value, ("+" if signed else "") + (".4f" if abs(value) < 10 else ".2f"))
-
-
-def _or_dash(value: float | None, spec: str) -> str:
-    return "-" if value is None else format(value, spec)

@@ -16,7 +16,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hf_federated.experiments.benchmark.grid import PlannedRun
@@ -131,9 +130,7 @@ class RunLog:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._lock.release()
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -163,10 +160,6 @@ class RunLog:
         if before == 0:
             _sync_folder(self.folder)
         self.records.append(plain)
-
-    def find_finished(self, plan: Sequence[PlannedRun]) -> FinishedRuns:
-        """Find the records of planned runs, as the function [`find_finished`] does."""
-        return find_finished(self.records, plan)
 
 
 def _length_of_complete_lines(content: bytes) -> int:
