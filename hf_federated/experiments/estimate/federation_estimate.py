@@ -60,7 +60,7 @@ def estimate_federation(
         state = federation.exchange().tensors.values()
         exchanged = sum(tensor.nbytes for tensor in state)
         sums = sum(tensor.numel() * (8 if tensor.dtype.itemsize >= 4 else 4) for tensor in state)
-        cost = _model_cost(model, sizes.task, args, args.per_device_train_batch_size, lengths)
+        cost = _model_cost(model, sizes.task, args, lengths)
     clients = _client_costs(recipe, args, sizes, options, cost)
     rounds, cohort = run.ledger.rounds(), run.exchanges[0]
     exchanges = [dataclasses.replace(item, count=count) for item, count in next(iter(cohort.values())).items()]
@@ -141,15 +141,12 @@ def _prediction_shape(task: Task, model: Any, lengths: Lengths, num_public: int)
     return positions, model.config.num_labels
 
 
-def _model_cost(model: Any, task: Task, args: TrainingArguments, batch_size: int, lengths: Lengths) -> StepCost:
+def _model_cost(model: Any, task: Task, args: TrainingArguments, lengths: Lengths) -> StepCost:
     """The cost of a training step of a whole model."""
     if checkpointing_settings(args) is not None:
         checkpoint_activations(model)
-
-    def build_pass() -> Any:
-        return model_pass(model, _inputs(model, task, batch_size, lengths))
-
-    return step_cost(model, args, build_pass)
+    batch_size = args.per_device_train_batch_size
+    return step_cost(model, args, lambda: model_pass(model, _inputs(model, task, batch_size, lengths)))
 
 
 def _inputs(model: Any, task: Task, batch_size: int, lengths: Lengths) -> dict[str, torch.Tensor]:
@@ -178,9 +175,7 @@ def _client_costs(
         with recipe_errors(f"{field}.training"):
             own = dataclasses.replace(args, **item.training) if item.training else args
         lengths = find_lengths(sizes.task, model.config, options)
-        costs[f"client, model {index + 1}"] = _model_cost(
-            model, sizes.task, own, own.per_device_train_batch_size, lengths
-        )
+        costs[f"client, model {index + 1}"] = _model_cost(model, sizes.task, own, lengths)
     return costs
 
 
@@ -193,18 +188,10 @@ def _server(federation: DryFederation, run: DryRun, cost: StepCost, exchanged: i
             predictions = len(run.exchanges[0]) * federation.num_positions * federation.num_classes * 4
         # The server keeps the global state, and the initial state or the sums of the updates.
         return PartyEstimate.training("server", cost, predictions + exchanged + (sums or exchanged))
-    optimizer = run.state_bytes
-    return PartyEstimate(
-        "server",
-        cost.num_parameters,
-        cost.num_trainable,
-        cost.weights,
-        0,
-        optimizer,
-        0,
-        exchanged + sums,
-        cost.weights + optimizer + exchanged + sums,
+    without_training = dataclasses.replace(
+        cost, gradients=0, optimizer_state=run.state_bytes, activations=0, peak=cost.weights
     )
+    return PartyEstimate.training("server", without_training, exchanged + sums)
 
 
 def _notes(

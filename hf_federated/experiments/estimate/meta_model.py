@@ -45,13 +45,8 @@ def load_config(model: ModelSection, task: Task, field: str = "model") -> Pretra
         RecipeError: If the config cannot be loaded, or the model is quantized.
     """
     if model.decoder_name_or_path is not None:
-        sides = [
-            _read_config(name, model, {}, f"{field}.{side}")
-            for side, name in (
-                ("name_or_path", model.name_or_path),
-                ("decoder_name_or_path", model.decoder_name_or_path),
-            )
-        ]
+        names = ("name_or_path", "decoder_name_or_path")
+        sides = [_read_config(getattr(model, name), model, {}, f"{field}.{name}") for name in names]
         config: PretrainedConfig = EncoderDecoderConfig.from_encoder_decoder_configs(*sides)
     else:
         config = _read_config(model.name_or_path, model, task.model_kwargs, f"{field}.name_or_path")

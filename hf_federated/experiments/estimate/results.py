@@ -73,17 +73,8 @@ class PartyEstimate:
             cost ([`StepCost`]): Cost of a step.
             exchanged (`int`, *optional*, defaults to `0`): Bytes of exchanged tensors that the party keeps.
         """
-        return cls(
-            name,
-            cost.num_parameters,
-            cost.num_trainable,
-            cost.weights,
-            cost.gradients,
-            cost.optimizer_state,
-            cost.activations,
-            exchanged,
-            cost.total + exchanged,
-        )
+        shared = {field: value for field, value in vars(cost).items() if field in cls.__dataclass_fields__}
+        return cls(name=name, **shared, exchanged=exchanged, total=cost.total + exchanged)
 
 
 @dataclass(frozen=True)
@@ -104,14 +95,14 @@ class UnitTime:
     waiting: float | None
 
     @property
-    def total(self) -> float:
-        """The sum of the known numbers."""
-        return sum(value for value in (self.client, self.server, self.transfer, self.waiting) if value is not None)
+    def known(self) -> dict[str, float]:
+        """The known numbers by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     @property
-    def is_known(self) -> bool:
-        """Whether a number is known."""
-        return any(value is not None for value in (self.client, self.server, self.transfer, self.waiting))
+    def total(self) -> float | None:
+        """The sum of the known numbers, or `None` if there are none."""
+        return sum(self.known.values()) if self.known else None
 
 
 @dataclass(frozen=True)
@@ -150,19 +141,17 @@ class UnitEstimate:
             options ([`EstimateOptions`]): Bandwidth, latency and throughput.
         """
         server_tflops = options.tflops if options.server_tflops is None else options.server_tflops
-        transfer = None
-        if options.bandwidth_mbit is not None:
-            transfer = sum(total_bytes(self.exchanges)) * 8 / (options.bandwidth_mbit * 1e6)
-        waiting = None
-        if options.latency_ms is not None:
-            waiting = self.round_trips * 2 * options.latency_ms / 1e3
+        waiting = None if options.latency_ms is None else self.round_trips * 2 * options.latency_ms / 1e3
         return UnitTime(
-            _seconds(self.client_flops, options.tflops), _seconds(self.server_flops, server_tflops), transfer, waiting
+            _seconds(self.client_flops, options.tflops, 1e12),
+            _seconds(self.server_flops, server_tflops, 1e12),
+            _seconds(sum(total_bytes(self.exchanges)) * 8, options.bandwidth_mbit, 1e6),
+            waiting,
         )
 
 
-def _seconds(flops: int | None, tflops: float | None) -> float | None:
-    return None if flops is None or tflops is None else flops / (tflops * 1e12)
+def _seconds(amount: int | None, speed: float | None, unit: float) -> float | None:
+    return None if amount is None or speed is None else amount / (speed * unit)
 
 
 @dataclass(frozen=True)
@@ -203,8 +192,8 @@ class Estimate:
         Args:
             options ([`EstimateOptions`]): Bandwidth, latency and throughput.
         """
-        time = self.units[0].time(options)
-        return None if self.num_units is None or not time.is_known else self.num_units * time.total
+        seconds = self.units[0].time(options).total
+        return None if self.num_units is None or seconds is None else self.num_units * seconds
 
     def to_dict(self, options: EstimateOptions) -> dict[str, Any]:
         """
@@ -216,7 +205,7 @@ class Estimate:
         values = dataclasses.asdict(self)
         for unit, estimated in zip(values["units"], self.units, strict=True):
             time = estimated.time(options)
-            unit["seconds"] = {**dataclasses.asdict(time), "total": time.total if time.is_known else None}
+            unit["seconds"] = {**dataclasses.asdict(time), "total": time.total}
         return {**values, "run_seconds": self.run_seconds(options), "options": dataclasses.asdict(options)}
 
 
@@ -231,25 +220,10 @@ def describe(estimate: Estimate, options: EstimateOptions) -> list[str]:
     clients = "" if estimate.num_clients is None else f", {_count(estimate.num_clients, 'client')}"
     lines = [f"{estimate.family}: {estimate.method}{clients}", "", "Memory in training"]
     header = ("", "parameters", "trained", "weights", "gradients", "optimizer", "activations", "exchanged", "total")
-    rows = [
-        (
-            party.name,
-            _number(party.num_parameters),
-            _number(party.num_trainable),
-            *(
-                _size(value)
-                for value in (
-                    party.weights,
-                    party.gradients,
-                    party.optimizer_state,
-                    party.activations,
-                    party.exchanged,
-                    party.total,
-                )
-            ),
-        )
-        for party in estimate.parties
-    ]
+    rows = []
+    for party in estimate.parties:
+        name, num_parameters, num_trainable, *sizes = dataclasses.astuple(party)
+        rows.append((name, _number(num_parameters), _number(num_trainable), *map(_size, sizes)))
     lines += [*_table([header, *rows]), ""]
     for unit in estimate.units:
         lines += [*_describe_unit(unit, options), ""]
@@ -276,12 +250,8 @@ def _describe_unit(unit: UnitEstimate, options: EstimateOptions) -> list[str]:
     if flops:
         lines.append(f"Computation in 10¹² floating point operations: {', '.join(flops)}")
     time = unit.time(options)
-    if time.is_known:
-        known = [
-            f"{item.name} {_duration(getattr(time, item.name))}"
-            for item in dataclasses.fields(time)
-            if getattr(time, item.name) is not None
-        ]
+    if time.total is not None:
+        known = [f"{name} {_duration(seconds)}" for name, seconds in time.known.items()]
         lines.append(f"Time: {_duration(time.total)} ({', '.join(known)})")
     return lines
 

@@ -110,9 +110,7 @@ def find_sizes(recipe: Recipe, options: EstimateOptions) -> DataSizes:
     with recipe_errors("task"):
         task: Task = recipe.task.cls(**arguments)
     names = _client_names(recipe, options)
-    clients: dict[str, int | None] | None = None
-    if names is not None:
-        clients = {name: options.num_examples for name in names}
+    clients = None if names is None else dict.fromkeys(names, options.num_examples)
     return DataSizes(task, clients, options.num_public, "the options and the recipe")
 
 
@@ -127,7 +125,7 @@ def _client_names(recipe: Recipe, options: EstimateOptions) -> list[str] | None:
 
 def _read_sizes(recipe: Recipe, options: EstimateOptions) -> DataSizes:
     raw = load_raw_data(recipe)
-    clients: dict[str, int | None] = {client_id: size for client_id, size in raw.train.num_rows.items()}
+    clients: dict[str, int | None] = dict(raw.train.num_rows)
     if options.num_clients is not None:
         clients = {f"client-{index}": None for index in range(options.num_clients)}
     if options.num_examples is not None:

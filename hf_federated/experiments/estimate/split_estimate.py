@@ -19,7 +19,7 @@ from hf_federated.experiments.estimate.split_messages import (
     example_ids,
     hidden_size_of,
 )
-from hf_federated.experiments.estimate.step_cost import Pass, StepCost, checkpoint_activations, step_cost
+from hf_federated.experiments.estimate.step_cost import StepCost, checkpoint_activations, step_cost
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import build, recipe_errors
 from hf_federated.split.model import SplitModel
@@ -109,16 +109,12 @@ def estimate_split(recipe: Recipe, args: TrainingArguments, sizes: DataSizes, op
             f" states have {hidden_size_of(model)} values and are sent in {model.boundary.wire.dtype}.",
             f"A prompt and a generated token are those of {args.per_device_eval_batch_size} sequences together.",
             *(["The handshakes of encrypted links are not counted."] if split.encryption else []),
-            f"Round trips and memory are those of a networked run, with {_plural(in_flight, 'micro-batch')} in flight."
-            f" With the messages that begin and end a step, a client then receives {networked[0]:,} B and sends"
-            f" {networked[1]:,} B in a step.",
+            "Round trips and memory are those of a networked run, with"
+            f" {in_flight} micro-batch{'' if in_flight == 1 else 'es'} in flight. With the messages that begin and end"
+            f" a step, a client then receives {networked[0]:,} B and sends {networked[1]:,} B in a step.",
             *([] if client_cost.optimizer_state is not None else [f"The state of optim={args.optim!s} is not known."]),
         ],
     )
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 'es'}"
 
 
 def _with_in_flight(cost_of: Callable[[int], StepCost], in_flight: int) -> StepCost:
@@ -135,34 +131,31 @@ def _client_cost(model: SplitModel, args: TrainingArguments, batch_size: int, le
     ids = example_ids(model, batch_size, length)
     inputs = attention_inputs(model, batch_size, length)
 
-    def build_pass() -> Pass:
-        def run() -> Callable[[], None]:
-            sent = [
-                model.client_head(ids, None, inputs.position_ids, None, inputs.context_lengths).logits
-                for _ in range(in_flight)
-            ]
-            received = [torch.empty_like(hidden).requires_grad_() for hidden in sent]
+    def run() -> Callable[[], None]:
+        sent = [
+            model.client_head(ids, None, inputs.position_ids, None, inputs.context_lengths).logits
+            for _ in range(in_flight)
+        ]
+        received = [torch.empty_like(hidden).requires_grad_() for hidden in sent]
 
-            def tail_loss(hidden: torch.Tensor) -> torch.Tensor:
-                output = model.client_tail(hidden, None, inputs.position_ids, None, inputs.context_lengths, labels=ids)
-                loss: torch.Tensor = output.loss
-                return loss
+        def tail_loss(hidden: torch.Tensor) -> torch.Tensor:
+            output = model.client_tail(hidden, None, inputs.position_ids, None, inputs.context_lengths, labels=ids)
+            loss: torch.Tensor = output.loss
+            return loss
 
-            losses = [tail_loss(received[0])]
+        losses = [tail_loss(received[0])]
 
-            def backward() -> None:
-                for hidden in received:
-                    # The graph of a micro-batch after the cut layer is freed before the next one is computed.
-                    (losses.pop() if losses else tail_loss(hidden)).backward()
-                for hidden in sent:
-                    if hidden.requires_grad:
-                        hidden.backward(torch.empty_like(hidden))
+        def backward() -> None:
+            for hidden in received:
+                # The graph of a micro-batch after the cut layer is freed before the next one is computed.
+                (losses.pop() if losses else tail_loss(hidden)).backward()
+            for hidden in sent:
+                if hidden.requires_grad:
+                    hidden.backward(torch.empty_like(hidden))
 
-            return backward
+        return backward
 
-        return run
-
-    return step_cost(nn.ModuleList([model.client_head, model.client_tail]), args, build_pass)
+    return step_cost(nn.ModuleList([model.client_head, model.client_tail]), args, lambda: run)
 
 
 def _server_cost(model: SplitModel, args: TrainingArguments, batch_size: int, length: int, in_flight: int) -> StepCost:
@@ -170,23 +163,20 @@ def _server_cost(model: SplitModel, args: TrainingArguments, batch_size: int, le
     body, hidden_size = model.require_server_body(), hidden_size_of(model)
     inputs = attention_inputs(model, batch_size, length)
 
-    def build_pass() -> Pass:
-        def run() -> Callable[[], None]:
-            outputs = []
-            for _ in range(in_flight):
-                received = torch.empty(batch_size, length, hidden_size, dtype=body.dtype).requires_grad_()
-                outputs.append(body(received, None, inputs.position_ids, None, inputs.context_lengths).logits)
+    def run() -> Callable[[], None]:
+        outputs = []
+        for _ in range(in_flight):
+            received = torch.empty(batch_size, length, hidden_size, dtype=body.dtype).requires_grad_()
+            outputs.append(body(received, None, inputs.position_ids, None, inputs.context_lengths).logits)
 
-            def backward() -> None:
-                while outputs:
-                    output = outputs.pop(0)
-                    output.backward(torch.empty_like(output))
+        def backward() -> None:
+            while outputs:
+                output = outputs.pop(0)
+                output.backward(torch.empty_like(output))
 
-            return backward
+        return backward
 
-        return run
-
-    return step_cost(body, args, build_pass)
+    return step_cost(body, args, lambda: run)
 
 
 def _replicated(server: PartyEstimate, cost: StepCost, body: nn.Module, num_replicas: int) -> PartyEstimate:

@@ -14,7 +14,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,10 +60,6 @@ class StepCost:
     def total(self) -> int:
         """Largest number of bytes that are alive at the same time, with the state of the optimizer."""
         return self.peak + (self.optimizer_state or 0)
-
-    def with_other_tensors(self, num_bytes: int) -> StepCost:
-        """Add tensors that are alive during the whole step to the peak."""
-        return replace(self, peak=self.peak + num_bytes)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -136,7 +132,7 @@ def step_cost(module: nn.Module, args: TrainingArguments, build: Callable[[], Pa
             if args.gradient_accumulation_steps > 1:  # the next micro-batch starts with the gradients of the first
                 run()()
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    weights = sum(tensor.nbytes for tensor in _distinct(tensors))
+    weights = sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
     return StepCost(
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         num_trainable=sum(parameter.numel() for parameter in trained),
@@ -185,10 +181,6 @@ def make_fake(module: nn.Module) -> None:
         for tensors in (owner.named_parameters, owner.named_buffers):
             for name, tensor in list(tensors(recurse=False, remove_duplicate=False)):
                 setattr(owner, name, fake(tensor))
-
-
-def _distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def optimizer_state_bytes(module: nn.Module, args: TrainingArguments) -> int | None:
@@ -250,12 +242,7 @@ def model_pass(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> Pass:
         model (`torch.nn.Module`): The model.
         inputs (`Mapping[str, torch.Tensor]`): The keyword arguments of the model, with labels.
     """
-
-    def run() -> Callable[[], None]:
-        loss = model(**inputs).loss
-        return lambda: loss.backward()
-
-    return run
+    return lambda: model(**inputs).loss.backward
 
 
 def token_ids(shape: tuple[int, ...]) -> torch.Tensor:
