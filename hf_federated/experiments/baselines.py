@@ -160,8 +160,8 @@ class Baselines:
         """Train one model on the examples of all clients."""
         start = time.perf_counter()
         trainer = self._fit("centralized", self.clients.to_dataset(), self.centralized_epochs, show_progress=True)
-        metrics = _evaluate(trainer, self.eval_dataset)
-        clients = {client_id: _evaluate(trainer, dataset) for client_id, dataset in self.eval_clients.items()}
+        metrics = metrics_of(trainer.evaluate(self.eval_dataset))
+        clients = {client_id: metrics_of(trainer.evaluate(rows)) for client_id, rows in self.eval_clients.items()}
         further_tests = self._evaluate_further_tests(trainer)
         seconds = time.perf_counter() - start
         return BaselineResult("centralized", metrics, {}, 1, self.centralized_epochs, seconds, clients, further_tests)
@@ -184,7 +184,7 @@ class Baselines:
         results, further_results = [], []
         for client_id in ids:
             trainer = self._fit("local", self.clients[client_id], self.local_epochs, show_progress=False)
-            results.append(_evaluate(trainer, self.eval_dataset))
+            results.append(metrics_of(trainer.evaluate(self.eval_dataset)))
             further_results.append(self._evaluate_further_tests(trainer))
             if on_client is not None:
                 on_client(client_id, results[-1])
@@ -197,7 +197,7 @@ class Baselines:
         )
 
     def _evaluate_further_tests(self, trainer: Trainer) -> dict[str, dict[str, float]]:
-        return {name: _evaluate(trainer, dataset) for name, dataset in self.further_tests.items()}
+        return {name: metrics_of(trainer.evaluate(dataset)) for name, dataset in self.further_tests.items()}
 
     def _fit(self, name: str, dataset: Dataset, num_epochs: float, show_progress: bool) -> Trainer:
         """Train a copy of the model on `dataset` and return its trainer."""
@@ -224,12 +224,12 @@ class Baselines:
         return trainer
 
 
-def _evaluate(trainer: Trainer, dataset: Dataset) -> dict[str, float]:
-    """Evaluate on a dataset and return the metrics without the prefix `eval_`."""
+def metrics_of(evaluated: dict[str, float]) -> dict[str, float]:
+    """The metrics returned by `evaluate`, without durations and without the prefix `eval_`."""
     return {
-        key.removeprefix("eval_"): value
-        for key, value in trainer.evaluate(dataset).items()
-        if not key.endswith(("_runtime", "_per_second")) and key != "epoch"
+        name.removeprefix("eval_"): value
+        for name, value in evaluated.items()
+        if name.startswith("eval_") and not name.endswith(("_runtime", "_per_second"))
     }
 
 

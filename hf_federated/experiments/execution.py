@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 from hf_federated.config import FederatedConfig
-from hf_federated.experiments.baselines import BaselineResult, Baselines
+from hf_federated.experiments.baselines import BaselineResult, Baselines, metrics_of
 from hf_federated.experiments.data.tokenized import TokenizedData, load_tokenized_data
 from hf_federated.experiments.model_loading import load_model, load_tokenizer
 from hf_federated.experiments.recipe.recipe import Recipe
@@ -230,15 +230,6 @@ def evaluate_further_splits(trainer: Any, further_tests: Mapping[str, Dataset]) 
         evaluated = trainer.evaluate(dataset, metric_key_prefix=prefix)
         results[split] = metrics_of({f"eval{key.removeprefix(prefix)}": value for key, value in evaluated.items()})
     return results
-
-
-def metrics_of(evaluated: dict[str, float]) -> dict[str, float]:
-    """The metrics returned by `evaluate`, without durations and without the prefix `eval_`."""
-    return {
-        name.removeprefix("eval_"): value
-        for name, value in evaluated.items()
-        if name.startswith("eval_") and not name.endswith(("_runtime", "_per_second"))
-    }
 
 
 def run_baseline(run: Run, name: str, echo: Callable[[str], None] = lambda line: None) -> BaselineResult:

@@ -164,21 +164,17 @@ def load_client_specs(
         `dict[str, ClientSpec]`: The model, tokenizer and training arguments of each client.
     """
     sections = recipe.client_models
-    tokenizers = [
-        load_tokenizer(ModelSection(item.name_or_path, item.revision, kwargs=item.kwargs), f"client_models[{index}]")
-        for index, item in enumerate(sections)
-    ]
+    tokenizers = [load_tokenizer(item.model, f"client_models[{index}]") for index, item in enumerate(sections)]
     specs = {}
     for number, client_id in enumerate(client_ids):
         index = number % len(sections)
-        section, tokenizer = sections[index], tokenizers[index]
-        model = ModelSection(section.name_or_path, section.revision, kwargs=section.kwargs)
+        section, seed = sections[index], derived_seed(args.seed, "head", client_id)
         with recipe_errors(f"client_models[{index}].training"):
             client_args = dataclasses.replace(args, **section.training) if section.training else None
         specs[client_id] = ClientSpec(
             # The derived seed gives the same model each time it is loaded into memory.
-            model=functools.partial(load_model, model, task, tokenizer, derived_seed(args.seed, "head", client_id)),
-            processing_class=tokenizer,
+            model=functools.partial(load_model, section.model, task, tokenizers[index], seed),
+            processing_class=tokenizers[index],
             args=client_args,
         )
     return specs

@@ -18,10 +18,12 @@ from typing import Any
 
 from hf_federated.experiments.baselines import BaselineResult
 from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.experiments.text import plural
 from hf_federated.trainer.checkpoint import FEDERATED_DIR, clear_staging, discard, list_checkpoints
 from hf_federated.trainer.checks.resume import CHANGEABLE_FIELDS
 from hf_federated.trainer.client_checkpoint import TEACHERS_DIR
 from hf_federated.trainer.launch_consistency import MAY_DIFFER
+from hf_federated.trainer.manifest import check_manifest
 from hf_federated.trainer.workers import CLIENT_STORE_DIR
 
 
@@ -81,18 +83,17 @@ class RunFolder:
         self.resumes = resume
         self._values = _plain(values)
         self._has_begun = False
-        saved = self._read()
+        self._previous = self._read()
         if resume:
-            self._check_resumed(saved)
+            self._check_resumed()
         elif overwrite:
-            self._check_overwritten(saved)
-        elif reason := self._describe_run(saved):
-            resume_option = "--resume to continue the run, " if self._can_resume(saved) else ""
+            self._check_overwritten()
+        elif reason := self._describe_run():
+            resume_option = "--resume to continue the run, " if self._can_resume() else ""
             raise CommandError(
                 f"{self.path} already contains a run ({reason}). Pass {resume_option}--overwrite to delete the run "
                 "and start anew, or --output-dir to use another folder."
             )
-        self._previous = saved or {}
         # Baselines do not depend on the federation's checkpoint. Their results are kept when a run is resumed.
         self._baselines: dict[str, Any] = self._previous.get("baselines", {}) if resume else {}
 
@@ -102,14 +103,26 @@ class RunFolder:
         checkpoints = list_checkpoints(self.path)
         return checkpoints[-1] if checkpoints else None
 
-    def begin(self) -> None:
-        """Delete the run that this run replaces, if there is one, and write `_run.json`."""
+    def begin(self) -> str | None:
+        """
+        Delete the run that this run replaces, if there is one, and write `_run.json`.
+
+        Returns:
+            `str`, *optional*: The checkpoint from which the run resumes.
+
+        Raises:
+            CheckpointError: If a file of this checkpoint is damaged.
+        """
+        checkpoint = self.last_checkpoint if self.resumes else None
+        if checkpoint is not None:
+            check_manifest(checkpoint)
         with command_errors(str(self.path)):
             if not self.resumes:
                 self._delete_previous()
             self.path.mkdir(parents=True, exist_ok=True)
             self._has_begun = True
             self._write()
+        return None if checkpoint is None else str(checkpoint)
 
     def find_baseline(self, name: str) -> BaselineResult | None:
         """Return the result of a baseline that the interrupted run finished."""
@@ -154,34 +167,33 @@ class RunFolder:
 
     # ---- The run that the folder contains
 
-    def _describe_run(self, saved: Mapping[str, Any] | None) -> str:
+    def _describe_run(self) -> str:
         """Describe the run in the folder, or return an empty text if there is none."""
         checkpoints = list_checkpoints(self.path)
         if (self.path / RESULTS_NAME).is_file():
-            return f"{RESULTS_NAME} and {_count(len(checkpoints), 'checkpoint')}"
+            return f"{RESULTS_NAME} and {plural(len(checkpoints), 'checkpoint')}"
         if checkpoints:
             return f"its last checkpoint is {checkpoints[-1].name}"
         # A run that failed before its first result can be repeated.
-        has_results = saved is not None and (saved.get("baselines") or saved.get("files"))
-        return "without a checkpoint" if has_results else ""
+        return "without a checkpoint" if self._previous.get("baselines") or self._previous.get("files") else ""
 
-    def _can_resume(self, saved: Mapping[str, Any] | None) -> bool:
+    def _can_resume(self) -> bool:
         """Whether the folder contains a checkpoint, or finished baselines of an interrupted run."""
         if self.last_checkpoint is not None:
             return True
-        return saved is not None and bool(saved.get("baselines")) and not (self.path / RESULTS_NAME).is_file()
+        return bool(self._previous.get("baselines")) and not (self.path / RESULTS_NAME).is_file()
 
-    def _check_resumed(self, saved: Mapping[str, Any] | None) -> None:
-        if not self._can_resume(saved):
+    def _check_resumed(self) -> None:
+        if not self._can_resume():
             found = "contains no checkpoint" if self.path.is_dir() else "does not exist"
-            advice = "Pass --overwrite instead" if self._describe_run(saved) else "Leave --resume out"
+            advice = "Pass --overwrite instead" if self._describe_run() else "Leave --resume out"
             raise CommandError(
                 f"--resume: the folder {self.path} {found}. {advice} to start a new run, or pass the "
                 "--output-dir of the run. Checkpoints are saved unless training.save_strategy is 'no'."
             )
-        if saved is None:
+        if not self._previous:
             return  # An older version saved the run. The trainer compares the federation with the checkpoint.
-        differences = find_differences(saved.get("recipe", {}), self._values)
+        differences = find_differences(self._previous["recipe"], self._values)
         if differences:
             more = len(differences) - MAX_DIFFERENCES
             shown = "; ".join(differences[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
@@ -190,9 +202,9 @@ class RunFolder:
                 "the run, or start a new run with --overwrite or another --output-dir."
             )
 
-    def _check_overwritten(self, saved: Mapping[str, Any] | None) -> None:
+    def _check_overwritten(self) -> None:
         foreign = [path.name for path in list_checkpoints(self.path) if not (path / FEDERATED_DIR).is_dir()]
-        if saved is None and foreign:
+        if not self._previous and foreign:
             raise CommandError(
                 f"--overwrite: {self.path} contains {foreign[-1]}, which no run of a recipe has saved. Pass another "
                 "--output-dir, or delete the checkpoint."
@@ -218,10 +230,10 @@ class RunFolder:
 
     # ---- _run.json
 
-    def _read(self) -> dict[str, Any] | None:
+    def _read(self) -> dict[str, Any]:
         path = self.path / RUN_NAME
         if not path.is_file():
-            return None
+            return {}
         try:
             with command_errors(str(path)):
                 saved = json.loads(path.read_text(encoding="utf-8"))
@@ -296,7 +308,3 @@ def _remove_empty_folders(path: Path) -> None:
         for folder, _, _ in os.walk(path / name, topdown=False):
             if not os.listdir(folder):
                 os.rmdir(folder)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

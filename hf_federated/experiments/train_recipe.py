@@ -15,23 +15,17 @@ from hf_federated.cards.tables import plural
 from hf_federated.data import label_counts, plot_sizes
 from hf_federated.experiments.audit.recipe_audit import audit_recipe, check_packages
 from hf_federated.experiments.baselines import BaselineResult
+from hf_federated.experiments.data.label_encoding import label_column
 from hf_federated.experiments.execution import Run, build_run, run_baseline, run_federated
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.run_folder import RESULTS_NAME, RunFolder
 from hf_federated.experiments.strict_json import to_strict_json
+from hf_federated.experiments.text import aligned_rows
 from hf_federated.reporting.anomaly_plots import plot_anomalies
 from hf_federated.reporting.run_plots import plot_learning_curve, plot_partition
 from hf_federated.server import load_anomalies
 from hf_federated.server.anomaly_report import ANOMALIES_NAME
-from hf_federated.tasks import (
-    ClozeClassification,
-    SequenceTagging,
-    SuperGlueClassification,
-    SuperGlueCloze,
-    SuperGlueSeq2Seq,
-    TextClassification,
-)
-from hf_federated.trainer.manifest import check_manifest
+from hf_federated.tasks import SuperGlueClassification, SuperGlueCloze, SuperGlueSeq2Seq
 from hf_federated.trainer.output_lock import output_dir_lock
 
 
@@ -79,10 +73,7 @@ def _train_run(run: Run, echo: Callable[[str], None], folder: RunFolder | None) 
     """Train the baselines and the federation of a run, and save all outputs."""
     recipe = run.recipe
     if folder is not None:
-        if folder.resumes and folder.last_checkpoint is not None:
-            check_manifest(folder.last_checkpoint)
-            run.trainer.args.resume_from_checkpoint = str(folder.last_checkpoint)
-        folder.begin()
+        run.trainer.args.resume_from_checkpoint = folder.begin() or run.trainer.args.resume_from_checkpoint
     baselines = _train_baselines(run, echo, folder)
     if run.trainer.args.resume_from_checkpoint and folder is not None:
         echo(f"The run resumes from {folder.last_checkpoint}.")
@@ -181,40 +172,27 @@ def closing_table(results: dict[str, Any]) -> list[str]:
     """
     federated, metric = results["federated"], results["metric"]
     title = metric.replace("_", " ")
-    rows = [("", title, "epochs", "bytes up", "bytes down", "seconds")]
     labels = {"centralized": "centralized", "local": "local-only (mean of {})"}
     strategy = results.get("strategy")
     trained = "federated" if strategy is None else f"split ({strategy})"
+
+    def cells(label: str, result: dict[str, Any]) -> list[str]:
+        spread = f" ±{result['spread'][metric]:.3f}" if result.get("spread") else ""
+        sizes = [f"{result[name] / 1e6:.1f} MB" if name in result else "-" for name in ("bytes_up", "bytes_down")]
+        seconds = "-" if result["seconds"] is None else f"{result['seconds']:.0f}"
+        return [label, f"{result['metrics'][metric]:.3f}{spread}", f"{result['num_epochs']:.2f}", *sizes, seconds]
+
+    rows = [["", title, "epochs", "bytes up", "bytes down", "seconds"]]
     for name, result in results["baselines"].items():
-        spread = f" ±{result['spread'][metric]:.3f}" if result["spread"] else ""
-        rows.append(
-            (
-                labels[name].format(result["num_clients"]),
-                f"{result['metrics'][metric]:.3f}{spread}",
-                f"{result['num_epochs']:.2f}",
-                "-",
-                "-",
-                f"{result['seconds']:.0f}",
-            )
-        )
-    rows.append(
-        (
-            trained,
-            f"{federated['metrics'][metric]:.3f}",
-            f"{federated['num_epochs']:.2f}",
-            _megabytes(federated["bytes_up"]),
-            _megabytes(federated["bytes_down"]),
-            "-" if federated["seconds"] is None else f"{federated['seconds']:.0f}",
-        )
-    )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        rows.append(cells(labels[name].format(result["num_clients"]), result))
+    rows.append(cells(trained, federated))
     num_held_out = results["num_test_clients"]
     of_clients = (
         "" if num_held_out is None else f" of {num_held_out} held-out client{'' if num_held_out == 1 else 's'}"
     )
     lines = [
         f"{title[0].upper()}{title[1:]} on the same {results['num_test_rows']} examples{of_clients}:",
-        *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
+        *aligned_rows(rows),
     ]
     for split, metrics in federated.get("further_tests", {}).items():
         lines.append(f"{trained} on the split {split}: {metrics[metric]:.3f}")
@@ -226,22 +204,13 @@ def closing_table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"
-
-
 def _plot(run: Run, folder: Path, baselines: list[BaselineResult]) -> None:
     clients, task = run.data.raw.train, run.data.task
-    column = None
-    if isinstance(task, (ClozeClassification, TextClassification)):
-        column = task.label_column
-    elif isinstance(task, SequenceTagging):
-        column = task.tags_column
-    elif isinstance(task, (SuperGlueClassification, SuperGlueSeq2Seq)):
+    column = label_column(run.recipe.task)
+    if isinstance(task, (SuperGlueClassification, SuperGlueSeq2Seq)):
         column = "task"  # as in figure 3 of FedDRS
-    elif isinstance(task, SuperGlueCloze):
-        # For a single task, show the labels, as in figure 5 of FL-GLM.
-        column = "task" if len(run.data.raw.test.unique("task")) > 1 else task.label_column
+    elif isinstance(task, SuperGlueCloze) and len(run.data.raw.test.unique("task")) > 1:
+        column = "task"  # for a single task, the plot shows the labels, as in figure 5 of FL-GLM
     if column is not None:
         counts = label_counts(clients, column)
         by_client = dict(zip(counts.client_ids, counts.counts.tolist(), strict=True))

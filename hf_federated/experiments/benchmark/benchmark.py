@@ -23,6 +23,7 @@ from hf_federated.experiments.benchmark.grid import BenchmarkSection, PlannedRun
 from hf_federated.experiments.benchmark.report import benchmark_report, curve_panel
 from hf_federated.experiments.benchmark.run_log import LOG_NAME, FinishedRuns, RunLog, find_finished, read_records
 from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.experiments.text import plural
 from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_curves
 
 
@@ -142,7 +143,7 @@ def run_benchmark(
         return 0
     failures = _run_grids(grids, options, execute, echo)
     if failures:
-        echo(f"\n{_count(len(failures), 'run')} failed. Repeat the command to execute only the failed runs:")
+        echo(f"\n{plural(len(failures), 'run')} failed. Repeat the command to execute only the failed runs:")
         for failure in failures:
             echo(f"  {failure}")
     return 1 if failures else 0
@@ -304,7 +305,7 @@ def _record(grid: _Grid, run: PlannedRun, result: dict[str, Any], seconds: float
 def _heading(grid: _Grid, selected: Sequence[PlannedRun], done: FinishedRuns) -> str:
     num_done = sum(run.key in done.records for run in selected)
     heading = (
-        f"{grid.title} ({grid.name}): {_count(len(selected), 'run')}, {num_done} already finished in {grid.folder}."
+        f"{grid.title} ({grid.name}): {plural(len(selected), 'run')}, {num_done} already finished in {grid.folder}."
     )
     if done.stale:
         listed = "; ".join(map(str, done.stale))
@@ -354,7 +355,3 @@ def _plot_curves(panels: Sequence[CurvePanel], path: Path, echo: Callable[[str],
         echo(f"No {path.name}: {error}")
         return False
     return True
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -11,7 +11,8 @@ from transformers import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_federated.data.source import content_hash
-from hf_federated.experiments.execution import Run, build_run, metrics_of, run_baseline, run_federated
+from hf_federated.experiments.baselines import metrics_of
+from hf_federated.experiments.execution import Run, build_run, run_baseline, run_federated
 from hf_federated.experiments.model_loading import without_head_warnings
 from hf_federated.experiments.recipe.recipe import parse_recipe
 from hf_federated.experiments.recipe.schema import RecipeError
@@ -59,13 +60,12 @@ def measure_run(values: dict[str, Any], method: str, folder: Path) -> dict[str, 
         run = build_run(dataclasses.replace(recipe, training=training, plots=False), str(folder))
         run.trainer.remove_callback(PrinterCallback)
         result = _resume_federated(run, folder) if method == "federated" else vars(run_baseline(run, method))
-    num_clients = result.get("num_clients", len(run.data.train))
     return {
+        "num_clients": len(run.data.train),
         **result,
         "metric": run.metric,
         "lower_is_better": run.data.task.lower_is_better,
         "scale": recipe.scale,
-        "num_clients": num_clients,
         "test_source": f"{len(run.data.raw.test)} examples{run.data.raw.test_source}",
         "train_rows": content_hash(run.data.raw.train.to_dataset()),
         "test_rows": content_hash(run.data.raw.test),

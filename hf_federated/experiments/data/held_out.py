@@ -7,6 +7,7 @@ draw with `data.seed`. The rows are not copied.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from datasets import Dataset, LargeList, List
@@ -150,8 +151,10 @@ def draw_stratified(strata: np.ndarray, num_drawn: int, generator: np.random.Gen
     return np.sort(order[np.minimum(points, len(order) - 1)])
 
 
-def sample_examples(dataset: Dataset, maximum: int | None, seed: int) -> Dataset:
-    """Sample at most `maximum` examples and keep their order."""
+def sample_examples(dataset: Any, maximum: int | None, seed: int) -> Any:
+    """Sample at most `maximum` examples of a dataset or of all clients, and keep their order."""
+    if isinstance(dataset, FederatedDataset):
+        return limit_examples(dataset, maximum, seed)
     if maximum is None or maximum >= len(dataset):
         return dataset
     return dataset.select(np.sort(np.random.default_rng(seed).choice(len(dataset), maximum, replace=False)))

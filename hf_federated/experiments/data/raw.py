@@ -28,6 +28,7 @@ from hf_federated.experiments.data.splits import (
 from hf_federated.experiments.recipe.recipe import ClassSection, Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe.sections import DEFAULT_TEST_EXAMPLES, PublicSection
+from hf_federated.experiments.text import plural
 from hf_federated.tasks import Task
 
 
@@ -202,7 +203,7 @@ def _hold_out(clients: FederatedDataset, recipe: Recipe, task: Task) -> RawData:
     data = recipe.data
     if data.test_clients:
         train, test = hold_out_clients(clients, data)
-        source = f" of {len(test)} held-out client{'' if len(test) == 1 else 's'}"
+        source = f" of {plural(len(test), 'held-out client')}"
     else:
         share = DEFAULT_TEST_EXAMPLES if data.test_examples is None else data.test_examples
         if share == 0:
@@ -291,10 +292,7 @@ def _load_federated(recipe: Recipe, by_client: bool) -> RawData:
                 f"federation.evaluate_clients is set, but data.test_path={data.test_path} does not assign its examples"
                 " to clients. Set data.test_path to a federated dataset, or remove evaluate_clients."
             )
-        if isinstance(test, FederatedDataset):
-            test = limit_examples(test, data.max_test_rows, data.seed)
-        else:
-            test = sample_examples(test, data.max_test_rows, data.seed)
+        test = sample_examples(test, data.max_test_rows, data.seed)
         by_id = test if isinstance(test, FederatedDataset) else None
         raw = RawData(limit_clients(clients, data), pooled(test), by_id, task, loaded.source)
     further_tests = {

@@ -27,7 +27,6 @@ from hf_federated.experiments.estimate.step_cost import (
 )
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
-from hf_federated.experiments.recipe.sections import ModelSection
 from hf_federated.messages import Evaluate
 from hf_federated.tasks import LanguageModeling, QuestionAnswering, SequenceTagging, Task
 from hf_federated.trainer.checks.arguments import resolve_federation, resolve_keep_local
@@ -169,9 +168,8 @@ def _client_costs(
         return {"client": cost}
     costs = {}
     for index, item in enumerate(recipe.client_models):
-        section = ModelSection(item.name_or_path, item.revision, kwargs=item.kwargs)
         field = f"client_models[{index}]"
-        model = meta_model(section, sizes.task, field)
+        model = meta_model(item.model, sizes.task, field)
         with recipe_errors(f"{field}.training"):
             own = dataclasses.replace(args, **item.training) if item.training else args
         lengths = find_lengths(sizes.task, model.config, options)

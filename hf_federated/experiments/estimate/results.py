@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_federated.cards.tables import plural
 from hf_federated.experiments.estimate.sizes import EstimateOptions
 from hf_federated.experiments.estimate.step_cost import StepCost
+from hf_federated.experiments.text import aligned_rows
 
 
 @dataclass(frozen=True)
@@ -217,14 +219,14 @@ def describe(estimate: Estimate, options: EstimateOptions) -> list[str]:
         estimate ([`Estimate`]): The estimate.
         options ([`EstimateOptions`]): Bandwidth, latency and throughput.
     """
-    clients = "" if estimate.num_clients is None else f", {_count(estimate.num_clients, 'client')}"
+    clients = "" if estimate.num_clients is None else f", {plural(estimate.num_clients, 'client')}"
     lines = [f"{estimate.family}: {estimate.method}{clients}", "", "Memory in training"]
     header = ("", "parameters", "trained", "weights", "gradients", "optimizer", "activations", "exchanged", "total")
     rows = []
     for party in estimate.parties:
         name, num_parameters, num_trainable, *sizes = dataclasses.astuple(party)
         rows.append((name, _number(num_parameters), _number(num_trainable), *map(_size, sizes)))
-    lines += [*_table([header, *rows]), ""]
+    lines += [*aligned_rows([header, *rows], has_numbers=True), ""]
     for unit in estimate.units:
         lines += [*_describe_unit(unit, options), ""]
     lines += _describe_run(estimate, options)
@@ -232,7 +234,7 @@ def describe(estimate: Estimate, options: EstimateOptions) -> list[str]:
 
 
 def _describe_unit(unit: UnitEstimate, options: EstimateOptions) -> list[str]:
-    lines = [f"One {unit.name}, {_count(unit.num_clients, 'client')}"]
+    lines = [f"One {unit.name}, {plural(unit.num_clients, 'client')}"]
     rows = []
     for name in dict.fromkeys(item.name for item in unit.exchanges):
         items = [item for item in unit.exchanges if item.name == name]
@@ -241,7 +243,7 @@ def _describe_unit(unit: UnitEstimate, options: EstimateOptions) -> list[str]:
     rows.append(("a client", str(unit.round_trips), _size(down), _size(up)))
     if unit.num_clients > 1:
         rows.append(("all clients", "", _size(unit.bytes_down), _size(unit.bytes_up)))
-    lines += _table([("", "round trips", "to the client", "to the server"), *rows])
+    lines += aligned_rows([("", "round trips", "to the client", "to the server"), *rows], has_numbers=True)
     flops = [
         f"{name} {value / 1e12:.3g}"
         for name, value in (("client", unit.client_flops), ("server", unit.server_flops))
@@ -262,27 +264,12 @@ def _describe_run(estimate: Estimate, options: EstimateOptions) -> list[str]:
     if estimate.average_bytes is not None:
         lines.append(f"Parameters of a client in an average or a handover: {_size(estimate.average_bytes)}")
     if estimate.num_units is not None:
-        line = f"The run: {_count(estimate.num_units, unit)}"
+        line = f"The run: {plural(estimate.num_units, unit)}"
         if estimate.run_bytes_down is not None and estimate.run_bytes_up is not None:
             line += f", {_size(estimate.run_bytes_down)} to clients, {_size(estimate.run_bytes_up)} to the server"
         seconds = estimate.run_seconds(options)
         lines.append(line + ("" if seconds is None else f", {_duration(seconds)}"))
     return [*lines, ""] if lines else []
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _number(value: int) -> str:

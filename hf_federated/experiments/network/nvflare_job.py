@@ -15,7 +15,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +175,8 @@ def _ship_recipe(job: Any, values: dict[str, Any], site_names: list[str], folder
     """Write the recipe to a subfolder of `folder`, and add it to the files of the server and the clients."""
     path = Path(tempfile.mkdtemp(dir=folder)) / RECIPE_NAME
     network = {**(values.get("network") or {}), "clients": site_names}
-    path.write_text(yaml.safe_dump({**_absolute(values), "network": network}, sort_keys=False), encoding="utf-8")
+    shipped = {name: _absolute(values[name], fields) for name, fields in _PATH_FIELDS.items() if values.get(name)}
+    path.write_text(yaml.safe_dump({**values, **shipped, "network": network}, sort_keys=False), encoding="utf-8")
     job.add_server_file(str(path))
     job.add_client_file(str(path))
 
@@ -210,23 +210,13 @@ def _check_examples(option: str, path: str | None) -> None:
         )
 
 
-def _absolute(values: dict[str, Any]) -> dict[str, Any]:
-    """Make the paths of a recipe absolute that exist on this machine, because a job runs in another folder."""
-    changed = dict(values)
-    for section, fields in _PATH_FIELDS.items():
-        found = values.get(section)
-        if isinstance(found, list):
-            changed[section] = [_absolute_fields(entry, fields) for entry in found]
-        elif isinstance(found, dict):
-            changed[section] = _absolute_fields(found, fields)
-    return changed
-
-
-def _absolute_fields(entry: Any, fields: Sequence[str]) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    paths = {name: entry[name] for name in fields if isinstance(entry.get(name), str) and Path(entry[name]).exists()}
-    return {**entry, **{name: str(Path(path).resolve()) for name, path in paths.items()}}
+def _absolute(section: Any, fields: Sequence[str]) -> Any:
+    """Make the paths in a section absolute that exist on this machine, because a job runs in another folder."""
+    if isinstance(section, list):
+        return [_absolute(entry, fields) for entry in section]
+    given = {name: section.get(name) for name in fields}
+    paths = {name: Path(path) for name, path in given.items() if isinstance(path, str)}
+    return {**section, **{name: str(path.resolve()) for name, path in paths.items() if path.exists()}}
 
 
 @functools.cache
@@ -236,11 +226,9 @@ def _shipped_module() -> Any:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / f"{MODULE_NAME}.py"
     path.write_text(MODULE_TEXT, encoding="utf-8")
-    loader = SourceFileLoader(MODULE_NAME, str(path))
-    spec = ModuleSpec(MODULE_NAME, loader, origin=str(path))
-    spec.has_location = True  # the module has the attribute `__file__`, which NVFlare reads
+    spec: Any = importlib.util.spec_from_file_location(MODULE_NAME, path)
     module = sys.modules[MODULE_NAME] = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 

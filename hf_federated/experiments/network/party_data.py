@@ -13,9 +13,9 @@ from typing import Any
 from datasets import Dataset
 
 from hf_federated.config import FederatedConfig
-from hf_federated.data import FederatedDataset
 from hf_federated.data.client_ids import similar_ids_hint
-from hf_federated.experiments.data.held_out import limit_examples, sample_examples
+from hf_federated.experiments.data.held_out import sample_examples
+from hf_federated.experiments.data.label_encoding import pooled
 from hf_federated.experiments.data.raw import build_task, load_public, load_raw_data, load_server, take_server
 from hf_federated.experiments.data.splits import load_examples, load_splits, load_test_path
 from hf_federated.experiments.errors import CommandError
@@ -90,7 +90,8 @@ def load_server_data(recipe: Recipe, test_examples: str | None = None) -> PartyD
     splits |= load_server(recipe)
     task, splits = _task(recipe, splits)
     server = take_server(recipe, splits)
-    limited = {name: _pooled(examples, data.max_test_rows, data.seed) for name, examples in splits.items()}
+    sampled = {name: sample_examples(examples, data.max_test_rows, data.seed) for name, examples in splits.items()}
+    limited = {name: pooled(examples) for name, examples in sampled.items()}
     return PartyData(
         task=task,
         test=limited.pop(TEST, None),
@@ -169,12 +170,6 @@ def _task(recipe: Recipe, splits: dict[str, Any]) -> tuple[Task, dict[str, Any]]
             " pass --test-examples."
         )
     return build("task", recipe.task.cls, recipe.task.given), {}
-
-
-def _pooled(examples: Any, maximum: int | None, seed: int) -> Dataset:
-    if isinstance(examples, FederatedDataset):
-        return limit_examples(examples, maximum, seed).to_dataset()
-    return sample_examples(examples, maximum, seed)
 
 
 def _dataset(examples: Any) -> Dataset:

@@ -27,7 +27,6 @@ from hf_federated.experiments.run_folder import DEFAULT_OUTPUT_DIR, RESULTS_NAME
 from hf_federated.experiments.train_recipe import save_outputs
 from hf_federated.experiments.trainer_arguments import PartyDatasets, trainer_arguments
 from hf_federated.trainer import federate
-from hf_federated.trainer.manifest import check_manifest
 from hf_federated.utils.client_names import escape_client_id
 
 
@@ -162,12 +161,8 @@ def serve_run(run: PartyRun, folder: RunFolder | None = None, echo: Callable[[st
         `dict`: The content of `results.json`.
     """
     trainer, resume_from = run.trainer, None
-    if folder is not None:
-        if folder.resumes and folder.last_checkpoint is not None:
-            check_manifest(folder.last_checkpoint)
-            resume_from = str(folder.last_checkpoint)
-            echo(f"The run resumes from {resume_from}.")
-        folder.begin()
+    if folder is not None and (resume_from := folder.begin()):
+        echo(f"The run resumes from {resume_from}.")
     federated = train_and_evaluate(trainer, run.further_tests, resume_from, has_test=run.data.test is not None)
     del federated["seconds"]
     task = run.data.task

@@ -192,6 +192,11 @@ class ClientModelSection:
     kwargs: dict[str, Any] | None = documented("Additional arguments of from_pretrained.")
     training: dict[str, Any] = documented("Training arguments that these clients override.", dict)
 
+    @property
+    def model(self) -> ModelSection:
+        """The section `model` of these clients."""
+        return ModelSection(self.name_or_path, self.revision, kwargs=self.kwargs)
+
 
 @dataclass
 class AuditSection(Section):
