@@ -59,7 +59,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
     try:
         from hf_federated.experiments.benchmark.benchmark import BenchmarkOptions, run_benchmark
         from hf_federated.experiments.benchmark.measured_run import measure_run
-        from hf_federated.experiments.recipe.recipe import check_recipe, partitioner_has_seed
+        from hf_federated.experiments.recipe.recipe import parse_recipe, partitioner_has_seed
         from hf_federated.experiments.recipe.yaml_file import read_values
 
         def execute(planned: PlannedRun, folder: Path) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def benchmark(arguments: argparse.Namespace) -> int:
 
         make_current_folder_importable()
         options = build_from_options(BenchmarkOptions, arguments)
-        return run_benchmark(options, read_values, check_recipe, execute, partitioner_has_seed)
+        return run_benchmark(options, read_values, parse_recipe, execute, partitioner_has_seed)
     except KeyboardInterrupt:
         print(
             "\nhf-federated: interrupted. Finished runs are kept. Repeat the command to continue; a run with "

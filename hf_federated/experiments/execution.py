@@ -243,11 +243,8 @@ def run_baseline(run: Run, name: str, echo: Callable[[str], None] = lambda line:
     """
     if name == "centralized":
         return run.baselines.centralized()
+    title = run.metric.replace("_", " ")
     return run.baselines.local(
         run.recipe.local_clients,
-        on_client=lambda client_id, metrics: echo(f"  {client_id}: {_title(run.metric)} {metrics[run.metric]:.3f}"),
+        on_client=lambda client_id, metrics: echo(f"  {client_id}: {title} {metrics[run.metric]:.3f}"),
     )
-
-
-def _title(metric: str) -> str:
-    return metric.replace("_", " ")

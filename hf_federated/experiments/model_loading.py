@@ -109,7 +109,8 @@ def adapter_config(model: ModelSection, task: Task, model_config: PretrainedConf
     Raises:
         RecipeError: If a field is invalid.
     """
-    task_type = TaskType.CAUSAL_LM if _is_causal(task) else LORA_TASKS.get(type(task))
+    is_causal = isinstance(task, LanguageModeling) and task.objective == "causal"
+    task_type = TaskType.CAUSAL_LM if is_causal else LORA_TASKS.get(type(task))
     sizes = _prefix_sizes(model_config) if model.prefix is not None else {}
     return build_adapter(model, task_type=task_type, **sizes)
 
@@ -203,7 +204,3 @@ def _size_errors() -> Iterator[None]:
             "model: the size of the head in the checkpoint does not match the number of labels of the task. Use a"
             " checkpoint without a head, or initialize a new head with model.kwargs={ignore_mismatched_sizes: true}."
         ) from error
-
-
-def _is_causal(task: Task) -> bool:
-    return isinstance(task, LanguageModeling) and task.objective == "causal"

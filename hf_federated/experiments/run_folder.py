@@ -95,7 +95,9 @@ class RunFolder:
                 "and start anew, or --output-dir to use another folder."
             )
         # Baselines do not depend on the federation's checkpoint. Their results are kept when a run is resumed.
-        self._baselines: dict[str, Any] = self._previous.get("baselines", {}) if resume else {}
+        kept = self._previous if resume else {}
+        self._baselines: dict[str, Any] = kept.get("baselines", {})
+        self._files: list[str] = kept.get("files", [])
 
     @property
     def last_checkpoint(self) -> Path | None:
@@ -143,7 +145,8 @@ class RunFolder:
             yield
         finally:
             written = {name for name, stamp in self._snapshot().items() if before.get(name) != stamp}
-            self._write(files=sorted(written | set(self._previous.get("files", []) if self.resumes else [])))
+            self._files = sorted(written.union(self._files))
+            self._write()
 
     def interruption(self, command: str) -> str:
         """
@@ -243,10 +246,8 @@ class RunFolder:
             raise CommandError(f"{path} is not the record of a run. Choose another --output-dir, or delete the file.")
         return saved
 
-    def _write(self, files: list[str] | None = None) -> None:
-        if files is None:
-            files = self._previous.get("files", []) if self.resumes else []
-        content = {"recipe": self._values, "baselines": self._baselines, "files": files}
+    def _write(self) -> None:
+        content = {"recipe": self._values, "baselines": self._baselines, "files": self._files}
         staged = self.path / f"{RUN_NAME}.incomplete"
         staged.write_text(json.dumps(content, indent=2, default=float) + "\n", encoding="utf-8")
         os.replace(staged, self.path / RUN_NAME)

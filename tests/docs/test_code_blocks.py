@@ -14,7 +14,7 @@ from doc_blocks import CODE_PAGES, ROOT, Block, blocks, blocks_of
 
 from hf_federated.cli.main import build_parser
 from hf_federated.experiments.benchmark.grid import plan_runs, read_section
-from hf_federated.experiments.recipe.recipe import check_recipe, load_recipe, partitioner_has_seed
+from hf_federated.experiments.recipe.recipe import load_recipe, parse_recipe, partitioner_has_seed
 from hf_federated.experiments.recipe.yaml_file import parse_yaml
 
 
@@ -117,10 +117,10 @@ def test_recipes_are_valid(block) -> None:
     """A fragment of a recipe is completed with a model and a dataset."""
     values = parse_yaml(block.code, block.page)
     values = {"model": {"name_or_path": "model"}, "data": {"path": "data"}, **values}
-    check_recipe(values)
+    parse_recipe(values)
     if "benchmark" in values:
         for planned in plan_runs(values, read_section(values), partitioner_has_seed):
-            check_recipe(planned.values)
+            parse_recipe(planned.values)
 
 
 def test_skipped_blocks_name_a_reason() -> None:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 from hf_federated.cards import render_saved
 from hf_federated.experiments.benchmark.measured_run import measure_run
-from hf_federated.experiments.recipe.recipe import check_recipe, load_recipe
+from hf_federated.experiments.recipe.recipe import load_recipe, parse_recipe
 from hf_federated.experiments.recipe.schema import RecipeError
 from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.experiments.train_recipe import closing_table, train_recipe
@@ -154,4 +154,4 @@ def test_incompatible_fields_of_a_split_recipe_are_rejected(recipe_path):
     ):
         changes = ["split={strategy: serial}", "federation=null", "model.lora={r: 2}", override]
         with pytest.raises(RecipeError, match=message):
-            check_recipe(read_values(recipe_path, changes))
+            parse_recipe(read_values(recipe_path, changes))

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_federated.experiments.benchmark.grid import plan_runs, read_section
 from hf_federated.experiments.benchmark.measured_run import measure_run
-from hf_federated.experiments.recipe.recipe import check_recipe, parse_recipe, partitioner_has_seed
+from hf_federated.experiments.recipe.recipe import parse_recipe, partitioner_has_seed
 from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.tasks import superglue_cloze_rows
 
@@ -97,7 +97,7 @@ def planned_runs(recipe: str, scale: str, model: Path, data: Path) -> list[Any]:
 def test_paper_scale_names_the_models_and_settings_of_the_paper(recipe):
     for scale, name in (("paper", "zai-org/chatglm-6b"), ("llama2", "meta-llama/Llama-2-7b-hf")):
         values = read_values(FOLDER / f"{recipe}.yaml", [f"scale={scale}"])
-        check_recipe(values)
+        parse_recipe(values)
         parsed = parse_recipe(values)
         assert parsed.model.name_or_path == name and parsed.model.prefix == {"num_virtual_tokens": 128}
         assert parsed.model.lora is None

@@ -261,10 +261,10 @@ class _Variant:
 
 def _halves(num_models: int, num_examples: int, generator: np.random.Generator) -> np.ndarray:
     """Assign each example to half of the models. Returns a boolean array of shape `(num_models, num_examples)`."""
-    ranks = (
-        np.stack([generator.permutation(num_models) for _ in range(num_examples)], axis=1) if num_examples else None
-    )
-    return np.zeros((num_models, 0), dtype=bool) if ranks is None else ranks < num_models // 2
+    if not num_examples:
+        return np.zeros((num_models, 0), dtype=bool)
+    ranks = np.stack([generator.permutation(num_models) for _ in range(num_examples)], axis=1)
+    return ranks < num_models // 2
 
 
 @torch.no_grad()

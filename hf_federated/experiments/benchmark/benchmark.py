@@ -82,7 +82,7 @@ class BenchmarkOptions:
 def run_benchmark(
     options: BenchmarkOptions,
     read: Callable[[str, Sequence[str]], dict[str, Any]],
-    check: Callable[[dict[str, Any]], None],
+    check: Callable[[dict[str, Any]], object],
     execute: Callable[[PlannedRun, Path], dict[str, Any]],
     partition_has_seed: bool | Callable[[dict[str, Any]], bool] = True,
     echo: Callable[[str], None] = print,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -260,7 +261,7 @@ def _notes(records: Sequence[Record], metric: str, values: Mapping[str, Mapping[
 
 def _mean(records: Sequence[Record], name: str, spec: str, unit: float = 1.0) -> str:
     """The formatted mean of a field, or `-` if there are no records or a record does not have the field."""
-    values = [record.get(name) for record in records]
+    values: list[Any] = [record.get(name) for record in records]
     return "-" if not values or None in values else format(float(np.mean(values)) / unit, spec)
 
 

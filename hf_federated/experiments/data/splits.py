@@ -160,13 +160,11 @@ def _missing(recipe: Recipe, examples: Dataset | FederatedDataset) -> str | None
     for column in task_without_label_names(recipe).columns:
         if column not in examples.column_names:
             return f"column {column!r}"
-    column_of_labels = label_column(recipe.task)
-    feature = None if column_of_labels is None else (examples.features or {}).get(column_of_labels)
-    if not isinstance(feature, (ClassLabel, Value)):
+    column = label_column(recipe.task)
+    if column is None or not isinstance((examples.features or {}).get(column), (ClassLabel, Value)):
         return None
     # A `ClassLabel` uses -1 for a missing label.
-    has_labels = distinct_values(examples, column_of_labels) - {-1}
-    return None if has_labels else f"labels in the column {column_of_labels!r}"
+    return None if distinct_values(examples, column) - {-1} else f"labels in the column {column!r}"
 
 
 def load_test_path(path: str, split: str | None) -> tuple[Dataset | FederatedDataset, str]:

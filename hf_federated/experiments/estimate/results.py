@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -272,24 +272,21 @@ def _describe_run(estimate: Estimate, options: EstimateOptions) -> list[str]:
     return [*lines, ""] if lines else []
 
 
+def _scaled(value: float, units: Sequence[tuple[str, float]], spec: str = ".2f") -> str | None:
+    """Format a value in the largest unit that is not larger, or return `None` if there is none."""
+    return next((f"{value / size:{spec}} {unit}" for unit, size in units if value >= size), None)
+
+
 def _number(value: int) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
-            return f"{value / size:.2f} {unit}"
-    return str(value)
+    return _scaled(value, (("B", 1e9), ("M", 1e6), ("k", 1e3))) or str(value)
 
 
 def _size(value: int | None) -> str:
     if value is None:
         return "unknown"
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.2f} {unit}"
-    return f"{value} B"
+    return _scaled(value, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))) or f"{value} B"
 
 
 def _duration(seconds: float) -> str:
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{1e3 * seconds:.3g} ms"
+    units = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+    return _scaled(seconds, units, ".3g") or f"{1e3 * seconds:.3g} ms"

@@ -110,7 +110,7 @@ def find_sizes(recipe: Recipe, options: EstimateOptions) -> DataSizes:
     with recipe_errors("task"):
         task: Task = recipe.task.cls(**arguments)
     names = _client_names(recipe, options)
-    clients = None if names is None else dict.fromkeys(names, options.num_examples)
+    clients: dict[str, int | None] | None = None if names is None else dict.fromkeys(names, options.num_examples)
     return DataSizes(task, clients, options.num_public, "the options and the recipe")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -213,15 +214,10 @@ def _run_bytes(
     }
     plan = StepPlan(counts, split.strategy != "serial", split.steps_per_turn)
     num_steps = args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * len(plan))
-    down = up = num_handovers = 0
-    previous: str | None = None
-    for number in range(num_steps):
-        participants = list(plan[number % len(plan)])
-        down += sum(steps[client_id][0] for client_id in participants)
-        up += sum(steps[client_id][1] for client_id in participants)
-        if split.hands_over:
-            num_handovers += previous not in (None, participants[0])
-            previous = participants[0]
+    order = [list(plan[number % len(plan)]) for number in range(num_steps)]
+    down, up = (sum(steps[client_id][side] for clients in order for client_id in clients) for side in (0, 1))
+    turns = [clients[0] for clients in order] if split.hands_over else []
+    num_handovers = sum(before != after for before, after in itertools.pairwise(turns))
     num_averages = 0 if split.average_every is None else num_steps // split.average_every
     sent = (num_handovers + num_averages * len(steps)) * average_bytes
     return num_steps, (down + sent, up + sent)

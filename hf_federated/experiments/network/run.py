@@ -72,8 +72,8 @@ def build_engine(recipe: Recipe, **changes: Any) -> NetworkEngine:
     Raises:
         CommandError: If a value is not allowed, or if there are no clients.
     """
-    given = {**vars(recipe.network), **{name: value for name, value in changes.items() if value is not None}}
-    arguments = {name: value for name, value in given.items() if value is not None}
+    given = (*vars(recipe.network).items(), *changes.items())
+    arguments = {name: value for name, value in given if value is not None}
     if not arguments["clients"]:
         raise CommandError("the clients are not known. Pass --client ID for each client, or set network.clients.")
     with recipe_errors("network"):

@@ -30,12 +30,12 @@ from hf_federated.experiments.recipe.sections import (
     ModelSection,
     NetworkSection,
     PublicSection,
+    TopLevelFields,
 )
 from hf_federated.experiments.recipe.source_fields import source_parameters, source_value
 from hf_federated.experiments.recipe.yaml_file import DEFAULT_TASK
 
 
-TOP_LEVEL_FIELDS = ("client_models", "compare", "local_clients", "plots", "scale", "benchmark")
 # The tables of the classes that the sections name.
 CLASS_TABLES = {
     "task": ("hf_federated.tasks", "TASKS"),
@@ -91,7 +91,7 @@ def section_fields(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]
     Returns:
         `dict[str, dict[str, RecipeField]]`: Maps a section to its fields by name, in the order of `--help`.
     """
-    top = dataclass_fields(source_value("hf_federated.experiments.recipe.recipe", "Recipe"))
+    top = dataclass_fields(TopLevelFields)
     # In YAML, client_models is a list of mappings. Each mapping is validated separately.
     top["client_models"] = dataclasses.replace(top["client_models"], annotation=list[dict])
     return {
@@ -104,16 +104,15 @@ def section_fields(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]
         "split": dataclass_fields(source_value("hf_federated.split_training.config", "SplitConfig")),
         "network": dataclass_fields(NetworkSection),
         "audit": dataclass_fields(AuditSection),
-        "": {name: top[name] for name in TOP_LEVEL_FIELDS},
+        "": top,
     }
 
 
 def _federation_fields() -> dict[str, RecipeField]:
     """The fields of `FederatedConfig`, with types for YAML in place of the types for a command line."""
     fields = dataclass_fields(FederatedConfig)
-    yaml_types = {f"{kind}_kwargs": dict[str, Any] | None for kind in ("aggregation", "distillation", "collector")}
-    for name, item in fields.items():
-        fields[name] = dataclasses.replace(item, annotation=yaml_types.get(name, item.annotation))
+    for name in ("aggregation_kwargs", "distillation_kwargs", "collector_kwargs"):
+        fields[name] = dataclasses.replace(fields[name], annotation=dict[str, Any] | None)
     return fields
 
 

@@ -24,7 +24,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from transformers import Seq2SeqTrainer, TrainingArguments
 
@@ -41,7 +41,6 @@ from hf_federated.experiments.recipe.fields import (
 from hf_federated.experiments.recipe.schema import (
     Mistakes,
     RecipeError,
-    Section,
     build,
     build_config,
     recipe_errors,
@@ -50,11 +49,11 @@ from hf_federated.experiments.recipe.schema import (
 from hf_federated.experiments.recipe.sections import (
     VARIANT_FIELDS,
     AuditSection,
-    ClientModelSection,
     DataSection,
     ModelSection,
     NetworkSection,
     PublicSection,
+    TopLevelFields,
 )
 from hf_federated.experiments.recipe.yaml_file import DEFAULT_TASK, apply_changes, read_values
 from hf_federated.split_training import SplitConfig
@@ -120,7 +119,7 @@ class AuditVariant:
 
 
 @dataclass
-class Recipe(Section):
+class Recipe(TopLevelFields):
     """
     The validated content of a recipe.
 
@@ -159,26 +158,6 @@ class Recipe(Section):
     split: dict[str, Any] | None = None
     public: PublicSection | None = None
     network: NetworkSection = field(default_factory=NetworkSection)
-    client_models: list[ClientModelSection] = field(
-        default_factory=list,
-        metadata={
-            "help": "Models that are assigned to the clients in turn, each {name_or_path, revision, kwargs, training}."
-        },
-    )
-    compare: list[Literal["centralized", "local"]] = field(
-        default_factory=list, metadata={"help": "Baselines to train in the same run."}
-    )
-    local_clients: int | None = field(
-        default=None,
-        metadata={"help": "Number of clients, chosen at random, that train alone for 'local'; default: all."},
-    )
-    plots: bool = field(default=False, metadata={"help": "Write plots as PNG files (requires the extra plots)."})
-    scale: str = field(
-        default="default", metadata={"help": "Name of the scale whose changes are merged into the recipe."}
-    )
-    benchmark: dict[str, Any] | None = field(
-        default=None, metadata={"help": "The runs that hf-federated benchmark executes."}
-    )
 
     def mistakes(self) -> Iterator[str]:
         yield from too_small(self, "", local_clients=1)
@@ -340,29 +319,13 @@ def _check_methods(checked: Mapping[str, dict[str, Any]], mistakes: Mistakes) ->
     if "split" in checked:
         with mistakes.collect():
             build_config("split", SplitConfig, checked["split"])
-    if "federation" not in checked:
-        return
-    federation = checked["federation"]
+    federation = checked.get("federation", {})
     with mistakes.collect():
         build_config("federation", FederatedConfig, federation)
     with mistakes.collect(), recipe_errors("federation"):
         build_aggregation(federation.get("aggregation", "fedavg"), federation.get("aggregation_kwargs"))
     with mistakes.collect(), recipe_errors("federation"):
         build_distillation(federation.get("distillation"), federation.get("distillation_kwargs"))
-
-
-def check_recipe(values: Mapping[str, Any]) -> None:
-    """
-    Validate a recipe as [`parse_recipe`] does, without returning it.
-
-    Args:
-        values (`Mapping[str, Any]`): The values returned by
-            [`~hf_federated.experiments.recipe.yaml_file.read_values`].
-
-    Raises:
-        RecipeError: If the recipe cannot be run.
-    """
-    parse_recipe(values)
 
 
 def partitioner_has_seed(partition: Mapping[str, Any]) -> bool:

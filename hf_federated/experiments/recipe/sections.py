@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hf_federated.experiments.recipe.schema import Section, documented, too_small
 
@@ -230,3 +230,19 @@ class AuditSection(Section):
                 value = (changes or {}).get(key)
                 if value is not None and not (isinstance(value, (int, float)) and value > 0):
                     yield f"audit.variants.{name}.{key} is {value!r}; it must be a positive number."
+
+
+@dataclass(kw_only=True)
+class TopLevelFields(Section):
+    """The fields of a recipe that belong to no section."""
+
+    client_models: list[ClientModelSection] = documented(
+        "Models that are assigned to the clients in turn, each {name_or_path, revision, kwargs, training}.", list
+    )
+    compare: list[Literal["centralized", "local"]] = documented("Baselines to train in the same run.", list)
+    local_clients: int | None = documented(
+        "Number of clients, chosen at random, that train alone for 'local'; default: all."
+    )
+    plots: bool = documented("Write plots as PNG files (requires the extra plots).", False)
+    scale: str = documented("Name of the scale whose changes are merged into the recipe.", "default")
+    benchmark: dict[str, Any] | None = documented("The runs that hf-federated benchmark executes.")

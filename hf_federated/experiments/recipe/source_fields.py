@@ -205,9 +205,6 @@ def _path(module: str) -> Path:
 
 def _imported_module(module: str, statement: ast.ImportFrom) -> str:
     """The dotted name of the module in a `from ... import ...` statement."""
-    if not statement.level:
-        return statement.module or ""
-    parts = module.split(".")
     # A relative import starts at the package of the module, and a package is its own package.
-    keep = len(parts) - statement.level + (1 if _path(module).name == "__init__.py" else 0)
-    return ".".join([*parts[:keep], *([statement.module] if statement.module else [])])
+    package = module if _path(module).name == "__init__.py" else module.rpartition(".")[0]
+    return importlib.util.resolve_name("." * statement.level + (statement.module or ""), package)

@@ -10,7 +10,7 @@ import yaml
 
 from hf_federated.experiments.benchmark.grid import plan_runs, read_section
 from hf_federated.experiments.benchmark.measured_run import measure_run
-from hf_federated.experiments.recipe.recipe import check_recipe, load_recipe, partitioner_has_seed
+from hf_federated.experiments.recipe.recipe import load_recipe, parse_recipe, partitioner_has_seed
 from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.experiments.train_recipe import train_recipe
 
@@ -100,7 +100,7 @@ def test_benchmark_runs_are_valid_at_every_scale(path, scale):
     assert len({run.digest for run in runs}) == len(runs) >= 4
     for run in runs:
         if run.seed == runs[0].seed:  # runs with other seeds differ only in their seed
-            check_recipe(run.values)
+            parse_recipe(run.values)
     assert path.read_text().startswith(f"# hf-federated benchmark recipes/{path.parent.name}/{path.name}")
 
 
