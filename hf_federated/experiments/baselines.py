@@ -36,6 +36,17 @@ from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
 
 
+# Training arguments of a run that is not evaluated, saved or reported during its training.
+WITHOUT_OUTPUTS: dict[str, Any] = {
+    "eval_strategy": "no",
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+    "load_best_model_at_end": False,
+    "push_to_hub": False,
+}
+
+
 @dataclass(frozen=True)
 class BaselineResult:
     """
@@ -191,9 +202,8 @@ class Baselines:
         spread = {name: float(np.std([result[name] for result in results])) for name in results[0]}
         further_means = {name: _means([result[name] for result in further_results]) for name in self.further_tests}
         seconds = time.perf_counter() - start
-        means = _means(results)
         return BaselineResult(
-            "local", means, spread, len(ids), self.local_epochs, seconds, further_tests=further_means
+            "local", _means(results), spread, len(ids), self.local_epochs, seconds, further_tests=further_means
         )
 
     def _evaluate_further_tests(self, trainer: Trainer) -> dict[str, dict[str, float]]:
@@ -207,13 +217,8 @@ class Baselines:
             output_dir=str(Path(self.args.output_dir or "trainer_output") / "baselines" / name),
             num_train_epochs=num_epochs,
             max_steps=-1,
-            eval_strategy="no",
-            save_strategy="no",
-            logging_strategy="no",
-            load_best_model_at_end=False,
-            push_to_hub=False,
-            report_to="none",
             disable_tqdm=quiet,
+            **WITHOUT_OUTPUTS,
         )
         trainer = self.trainer_class(
             model=copy.deepcopy(self.model), args=args, train_dataset=dataset, **self.trainer_kwargs

@@ -28,6 +28,7 @@ from hf_federated.audits import PAYLOAD_ATTACKS, AttackResult, Evidence, Payload
 from hf_federated.audits.payloads.evidence import ShadowLosses
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
+from hf_federated.experiments.baselines import WITHOUT_OUTPUTS
 from hf_federated.experiments.data.tokenized import load_tokenized_data
 from hf_federated.experiments.model_loading import load_model, load_tokenizer, without_head_warnings
 from hf_federated.experiments.recipe.recipe import AuditVariant, Recipe
@@ -42,15 +43,10 @@ from hf_federated.utils.optional_packages import require_packages
 
 # Id of the simulated client.
 CLIENT_ID = "audited"
-# Training arguments of all simulated clients: nothing is evaluated, saved or reported.
+# Training arguments of all simulated clients.
 _QUIET = {
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "logging_strategy": "no",
-    "report_to": "none",
+    **WITHOUT_OUTPUTS,
     "disable_tqdm": True,
-    "load_best_model_at_end": False,
-    "push_to_hub": False,
     "per_device_eval_batch_size": 1,  # the loss of a batch is the loss of an example
 }
 # Training arguments of one plain SGD step.
@@ -192,18 +188,16 @@ class _Variant:
         losses: list[torch.Tensor] = []
         payloads: list[Payload] = []
         for included, included_canaries in zip(members, canary_members, strict=True):
-            examples = [self.pool.select(np.flatnonzero(included))]
-            examples.append(self.canaries.select(np.flatnonzero(included_canaries)))
-            payload, trainer = self._train(concatenate_datasets(examples), self.section.num_rounds)
+            examples = self.pool.select(np.flatnonzero(included))
+            inserted = self.canaries.select(np.flatnonzero(included_canaries))
+            payload, trainer = self._train(concatenate_datasets([examples, inserted]), self.section.num_rounds)
             losses.append(_example_losses(trainer, scored))
             payloads = payloads or [payload]
         pool, canaries, references = torch.stack(losses).split(
             [len(self.pool), len(self.canaries), len(self.references)], dim=1
         )
-        shadows = ShadowLosses(pool, torch.from_numpy(members))
-        if len(self.canaries):
-            shadows = ShadowLosses(pool, shadows.members, canaries, torch.from_numpy(canary_members), references)
-        return shadows, payloads[0]
+        of_canaries = (canaries, torch.from_numpy(canary_members), references) if len(self.canaries) else ()
+        return ShadowLosses(pool, torch.from_numpy(members), *of_canaries), payloads[0]
 
     @cached_property
     def _postprocessors(self) -> list[Postprocessor]:

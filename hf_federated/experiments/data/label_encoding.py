@@ -25,6 +25,15 @@ def label_column(task: ClassSection) -> str | None:
     return None
 
 
+def check_column(examples: Dataset | FederatedDataset, column: str, of_split: str = "") -> None:
+    """Raise a [`RecipeError`] if the examples have no such column. `of_split` names their split."""
+    if column not in examples.column_names:
+        raise RecipeError(
+            f"task: the column {column!r} does not exist{of_split}. The columns are"
+            f" {', '.join(examples.column_names)}."
+        )
+
+
 def encode_labels(splits: Mapping[str, Examples], column: str) -> dict[str, Examples]:
     """
     Convert a column of all splits to a `ClassLabel` with the same names.
@@ -46,11 +55,7 @@ def encode_labels(splits: Mapping[str, Examples], column: str) -> dict[str, Exam
     """
     features = {}
     for split, examples in splits.items():
-        if column not in examples.column_names:
-            raise RecipeError(
-                f"task: the column {column!r} does not exist in the split {split!r}. The columns are"
-                f" {', '.join(examples.column_names)}."
-            )
+        check_column(examples, column, f" in the split {split!r}")
         features[split] = (examples.features or {})[column]
     with recipe_errors(f"task: labels of the column {column!r}"):
         return _encode(splits, column, features)

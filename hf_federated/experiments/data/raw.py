@@ -17,7 +17,7 @@ from hf_federated.experiments.data.held_out import (
     limit_examples,
     sample_examples,
 )
-from hf_federated.experiments.data.label_encoding import encode_labels, label_column, pooled
+from hf_federated.experiments.data.label_encoding import check_column, encode_labels, label_column, pooled
 from hf_federated.experiments.data.splits import (
     RawSplits,
     load_examples,
@@ -252,12 +252,7 @@ def build_task(recipe: Recipe, splits: dict[str, Any]) -> tuple[Task, dict[str, 
         task: Task = cls.from_dataset(pooled(first), **given) if unnamed else cls(**given)
     for split, examples in splits.items():
         for column in task.columns:
-            if column not in examples.column_names:
-                of_split = "" if examples is first else f" in the split {split!r}"
-                raise RecipeError(
-                    f"task: the column {column!r} does not exist{of_split}. The columns are"
-                    f" {', '.join(examples.column_names)}."
-                )
+            check_column(examples, column, "" if examples is first else f" in the split {split!r}")
     return task, splits
 
 

@@ -160,11 +160,11 @@ def _missing(recipe: Recipe, examples: Dataset | FederatedDataset) -> str | None
     for column in task_without_label_names(recipe).columns:
         if column not in examples.column_names:
             return f"column {column!r}"
-    column = label_column(recipe.task)
-    if column is None or not isinstance((examples.features or {}).get(column), (ClassLabel, Value)):
+    labels = label_column(recipe.task)
+    if labels is None or not isinstance((examples.features or {}).get(labels), (ClassLabel, Value)):
         return None
     # A `ClassLabel` uses -1 for a missing label.
-    return None if distinct_values(examples, column) - {-1} else f"labels in the column {column!r}"
+    return None if distinct_values(examples, labels) - {-1} else f"labels in the column {labels!r}"
 
 
 def load_test_path(path: str, split: str | None) -> tuple[Dataset | FederatedDataset, str]:

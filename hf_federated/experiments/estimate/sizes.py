@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,13 +49,10 @@ class EstimateOptions:
     server_tflops: float | None = None
 
     def __post_init__(self) -> None:
-        for item in dataclasses.fields(self):
-            value = getattr(self, item.name)
-            smallest_is_zero = item.name == "latency_ms"
+        for name, value in vars(self).items():
+            smallest_is_zero = name == "latency_ms"
             if value is not None and (value < 0 or value == 0 and not smallest_is_zero):
-                raise ValueError(
-                    f"{item.name} is {value:g}; it must be {'at least' if smallest_is_zero else 'above'} 0."
-                )
+                raise ValueError(f"{name} is {value:g}; it must be {'at least' if smallest_is_zero else 'above'} 0.")
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,7 @@ def find_lengths(task: Task, config: PretrainedConfig, options: EstimateOptions)
         config (`PretrainedConfig`): The config of the model.
         options ([`EstimateOptions`]): Given numbers.
     """
-    values: dict[str, Any] = {item.name: getattr(task, item.name) for item in dataclasses.fields(task)}  # type: ignore[arg-type]
+    values: dict[str, Any] = vars(task)
     target = values.get("max_target_length") if config.is_encoder_decoder else None
     if options.sequence_length is not None:
         return Lengths(options.sequence_length, target, "the option --sequence-length")

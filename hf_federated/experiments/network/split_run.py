@@ -113,7 +113,8 @@ def split_client(arguments: argparse.Namespace) -> None:
         raise CommandError("the address of the server is not known. Pass --address, or set network.address.")
     with command_errors("join"):
         model = client_model(recipe, split, client_id, adapter, args.seed, inputs.task)
-        identity = Identity.from_pem(client_id, _read_private_key(arguments, client_id))
+        key = client_certificate(arguments.certificates, client_id).with_suffix(".key")
+        identity = Identity.from_pem(client_id, key.read_bytes())
         terms = _terms(recipe, split, args, adapter, model.cut, model.boundary.wire)
         credentials = TlsCredentials.of_client(arguments.certificates, client_id)
         with GrpcLink(
@@ -249,10 +250,6 @@ def _parse_peer(option: str) -> tuple[str, str]:
     return client_id, value
 
 
-def _read_private_key(arguments: argparse.Namespace, client_id: str) -> bytes:
-    return client_certificate(arguments.certificates, client_id).with_suffix(".key").read_bytes()
-
-
 def _fingerprints(arguments: argparse.Namespace, required: list[str]) -> dict[str, str]:
     """Fingerprints of clients from the `--peer` options and from the certificates in the folder."""
     fingerprints = {
@@ -271,8 +268,7 @@ def _fingerprints(arguments: argparse.Namespace, required: list[str]) -> dict[st
 def _server_sessions(arguments: argparse.Namespace, split: SplitConfig, fingerprints: dict[str, str]) -> Any:
     if not split.encryption:
         return None
-    key = (Path(arguments.certificates) / "server.key").read_bytes()
-    identity = Identity.from_pem("server", key)
+    identity = Identity.from_pem("server", (Path(arguments.certificates) / "server.key").read_bytes())
     return lambda client_id: ServerSession(
         identity, client_id, fingerprints[client_id], rotate_every=split.rotate_keys_every
     )

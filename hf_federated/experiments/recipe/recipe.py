@@ -250,11 +250,7 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
         # An invalid section has a placeholder, so that combinations with the other sections are validated.
         partition = partition or SINGLE_CLIENT
     _check_methods(checked.sections, mistakes)
-    top_level = {
-        **checked.top_level,
-        "compare": checked.top_level.get("compare") or [],
-        "client_models": checked.client_models,
-    }
+    top_level = {**checked.top_level, "client_models": checked.client_models}
     recipe = _combine(task, partition, checked.sections, top_level, mistakes)
     if recipe.audit is not None:
         recipe.variants = audit_variants(values, recipe.audit)
