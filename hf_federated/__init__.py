@@ -11,148 +11,80 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from .adapters import freeze_layers
-    from .aggregation import (
-        AGGREGATIONS,
-        Aggregation,
-        CenteredClipping,
-        CoordinateMedian,
-        FedAvg,
-        FedExP,
-        FedNova,
-        FedOpt,
-        FedPer,
-        FedProx,
-        FLTrust,
-        GeometricMedian,
-        Krum,
-        LocalOnly,
-        MutualKD,
-        NormBoundedMean,
-        RobustAggregation,
-        Scaffold,
-        TrimmedMean,
-    )
-    from .clients import ClientSpec
-    from .config import FederatedConfig
-    from .data import (
-        DatasetSource,
-        FeatureClusterPartitioner,
-        FederatedDataset,
-        FederatedDatasetDict,
-        IidPartitioner,
-        LabelDirichletPartitioner,
-        MultiDomainPartitioner,
-        NaturalPartitioner,
-        NestedPartitioner,
-        PerClassDirichletPartitioner,
-        QuantityDirichletPartitioner,
-        split_for_distillation,
-    )
-    from .distillation import (
-        DISTILLATIONS,
-        DSFL,
-        MHAT,
-        AdaFD,
-        Cronus,
-        Distillation,
-        DistillationPart,
-        FedAUX,
-        FedDF,
-        FedDRS,
-        FedED,
-        FedID,
-        FedKD,
-        FedMD,
-        text_generation,
-    )
-    from .engines import NetworkEngine
-    from .messages.ledger import Ledger
-    from .methods import ClientPart, Method, Round
-    from .postprocessing import ClipUpdate, GaussianNoise, Postprocessor, QuantizeChanges
-    from .server.anomaly_report import AnomalyReport
-    from .server.callbacks import AggregationCallback, DistillationCallback, FederatedCallback
-    from .split import SplitModel
-    from .split_training import SplitConfig, SplitFederatedTrainer, split_federate
-    from .trainer.federate import FederatedTrainer, federate
-    from .utils.errors import RoundFailedError
+    from .adapters import freeze_layers as freeze_layers
+    from .aggregation import AGGREGATIONS as AGGREGATIONS
+    from .aggregation import Aggregation as Aggregation
+    from .aggregation import CenteredClipping as CenteredClipping
+    from .aggregation import CoordinateMedian as CoordinateMedian
+    from .aggregation import FedAvg as FedAvg
+    from .aggregation import FedExP as FedExP
+    from .aggregation import FedNova as FedNova
+    from .aggregation import FedOpt as FedOpt
+    from .aggregation import FedPer as FedPer
+    from .aggregation import FedProx as FedProx
+    from .aggregation import FLTrust as FLTrust
+    from .aggregation import GeometricMedian as GeometricMedian
+    from .aggregation import Krum as Krum
+    from .aggregation import LocalOnly as LocalOnly
+    from .aggregation import MutualKD as MutualKD
+    from .aggregation import NormBoundedMean as NormBoundedMean
+    from .aggregation import RobustAggregation as RobustAggregation
+    from .aggregation import Scaffold as Scaffold
+    from .aggregation import TrimmedMean as TrimmedMean
+    from .clients import ClientSpec as ClientSpec
+    from .config import FederatedConfig as FederatedConfig
+    from .data import DatasetSource as DatasetSource
+    from .data import FeatureClusterPartitioner as FeatureClusterPartitioner
+    from .data import FederatedDataset as FederatedDataset
+    from .data import FederatedDatasetDict as FederatedDatasetDict
+    from .data import IidPartitioner as IidPartitioner
+    from .data import LabelDirichletPartitioner as LabelDirichletPartitioner
+    from .data import MultiDomainPartitioner as MultiDomainPartitioner
+    from .data import NaturalPartitioner as NaturalPartitioner
+    from .data import NestedPartitioner as NestedPartitioner
+    from .data import PerClassDirichletPartitioner as PerClassDirichletPartitioner
+    from .data import QuantityDirichletPartitioner as QuantityDirichletPartitioner
+    from .data import split_for_distillation as split_for_distillation
+    from .distillation import DISTILLATIONS as DISTILLATIONS
+    from .distillation import DSFL as DSFL
+    from .distillation import MHAT as MHAT
+    from .distillation import AdaFD as AdaFD
+    from .distillation import Cronus as Cronus
+    from .distillation import Distillation as Distillation
+    from .distillation import DistillationPart as DistillationPart
+    from .distillation import FedAUX as FedAUX
+    from .distillation import FedDF as FedDF
+    from .distillation import FedDRS as FedDRS
+    from .distillation import FedED as FedED
+    from .distillation import FedID as FedID
+    from .distillation import FedKD as FedKD
+    from .distillation import FedMD as FedMD
+    from .distillation import text_generation as text_generation
+    from .engines import NetworkEngine as NetworkEngine
+    from .messages.ledger import Ledger as Ledger
+    from .methods import ClientPart as ClientPart
+    from .methods import Method as Method
+    from .methods import Round as Round
+    from .postprocessing import ClipUpdate as ClipUpdate
+    from .postprocessing import GaussianNoise as GaussianNoise
+    from .postprocessing import Postprocessor as Postprocessor
+    from .postprocessing import QuantizeChanges as QuantizeChanges
+    from .server.anomaly_report import AnomalyReport as AnomalyReport
+    from .server.callbacks import AggregationCallback as AggregationCallback
+    from .server.callbacks import DistillationCallback as DistillationCallback
+    from .server.callbacks import FederatedCallback as FederatedCallback
+    from .split import SplitModel as SplitModel
+    from .split_training import SplitConfig as SplitConfig
+    from .split_training import SplitFederatedTrainer as SplitFederatedTrainer
+    from .split_training import split_federate as split_federate
+    from .trainer.federate import FederatedTrainer as FederatedTrainer
+    from .trainer.federate import federate as federate
+    from .utils.errors import RoundFailedError as RoundFailedError
 
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AGGREGATIONS",
-    "DISTILLATIONS",
-    "DSFL",
-    "MHAT",
-    "AdaFD",
-    "Aggregation",
-    "AggregationCallback",
-    "AnomalyReport",
-    "CenteredClipping",
-    "ClientPart",
-    "ClientSpec",
-    "ClipUpdate",
-    "CoordinateMedian",
-    "Cronus",
-    "DatasetSource",
-    "Distillation",
-    "DistillationCallback",
-    "DistillationPart",
-    "FLTrust",
-    "FeatureClusterPartitioner",
-    "FedAUX",
-    "FedAvg",
-    "FedDF",
-    "FedDRS",
-    "FedED",
-    "FedExP",
-    "FedID",
-    "FedKD",
-    "FedMD",
-    "FedNova",
-    "FedOpt",
-    "FedPer",
-    "FedProx",
-    "FederatedCallback",
-    "FederatedConfig",
-    "FederatedDataset",
-    "FederatedDatasetDict",
-    "FederatedTrainer",
-    "GaussianNoise",
-    "GeometricMedian",
-    "IidPartitioner",
-    "Krum",
-    "LabelDirichletPartitioner",
-    "Ledger",
-    "LocalOnly",
-    "Method",
-    "MultiDomainPartitioner",
-    "MutualKD",
-    "NaturalPartitioner",
-    "NestedPartitioner",
-    "NetworkEngine",
-    "NormBoundedMean",
-    "PerClassDirichletPartitioner",
-    "Postprocessor",
-    "QuantityDirichletPartitioner",
-    "QuantizeChanges",
-    "RobustAggregation",
-    "Round",
-    "RoundFailedError",
-    "Scaffold",
-    "SplitConfig",
-    "SplitFederatedTrainer",
-    "SplitModel",
-    "TrimmedMean",
-    "federate",
-    "freeze_layers",
-    "split_federate",
-    "split_for_distillation",
-    "text_generation",
-]
-
-# The module of each public name. Type checkers and editors read the imports above.
+# The module of each public name. Type checkers and editors read the imports above, and `as` marks a name as public.
 _MODULES = {
     "AGGREGATIONS": ".aggregation",
     "DISTILLATIONS": ".distillation",
@@ -224,6 +156,9 @@ _MODULES = {
     "split_for_distillation": ".data",
     "text_generation": ".distillation",
 }
+if not TYPE_CHECKING:
+    __all__ = list(_MODULES)
+
 # Names of version 0.1, which will be removed in 1.0.
 _PREVIOUS_MODULES = {"LocalHook": ".methods.previous_release", "ServerState": ".server.previous_release"}
 
