@@ -53,8 +53,7 @@ class PrivateName:
     A private name of another library.
 
     Args:
-        owner (`str`): Dotted path of the class or module that has the name.
-        name (`str`): The name.
+        path (`str`): Dotted path of the name: the class or module that has it, and the name.
         use (`str`): The wrapper in this module, or `"overrides"`, `"sets"`, `"reads"`, `"calls"` or `"names"` and the
             folders of the package that do so.
         why (`str`): Why the package uses the name and no public interface.
@@ -62,196 +61,170 @@ class PrivateName:
         removed (`str`, *optional*): First version without the name. The wrapper works without it.
     """
 
-    owner: str
-    name: str
+    path: str
     use: str
     why: str
     without: str
     removed: str | None = None
 
     @property
+    def owner(self) -> str:
+        """Dotted path of the class or module that has the name."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def name(self) -> str:
+        """The name."""
+        return self.path.rpartition(".")[2]
+
+    @property
     def checked(self) -> str:
         """Version of the library that the name was last checked on."""
-        return CHECKED_VERSIONS[self.owner.partition(".")[0]]
+        return CHECKED_VERSIONS[self.path.partition(".")[0]]
 
 
 PRIVATE_NAMES = (
     # ---- transformers: methods of Trainer that a federated or split trainer overrides
     PrivateName(
-        "transformers.Trainer",
-        "_save_checkpoint",
+        "transformers.Trainer._save_checkpoint",
         "overrides: trainer, split_training",
         "A checkpoint includes the state of the clients and appears in one rename.",
         "Checkpoints lack the state of the clients; a run cannot resume.",
     ),
     PrivateName(
-        "transformers.Trainer",
-        "_load_from_checkpoint",
+        "transformers.Trainer._load_from_checkpoint",
         "overrides: trainer, split_training",
         "Adapters are loaded from the state of the server or of the parties.",
         "A resume with an adapter fails or loads the adapter twice.",
     ),
     PrivateName(
-        "transformers.Trainer",
-        "_load_best_model",
+        "transformers.Trainer._load_best_model",
         "overrides: trainer, split_training",
         "The best adapter is loaded from the state of the server or of the parties.",
         "`load_best_model_at_end=True` fails or keeps the last adapter.",
     ),
     PrivateName(
-        "transformers.Trainer",
-        "_maybe_log_save_evaluate",
+        "transformers.Trainer._maybe_log_save_evaluate",
         "overrides: trainer",
         "All processes act on the decisions (log, save, evaluate, stop) of any process at the end of a round.",
         "Processes with `parallelism='clients'` can wait for each other until `ddp_timeout`.",
     ),
     PrivateName(
-        "transformers.Trainer",
-        "_remove_unused_columns",
+        "transformers.Trainer._remove_unused_columns",
         "overrides: trainer; wrapper: remove_unused_columns",
         "Public examples are encoded as `Trainer` encodes them; the override skips a copy that removes no column.",
         "Distillation receives columns that the model does not take; client starts are slower.",
     ),
     PrivateName(
-        "transformers.Trainer",
-        "_set_signature_columns_if_needed",
+        "transformers.Trainer._set_signature_columns_if_needed",
         "overrides: split_training; wrapper: set_signature_columns",
         "The columns are computed once for all clients; a split model takes the columns of the full model.",
         "Columns of a split model are dropped without an error.",
     ),
     PrivateName(
-        "transformers.Trainer",
-        "_signature_columns",
+        "transformers.Trainer._signature_columns",
         "sets: split_training; reads: trainer",
         "`_set_signature_columns_if_needed` stores its result there.",
         "As for `_set_signature_columns_if_needed`.",
     ),
     PrivateName(
-        "transformers.Trainer",
-        "_track_num_input_tokens",
+        "transformers.Trainer._track_num_input_tokens",
         "calls: split_training",
         "The batches of all clients of a step count as input tokens.",
         "`num_input_tokens_seen` of a split run is wrong.",
     ),
     PrivateName(
-        "transformers.Trainer",
-        "_get_train_sampler",
+        "transformers.Trainer._get_train_sampler",
         "names: split_training",
         "A trainer that overrides the method draws examples in its own way, which a split run does not support.",
         "Such a trainer is accepted, and its sampler has no effect.",
     ),
     PrivateName(
-        "transformers.Trainer",
-        "_created_lr_scheduler",
+        "transformers.Trainer._created_lr_scheduler",
         "sets: clients",
         "A client's trainer is a copy and builds its own learning rate schedule.",
         "Clients continue the schedule of an earlier client.",
     ),
     PrivateName(
-        "transformers.Trainer",
-        "_memory_tracker",
+        "transformers.Trainer._memory_tracker",
         "sets: clients",
         "The copy of a trainer must not change the memory metrics of the original.",
         "`skip_memory_metrics=False` reports values of a client, or raises an error.",
     ),
     # ---- transformers: wrapped
     PrivateName(
-        "transformers.Trainer",
-        "_push_from_checkpoint",
+        "transformers.Trainer._push_from_checkpoint",
         "wrapper: push_from_checkpoint",
         "A checkpoint is pushed after its rename.",
         "`hub_strategy='checkpoint'` and `'every_save'` push nothing.",
     ),
     PrivateName(
-        "transformers.Trainer",
-        "_get_num_items_in_batch",
+        "transformers.Trainer._get_num_items_in_batch",
         "wrapper: num_items_in_batch",
         "The loss of an algorithm is weighted by the share of a batch in a step, as `Trainer` weights its loss.",
         "Losses of algorithms are wrong with gradient accumulation.",
     ),
     PrivateName(
-        "transformers.Trainer",
-        "_prepare_inputs",
+        "transformers.Trainer._prepare_inputs",
         "wrapper: prepare_inputs",
         "Batches outside `Trainer.train` are moved to the device as `Trainer` moves them.",
         "Distillation and the losses of epochs fail on a GPU.",
     ),
     PrivateName(
-        "transformers.GenerationMixin",
-        "_prepare_generation_config",
+        "transformers.GenerationMixin._prepare_generation_config",
         "wrapper: prepare_generation_config",
         "The generation mode is known only after all sources of settings are merged.",
         "`SplitModel.generate` cannot refuse modes that it does not support.",
     ),
     PrivateName(
-        "transformers.PretrainedConfig",
-        "_attn_implementation",
+        "transformers.PretrainedConfig._attn_implementation",
         "wrapper: attention_implementation",
         "There is no public name for the attention implementation in use.",
         "MutualKD with `match_attention` does not recognize models that return no attention maps.",
     ),
     PrivateName(
-        "transformers.PretrainedConfig",
-        "_commit_hash",
+        "transformers.PretrainedConfig._commit_hash",
         "wrapper: commit_hash",
         "transformers stores the commit of a model from the Hub there; there is no public name.",
         "Model cards lack the revision of the base model.",
         removed="5.18.0",
     ),
     PrivateName(
-        "transformers.PreTrainedModel",
-        "_loss_function",
+        "transformers.PreTrainedModel._loss_function",
         "constant: LOSS_FUNCTION",
         "The setter of the public property `loss_function` stores a model's own loss there.",
         "A split model computes the default loss in place of the model's own loss.",
     ),
     # ---- transformers: class attributes that a subclass sets
-    PrivateName(
-        "transformers.PreTrainedModel",
-        "_supports_sdpa",
-        "sets: split",
-        "A split model supports every attention implementation of its parts.",
-        "A split model is refused with `attn_implementation='sdpa'`.",
-    ),
-    PrivateName(
-        "transformers.PreTrainedModel",
-        "_supports_flash_attn",
-        "sets: split",
-        "As for `_supports_sdpa`.",
-        "A split model is refused with `attn_implementation='flash_attention_2'`.",
-    ),
-    PrivateName(
-        "transformers.PreTrainedModel",
-        "_supports_flex_attn",
-        "sets: split",
-        "As for `_supports_sdpa`.",
-        "A split model is refused with `attn_implementation='flex_attention'`.",
-    ),
-    PrivateName(
-        "transformers.PreTrainedModel",
-        "_supports_attention_backend",
-        "sets: split",
-        "As for `_supports_sdpa`.",
-        "A split model is refused with attention functions that a user registered.",
+    *(
+        PrivateName(
+            f"transformers.PreTrainedModel.{name}",
+            "sets: split",
+            "A split model supports every attention implementation of its parts.",
+            f"A split model is refused with {setting}.",
+        )
+        for name, setting in {
+            "_supports_sdpa": "`attn_implementation='sdpa'`",
+            "_supports_flash_attn": "`attn_implementation='flash_attention_2'`",
+            "_supports_flex_attn": "`attn_implementation='flex_attention'`",
+            "_supports_attention_backend": "attention functions that a user registered",
+        }.items()
     ),
     # ---- TRL: methods that prepare data in the constructor of a trainer
     PrivateName(
-        "trl.SFTTrainer",
-        "_prepare_dataset",
+        "trl.SFTTrainer._prepare_dataset",
         "overrides: trainer",
         "The preparation of one client's examples is recorded and repeated for each other client.",
         "`federate(SFTTrainer)` and `federate(DPOTrainer)` refuse their data.",
     ),
     PrivateName(
-        "trl.DPOTrainer",
-        "_precompute_ref_logps",
+        "trl.DPOTrainer._precompute_ref_logps",
         "overrides: trainer",
         "As for `_prepare_dataset`, for the log probabilities of the reference model.",
         "`precompute_ref_log_probs=True` of DPO is refused.",
     ),
     PrivateName(
-        "trl.SFTTrainer",
-        "_total_train_tokens",
+        "trl.SFTTrainer._total_train_tokens",
         "wrapper: train_tokens, set_train_tokens",
         "TRL counts the tokens of a run in the trainer. Clients train in copies of the trainer, which count alone.",
         "`num_tokens` and `eval_num_tokens` in the logs of `federate(SFTTrainer)` and `federate(DPOTrainer)` are 0.",
@@ -259,8 +232,7 @@ PRIVATE_NAMES = (
     # ---- accelerate: wrapped
     *(
         PrivateName(
-            "accelerate.Accelerator",
-            name,
+            f"accelerate.Accelerator.{name}",
             "wrapper: prepared_objects, set_prepared_objects",
             "A nested training prepares its own objects; the lists of the outer training are restored afterwards.",
             "Memory grows with each client, and checkpoints save objects of clients.",
@@ -269,8 +241,7 @@ PRIVATE_NAMES = (
     ),
     *(
         PrivateName(
-            f"accelerate.state.{owner}",
-            "_shared_state",
+            f"accelerate.state.{owner}._shared_state",
             "wrapper: process_states",
             "A client of `parallelism='clients'` trains as if its process were the only one.",
             "`parallelism='clients'` wraps models in DDP and deadlocks.",
@@ -279,88 +250,76 @@ PRIVATE_NAMES = (
     ),
     # ---- datasets: wrapped
     PrivateName(
-        "datasets.Dataset",
-        "_fingerprint",
+        "datasets.Dataset._fingerprint",
         "wrapper: dataset_fingerprint",
         "Caches, cards and the comparison of processes identify examples by the fingerprint.",
         "Caches are not found again; cards lack fingerprints; processes cannot compare their data.",
     ),
     PrivateName(
-        "datasets.IterableDataset",
-        "_ex_iterable",
+        "datasets.IterableDataset._ex_iterable",
         "wrapper: has_exact_state",
         "The content of a shuffle buffer is not in the state of a stream, so the stream cannot resume from it.",
         "A client with a shuffled stream misses the examples of the buffer after each round.",
     ),
     PrivateName(
-        "datasets.Dataset",
-        "_indices",
+        "datasets.Dataset._indices",
         "wrapper: indices_table",
         "The public reader of a selected column takes seconds for a million rows.",
         "Partitioners read the wrong rows after `select`, `shuffle` or `filter`.",
     ),
     # ---- evaluate: methods that metrics override
     PrivateName(
-        "evaluate.Metric",
-        "_info",
+        "evaluate.Metric._info",
         "overrides: tasks",
         "The documented way to define a metric.",
         "No metric can be created.",
     ),
     PrivateName(
-        "evaluate.Metric",
-        "_compute",
+        "evaluate.Metric._compute",
         "overrides: tasks",
         "The documented way to define a metric.",
         "No metric can be computed.",
     ),
     PrivateName(
-        "evaluate.Metric",
-        "_build_data_dir",
+        "evaluate.Metric._build_data_dir",
         "overrides: tasks",
         "The parent class creates a directory in the user's cache even if it writes no file.",
         "Metrics create empty directories.",
     ),
     PrivateName(
-        "evaluate.Metric",
-        "_infer_feature_from_batch",
+        "evaluate.Metric._infer_feature_from_batch",
         "overrides: tasks",
         "The parent class reads the first row of an empty batch.",
         "Metrics with several input formats fail on empty batches.",
     ),
     PrivateName(
-        "evaluate.Metric",
-        "_finalize",
+        "evaluate.Metric._finalize",
         "overrides: tasks",
         "The parent class raises an obscure error without inputs.",
         "`compute` without inputs raises an obscure error.",
     ),
     PrivateName(
-        "evaluate.Metric",
-        "_feature_names",
+        "evaluate.Metric._feature_names",
         "calls: tasks",
         "The error about missing inputs names the inputs.",
         "The error about missing inputs fails.",
     ),
     PrivateName(
-        "transformers.PreTrainedTokenizer",
-        "_add_tokens",
+        "transformers.PreTrainedTokenizer._add_tokens",
         "wrapper: older_repository_code",
         "Tokenizers of model repositories (ChatGLM-6B) load their vocabulary after the constructor of the base class.",
         "These tokenizers cannot be loaded.",
     ),
     # ---- torch: wrapped
     PrivateName(
-        "torch.distributed.distributed_c10d",
-        "_get_default_store",
+        "torch.distributed.distributed_c10d._get_default_store",
         "wrapper: default_store",
         "Processes report failures through the store of the process group; another store needs another open port.",
         "Launches with several processes fail at the start.",
     ),
     *(
         PrivateName(
-            "torch.nn.Module",
-            name,
+            f"torch.nn.Module.{name}",
             "wrapper: module_hooks",
             "There is no public list of the hooks of a module.",
             "Hooks of a full model are ignored in a split without a warning.",
@@ -368,29 +327,25 @@ PRIVATE_NAMES = (
         for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
     ),
     PrivateName(
-        "torch.nn.Module",
-        "_modules",
+        "torch.nn.Module._modules",
         "wrapper: has_module",
         "`named_children` omits a module that occurs twice.",
         "Split parts keep modules of other parts.",
     ),
     PrivateName(
-        "torch.nn.Module",
-        "_register_load_state_dict_pre_hook",
+        "torch.nn.Module._register_load_state_dict_pre_hook",
         "wrapper: register_load_state_dict_pre_hook",
         "A split model reads checkpoints with the names of the full model.",
         "A split run cannot resume from its checkpoints.",
     ),
     PrivateName(
-        "torch.nn.Module",
-        "_get_name",
+        "torch.nn.Module._get_name",
         "overrides: split; calls: split_training",
         "`Trainer` finds out by the name of a model whether a smoothed loss shifts the labels.",
         "`label_smoothing_factor` of a split run uses the wrong labels.",
     ),
     PrivateName(
-        "torch.optim.lr_scheduler.LRScheduler",
-        "_last_lr",
+        "torch.optim.lr_scheduler.LRScheduler._last_lr",
         "wrapper: set_last_lr",
         "A restored scheduler reports the learning rate of the last step.",
         "`get_last_lr` of FedOpt's scheduler is wrong after a resume.",
@@ -465,20 +420,18 @@ def prepare_generation_config(model: Any, generation_config: Any, /, **kwargs: A
     return model._prepare_generation_config(generation_config, **kwargs)
 
 
+_TRANSFORMERS = Version(importlib.metadata.version("transformers"))
+
 # Path of the output layer of `GPTNeoXForCausalLM`, which transformers 5.14 renamed.
-GPT_NEOX_OUTPUT = (
-    "lm_head" if Version(importlib.metadata.version("transformers")) >= Version("5.14.dev0") else "embed_out"
-)
+GPT_NEOX_OUTPUT = "lm_head" if _TRANSFORMERS >= Version("5.14.dev0") else "embed_out"
 
 # transformers 5.23 renamed gradient checkpointing to activation checkpointing.
-HAS_ACTIVATION_CHECKPOINTING = Version(importlib.metadata.version("transformers")) >= Version("5.23.dev0")
+HAS_ACTIVATION_CHECKPOINTING = _TRANSFORMERS >= Version("5.23.dev0")
 
 # The name of the cache as an argument of models and of `generate`, and in outputs. transformers 5.24 renamed it
 # (https://github.com/huggingface/transformers/releases/tag/v5.24.0) and accepts the old name until 5.40. Remove this
 # constant and `cache_argument` when the lower bound is 5.24.
-CACHE_NAME = (
-    "cache" if Version(importlib.metadata.version("transformers")) >= Version("5.24.dev0") else "past_key_values"
-)
+CACHE_NAME = "cache" if _TRANSFORMERS >= Version("5.24.dev0") else "past_key_values"
 
 
 def cache_argument(model: nn.Module) -> str:

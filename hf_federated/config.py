@@ -23,12 +23,14 @@ from .utils.selection import SAVED_FUNCTION, check_selection
 EXCHANGES = ("auto", "trainable", "adapter", "all")
 # The word of `keep_local`.
 HEAD = "head"
-EXCHANGE_DTYPES = ("float32", "bfloat16", "float16")
-OPTIMIZER_STATES = ("reset", "carry")
-LR_SCHEDULES = ("global", "round")
-STORES = ("memory", "disk")
-SERVER_DEVICES = ("cpu",)
-BALANCES = ("min",)
+
+# The allowed values of fields that are `None` or at least 1.
+_COUNTS = {
+    "num_rounds": "at least 1",
+    "local_steps": "at least 1",
+    "max_rows_per_round": "at least 1, or None for all examples",
+    "max_resident_clients": "at least 1",
+}
 
 
 def _check_share_or_count(name: str, value: Any) -> None:
@@ -229,7 +231,7 @@ class FederatedConfig(SavedConfig):
         default=None,
         metadata={
             "help": "'min': no client trains on more examples than the smallest client of its cohort.",
-            "choices": list(BALANCES),
+            "choices": ["min"],
         },
     )
     aggregation: str = field(
@@ -264,19 +266,19 @@ class FederatedConfig(SavedConfig):
         default=None,
         metadata={
             "help": "Dtype of the exchanged tensors (default: the dtypes of the model).",
-            "choices": list(EXCHANGE_DTYPES),
+            "choices": ["float32", "bfloat16", "float16"],
         },
     )
     client_optimizer_state: str = field(
         default="reset",
         metadata={
             "help": "Whether a client keeps its optimizer state between rounds.",
-            "choices": list(OPTIMIZER_STATES),
+            "choices": ["reset", "carry"],
         },
     )
     lr_schedule: str = field(
         default="global",
-        metadata={"help": "One learning-rate schedule over the run or one per round.", "choices": list(LR_SCHEDULES)},
+        metadata={"help": "One learning-rate schedule over the run or one per round.", "choices": ["global", "round"]},
     )
     min_clients: ShareOrCount = field(
         default=1, metadata={"help": "Minimum number of valid updates per round: a count (10) or a share (0.5)."}
@@ -307,12 +309,12 @@ class FederatedConfig(SavedConfig):
         default=None,
         metadata={
             "help": "Device of the global state and the sums of updates (default: the device of the model).",
-            "choices": list(SERVER_DEVICES),
+            "choices": ["cpu"],
         },
     )
     client_store: str = field(
         default="memory",
-        metadata={"help": "Storage of the state that clients keep between rounds.", "choices": list(STORES)},
+        metadata={"help": "Storage of the state that clients keep between rounds.", "choices": ["memory", "disk"]},
     )
     max_resident_clients: int | None = field(
         default=None, metadata={"help": "Maximum number of client models in memory (default: all)."}
@@ -323,38 +325,24 @@ class FederatedConfig(SavedConfig):
 
     def __post_init__(self) -> None:
         # The field types include text for the command line. After initialization, the values are dictionaries.
-        self.aggregation_kwargs = _parse_dict(self.aggregation_kwargs, "aggregation_kwargs")
-        self.distillation_kwargs = _parse_dict(self.distillation_kwargs, "distillation_kwargs")
-        self.collector_kwargs = _parse_dict(self.collector_kwargs, "collector_kwargs")
-        COLLECTOR_NAMES.check(self.collector)
-        AGGREGATION_NAMES.check(self.aggregation)
-        DISTILLATION_NAMES.check(self.distillation)
-        if self.num_rounds is not None:
-            require("num_rounds", self.num_rounds, self.num_rounds >= 1, "at least 1")
+        for names in (COLLECTOR_NAMES, AGGREGATION_NAMES, DISTILLATION_NAMES):
+            kwargs = f"{names.field}_kwargs"
+            setattr(self, kwargs, _parse_dict(getattr(self, kwargs), kwargs))
+            names.check(getattr(self, names.field))
+        for name, allowed in _COUNTS.items():
+            if (count := getattr(self, name)) is not None:
+                require(name, count, count >= 1, allowed)
+        for item in dataclasses.fields(FederatedConfig):
+            if "choices" in item.metadata and (value := getattr(self, item.name)) != item.default:
+                require_one_of(item.name, value, item.metadata["choices"])
         _check_share_or_count("clients_per_round", self.clients_per_round)
-        if self.local_epochs < 1 or self.local_epochs != int(self.local_epochs):
-            raise ValueError(
-                f"`local_epochs` is {self.local_epochs}; it must be an integer of at least 1. Use "
-                "`local_steps` for less."
-            )
-        if self.local_steps is not None:
-            require("local_steps", self.local_steps, self.local_steps >= 1, "at least 1")
-        if self.max_rows_per_round is not None:
-            require(
-                "max_rows_per_round",
-                self.max_rows_per_round,
-                self.max_rows_per_round >= 1,
-                "at least 1, or None for all examples",
-            )
-        if self.balance is not None:
-            require_one_of("balance", self.balance, BALANCES)
         _check_share_or_count("min_clients", self.min_clients)
+        epochs, allowed = self.local_epochs, "an integer of at least 1. Use `local_steps` for less"
+        require("local_epochs", epochs, epochs >= 1 and epochs == int(epochs), allowed)
         if self.max_update_ratio is not None:
             require("max_update_ratio", self.max_update_ratio, self.max_update_ratio > 1, "above 1, or None for any")
-        if self.max_resident_clients is not None:
-            require("max_resident_clients", self.max_resident_clients, self.max_resident_clients >= 1, "at least 1")
-        if self.round_deadline is not None and not self.round_deadline > 0:
-            raise ValueError(f"`round_deadline` is {self.round_deadline}; it must be a positive number of seconds.")
+        if self.round_deadline is not None:
+            require("round_deadline", self.round_deadline, self.round_deadline > 0, "a positive number of seconds")
         # Without the option on a command line, `HfArgumentParser` passes `None` for a field that may be a list.
         self.exchange = check_selection("exchange", "auto" if self.exchange is None else self.exchange)
         if isinstance(self.exchange, str) and self.exchange not in EXCHANGES and not set("*?[.") & set(self.exchange):
@@ -364,14 +352,6 @@ class FederatedConfig(SavedConfig):
             )
         if self.keep_local is not None:
             self.keep_local = check_selection("keep_local", self.keep_local)
-        if self.exchange_dtype is not None:
-            require_one_of("exchange_dtype", self.exchange_dtype, EXCHANGE_DTYPES)
-        require_one_of("client_optimizer_state", self.client_optimizer_state, OPTIMIZER_STATES)
-        require_one_of("lr_schedule", self.lr_schedule, LR_SCHEDULES)
-        require_one_of("parallelism", self.parallelism, ("data", "clients"))
-        require_one_of("client_store", self.client_store, STORES)
-        if self.server_device is not None:
-            require_one_of("server_device", self.server_device, SERVER_DEVICES)
         if self.freeze is not None:
             self.freeze = str(self.freeze)
             parse_freeze(self.freeze)
