@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from . import ClientSpec, Student, client_arguments
 from .participants import INPUT_IDS, EncodedPublicDataset, Participants
 
 
+@dataclass(eq=False)
 class ClientModelBuilder:
     """
     Builds a client's model as it is before the first round, and a trainer around it.
@@ -38,61 +40,49 @@ class ClientModelBuilder:
             vocabulary.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        arguments: dict[str, Any],
-        participants: Participants,
-        initial: Mapping[str, torch.Tensor],
-        seed: int,
-        exchange: Selection,
-        freeze: str | None,
-        learning_rate: float | None,
-        same_vocabulary: bool = True,
-    ) -> None:
-        self._trainer = trainer
-        self._arguments = arguments
-        self._participants = participants
-        self._initial = initial
-        self._seed = seed
-        self._exchange = exchange
-        self._freeze = freeze
-        self._learning_rate = learning_rate
-        self._same_vocabulary = same_vocabulary
-        # Clients with the same tokenizer share the encoded public examples.
-        self._public: dict[int, tuple[Any, EncodedPublicDataset]] = {}
+    trainer: Trainer
+    arguments: dict[str, Any]
+    participants: Participants
+    initial: Mapping[str, torch.Tensor]
+    seed: int
+    exchange: Selection
+    freeze: str | None
+    learning_rate: float | None
+    same_vocabulary: bool = True
+    # Clients with the same tokenizer share the encoded public examples.
+    _public: dict[int, tuple[Any, EncodedPublicDataset]] = field(default_factory=dict, init=False)
 
     def __call__(self, client_id: str) -> tuple[Trainer, Exchange, Student | None]:
-        spec = self._participants.clients.get(client_id) or ClientSpec()
-        tokenizer = self._participants.tokenizer_of(client_id, self._trainer.processing_class)
+        spec = self.participants.clients.get(client_id) or ClientSpec()
+        tokenizer = self.participants.tokenizer_of(client_id, self.trainer.processing_class)
         model = self._build_model(client_id, spec)
-        predicts_tokens = self._participants.prediction_unit == "token"
-        if predicts_tokens and self._same_vocabulary:
-            check_vocabulary(client_id, model, self._trainer.model)
+        predicts_tokens = self.participants.prediction_unit == "token"
+        if predicts_tokens and self.same_vocabulary:
+            check_vocabulary(client_id, model, self.trainer.model)
         elif not predicts_tokens:
-            check_labels(client_id, model, self._trainer.model)
+            check_labels(client_id, model, self.trainer.model)
         align_padding(model, tokenizer)
         trainer = self._build_trainer(model, tokenizer, spec)
-        exchange = Exchange(trainer.model, self._exchange)
+        exchange = Exchange(trainer.model, self.exchange)
         public = self._encoded_public(tokenizer)
-        if public is not None and predicts_tokens and self._same_vocabulary:
+        if public is not None and predicts_tokens and self.same_vocabulary:
             self._check_tokens(client_id, public)
-        student = None if public is None else public.student(trainer, self._learning_rate)
+        student = None if public is None else public.student(trainer, self.learning_rate)
         return trainer, exchange, student
 
     def _build_model(self, client_id: str, spec: ClientSpec) -> nn.Module:
-        init = self._participants.client_model_init
+        init = self.participants.client_model_init
         if spec.model is None and init is None:
             return self._copy_server_model()
         # A new head has random weights. They differ between clients and are the same whenever the model is built.
-        with isolated_rng(derived_seed(self._seed, "model", client_id)):
+        with isolated_rng(derived_seed(self.seed, "model", client_id)):
             if isinstance(spec.model, str):
-                if self._participants.task is None:
+                if self.participants.task is None:
                     raise ValueError(
                         f"The model of client {client_id!r} is the name {spec.model!r}, but there is no `task` to "
                         "load it. Pass a `task` to the trainer, or pass a function that builds the model."
                     )
-                model = self._participants.task.load_model(spec.model)
+                model = self.participants.task.load_model(spec.model)
             elif isinstance(spec.model, nn.Module):
                 model = copy_model(spec.model)
             elif spec.model is not None:
@@ -101,17 +91,17 @@ class ClientModelBuilder:
                 model = init(client_id)
             else:
                 raise ValueError(f"Client {client_id!r} has no model. Pass `clients` or `client_model_init`.")
-        if self._freeze is not None:
-            freeze_layers(model, self._freeze)
+        if self.freeze is not None:
+            freeze_layers(model, self.freeze)
         return model
 
     def _copy_server_model(self) -> nn.Module:
-        model = copy_model(self._trainer.model)
-        Exchange(model, self._exchange).write(self._initial)
+        model = copy_model(self.trainer.model)
+        Exchange(model, self.exchange).write(self.initial)
         return model
 
     def _build_trainer(self, model: nn.Module, tokenizer: Any, spec: ClientSpec) -> Trainer:
-        task = self._participants.task
+        task = self.participants.task
         own: dict[str, Any] = {
             "model": model,
             "processing_class": tokenizer,
@@ -119,28 +109,28 @@ class ClientModelBuilder:
             "eval_dataset": None,
             "callbacks": None,
             # Messages set the length of local training. The server evaluates, saves checkpoints and uploads.
-            "args": client_arguments(spec.args or self._arguments["args"], local_epochs=1, local_steps=None),
+            "args": client_arguments(spec.args or self.arguments["args"], local_epochs=1, local_steps=None),
         }
-        if task is not None and tokenizer is not self._trainer.processing_class:
+        if task is not None and tokenizer is not self.trainer.processing_class:
             own["data_collator"] = task.data_collator(tokenizer, model)
-        given = {name: value for name, value in self._arguments.items() if name != "model_init"}
+        given = {name: value for name, value in self.arguments.items() if name != "model_init"}
         # The constructor of `Trainer` seeds the global generators.
         with preserved_generators():
-            return type(self._trainer)(**{**given, **own})
+            return type(self.trainer)(**{**given, **own})
 
     def _encoded_public(self, tokenizer: Any) -> EncodedPublicDataset | None:
-        if self._participants.public_dataset is None:
+        if self.participants.public_dataset is None:
             return None
         if id(tokenizer) not in self._public:
             # Keep a reference to the tokenizer, so that its `id()` is not reused.
-            self._public[id(tokenizer)] = (tokenizer, self._participants.encode_public(tokenizer))
+            self._public[id(tokenizer)] = (tokenizer, self.participants.encode_public(tokenizer))
         return self._public[id(tokenizer)][1]
 
     def _check_tokens(self, client_id: str, public: EncodedPublicDataset) -> None:
         """
         Raise an error if the client's tokenizer splits public examples into other tokens than the server's tokenizer.
         """
-        server_public = self._encoded_public(self._trainer.processing_class)
+        server_public = self._encoded_public(self.trainer.processing_class)
         if public is server_public or server_public is None or server_public.positions is None:
             return
         column = "labels" if server_public.positions.feeds_labels else INPUT_IDS

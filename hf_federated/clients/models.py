@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from .store import ClientStore
 from .student import Student
 
 
+@dataclass(eq=False)
 class ClientModel:
     """
     A client's model together with its trainer.
@@ -38,19 +40,11 @@ class ClientModel:
             are needed later.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        exchange: Exchange,
-        args: TrainingArguments,
-        student: Student | None = None,
-        initial: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        self.trainer = trainer
-        self.exchange = exchange
-        self.args = args
-        self.student = student
-        self.initial = initial
+    trainer: Trainer
+    exchange: Exchange
+    args: TrainingArguments
+    student: Student | None = None
+    initial: Mapping[str, torch.Tensor] | None = None
 
     def restore_on_failure(self) -> AbstractContextManager[None]:
         """
@@ -206,7 +200,9 @@ class OwnModels(ClientModels):
             self._resident.move_to_end(client_id)
             return self._resident[client_id]
         while self._max_resident is not None and len(self._resident) >= self._max_resident:
-            self._evict(next(iter(self._resident)))
+            oldest = next(iter(self._resident))
+            self._write_to_store(oldest)
+            del self._resident[oldest]
         trainer, exchange, student = self._build(client_id)
         state = self.store.get(client_id)
         if state:
@@ -216,10 +212,6 @@ class OwnModels(ClientModels):
         model = OwnModel(trainer, exchange, student, state.get("kept", {}))
         self._resident[client_id] = model
         return model
-
-    def _evict(self, client_id: str) -> None:
-        self._write_to_store(client_id)
-        del self._resident[client_id]
 
     def _write_to_store(self, client_id: str) -> None:
         model = self._resident[client_id]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import TrainingArguments
@@ -73,6 +74,7 @@ class ClientSampler:
         return tuple(self._client_ids[i] for i in sorted(chosen))
 
 
+@dataclass(frozen=True)
 class RowLimit:
     """
     Maximum number of examples that each client of a cohort trains on in a round.
@@ -100,19 +102,16 @@ class RowLimit:
     ```
     """
 
-    def __init__(
-        self, num_rows: Mapping[str, int | None], balance: str | None = None, max_rows: int | None = None
-    ) -> None:
-        self._num_rows = num_rows
-        self._balance = balance
-        self._max_rows = max_rows
+    num_rows: Mapping[str, int | None]
+    balance: str | None = None
+    max_rows: int | None = None
 
     def __call__(self, cohort: Sequence[str]) -> int | None:
         """Return the limit for a cohort, or `None` if its clients train on all of their examples."""
-        if self._balance is None:
-            return self._max_rows
-        known = [number for client_id in cohort if (number := self._num_rows[client_id])]
-        return limit_examples(min(known), self._max_rows) if known else self._max_rows
+        if self.balance is None:
+            return self.max_rows
+        known = [number for client_id in cohort if (number := self.num_rows[client_id])]
+        return limit_examples(min(known), self.max_rows) if known else self.max_rows
 
 
 def limit_examples(num_rows: int, max_rows: int | None) -> int:

@@ -135,17 +135,11 @@ class AnomalyReport(FederatedCallback):
                 round.logs[f"client/{client_id}/distance_rank"] = values["distance_rank"]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._write(args, state)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._write(args, state)
-
-    def _write(self, args: TrainingArguments, state: TrainerState) -> None:
         if state.is_world_process_zero and args.output_dir:
             os.makedirs(args.output_dir, exist_ok=True)
             self.save(args.output_dir)
+
+    on_train_end = on_save
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write `federated_anomalies.json` into a directory."""

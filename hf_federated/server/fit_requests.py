@@ -170,7 +170,7 @@ class FitRequests:
         if not isinstance(reply, ClientUpdate):  # The engine refuses another reply to a `Fit`.
             raise TypeError(f"{where}: the reply is a {type(reply).__name__}, expected a ClientUpdate.")
         check_claims(reply, settings.limits(reply.client_id, self._max_rows))
-        expected = self.expected_for(reply.client_id) if self.individual else self.expected_state
+        expected = self.expected_for(reply.client_id)
         update = reply if settings.device is None else reply.to(settings.device)
         try:
             if settings.steps.steps:
@@ -180,8 +180,7 @@ class FitRequests:
             raise
         except Exception as error:
             raise InvalidUpdateError(f"{where}, postprocessing: {type(error).__name__}: {error}") from error
-        checks = [method.check_extra for method in settings.methods]
-        check_update(update, expected, self.expected_extra, checks)
+        check_update(update, expected, self.expected_extra, [method.check_extra for method in settings.methods])
         for method in settings.methods:
             try:
                 method.check(self.round, update)

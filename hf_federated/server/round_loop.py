@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
 
 from transformers.utils import logging
 
@@ -27,6 +27,7 @@ logger = logging.get_logger(__name__)
 SERVER_NAME = "server"
 
 
+@dataclass(eq=False)
 class RoundLoop:
     """
     Runs rounds on an engine.
@@ -48,26 +49,17 @@ class RoundLoop:
         context ([`~hf_federated.server.collectors.CollectorContext`]): The engine, the methods and the settings.
     """
 
-    def __init__(
-        self,
-        context: CollectorContext,
-        collector: UpdateCollector,
-        sampler: ClientSampler,
-        config: FederatedConfig,
-        state: State,
-        write: Callable[[State], None] = lambda state: None,
-        train_on_server: Callable[[Fit], ClientUpdate] | None = None,
-    ) -> None:
-        self.context = context
-        self._methods = context.fit.methods
-        self._collector = collector
-        self._sampler = sampler
-        self._config = config
-        self.state = state
-        self.round = Round(0, (), state)
-        self._min_clients = config.min_clients_of(sampler.num_sampled)
-        self._write = write
-        self._train_on_server = train_on_server
+    context: CollectorContext
+    collector: UpdateCollector
+    sampler: ClientSampler
+    config: FederatedConfig
+    state: State
+    write: Callable[[State], None] = lambda state: None
+    train_on_server: Callable[[Fit], ClientUpdate] | None = None
+
+    def __post_init__(self) -> None:
+        self.round = Round(0, (), self.state)
+        self._min_clients = self.config.min_clients_of(self.sampler.num_sampled)
 
     def run(self, number: int) -> RoundSummary:
         """
@@ -85,50 +77,49 @@ class RoundLoop:
         try:
             return self._run(number)
         except BaseException:
-            self._write(self.state)
+            self.write(self.state)
             raise
 
     def _run(self, number: int) -> RoundSummary:
-        cohort = self._sampler(number)
+        fire, fit, cohort = self.context.fire, self.context.fit, self.sampler(number)
         self.round = round = Round(number, cohort, self.state, self._min_clients, exchange=self._exchange)
-        fire = self.context.fire
         fire("on_round_begin")
         self._train_server(round)
-        for method in self._methods:
+        for method in fit.methods:
             method.begin(round)
         round.check_enough()
-        collected = self._collector.collect(round)
+        collected = self.collector.collect(round)
         round.sums, round.metrics = collected.sums, collected.summary.clients
-        if (fit := self.context.fit).steps.steps:
+        if fit.steps.steps:
             round.sums = fit.steps.on_sums(collected.sums, round, fit.seed)
         round.rejected.update(collected.rejected)
         fire("on_aggregate")
-        for method in self._methods:
+        for method in fit.methods:
             round.state = method.finish(round)
         self._keep(round)
         fire("on_distill")
-        for method in self._methods:
+        for method in fit.methods:
             method.after(round)
         round.sums = None
         if round.state is not self.state:
             self._keep(round)
-        return dataclasses.replace(collected.summary, num_failed=len(round.rejected))
+        return replace(collected.summary, num_failed=len(round.rejected))
 
     def _keep(self, round: Round) -> None:
         """Keep the state of a round as the global state, and write it into the model."""
-        self._write(round.state)
+        self.write(round.state)
         self.state = round.state
 
     def _train_server(self, round: Round) -> None:
         """Train the global model on the server's own examples, for a method that needs it."""
-        for method in self._methods:
+        for method in self.context.fit.methods:
             if not method.trains_on_server:
                 continue
-            if self._train_on_server is None:
+            if self.train_on_server is None:
                 raise RuntimeError("The server has no examples to train on. Pass `server_dataset` to the trainer.")
-            seed = client_seed(self._config.federation_seed or 0, SERVER_NAME, round.number)
+            seed = client_seed(self.config.federation_seed or 0, SERVER_NAME, round.number)
             message = Fit(round.number, SERVER_NAME, seed, round.state, settings=method.fit_settings())
-            method.on_server_update(self._train_on_server(message))
+            method.on_server_update(self.train_on_server(message))
 
     def _exchange(self, phase: str, clients: Sequence[str], message_for: MessageFor) -> dict[str, Message]:
         """
@@ -171,7 +162,7 @@ class RoundLoop:
                     logger.warning(reason)
         finally:
             # With `exchange_dtype`, the clients evaluated a state of lower precision.
-            self._write(self.state)
+            self.write(self.state)
         outcomes = context.engine.gather(plan, results)
         evaluated = {client_id: outcome for client_id, outcome in outcomes.items() if isinstance(outcome, dict)}
         if client_ids and not evaluated:

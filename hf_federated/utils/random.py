@@ -50,24 +50,13 @@ def seed_torch(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def torch_state() -> list[torch.Tensor]:
-    """Return the states of the global generators of torch, on the CPU and on the accelerator of this process."""
-    state = [torch.get_rng_state()]
-    if torch.accelerator.is_available():
-        state.append(torch.get_device_module().get_rng_state())
-    return state
-
-
-def set_torch_state(state: list[torch.Tensor]) -> None:
-    """Restore the states that `torch_state` returned."""
-    torch.set_rng_state(state[0])
-    for accelerator_state in state[1:]:
-        torch.get_device_module().set_rng_state(accelerator_state)
-
-
 def generator_states() -> tuple[Any, Any, list[torch.Tensor]]:
-    """Return the states of the global generators of Python, numpy and torch."""
-    return random.getstate(), np.random.get_state(), torch_state()
+    """Return the states of the global generators of Python, numpy and torch, on the CPU and the accelerator in use."""
+    torch_states = [torch.get_rng_state()]
+    if torch.accelerator.is_available():
+        # Only the device of this process. Other processes of the machine use the other devices.
+        torch_states.append(torch.get_device_module().get_rng_state())
+    return random.getstate(), np.random.get_state(), torch_states
 
 
 def set_generator_states(states: tuple[Any, Any, list[torch.Tensor]]) -> None:
@@ -75,7 +64,9 @@ def set_generator_states(states: tuple[Any, Any, list[torch.Tensor]]) -> None:
     python_state, numpy_state, torch_states = states
     random.setstate(python_state)
     np.random.set_state(numpy_state)
-    set_torch_state(torch_states)
+    torch.set_rng_state(torch_states[0])
+    for accelerator_state in torch_states[1:]:
+        torch.get_device_module().set_rng_state(accelerator_state)
 
 
 def are_equal_states(first: Any, second: Any) -> bool:
@@ -90,22 +81,12 @@ def are_equal_states(first: Any, second: Any) -> bool:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Restore the global generators of Python, numpy and torch on exit, on the CPU and the accelerator in use."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    # The MPS backend has one generator without a device index, which cannot be forked.
-    if accelerator is None or accelerator.type == "mps":
-        forked = torch.random.fork_rng(devices=[])
-    else:
-        # Only the device of this process. Other processes of the machine use the other devices.
-        device = torch.accelerator.current_device_index()
-        forked = torch.random.fork_rng(devices=[device], device_type=accelerator.type)
-    with forked:
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
+    """Restore the global generators of Python, numpy and torch on exit, as `generator_states` returns them."""
+    states = generator_states()
+    try:
+        yield
+    finally:
+        set_generator_states(states)
 
 
 @contextmanager

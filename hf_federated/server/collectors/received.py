@@ -66,8 +66,7 @@ class ReceivedUpdates:
         context, round = self._context, self._round
         try:
             update = receive(reply)
-            start = self._requests.expected_for(update.client_id) if self._requests.individual else None
-            magnitude = context.bound.measure(update, start)
+            magnitude = context.bound.measure(update, self._requests.expected_for(update.client_id))
         except InvalidUpdateError as error:
             self._first_error = self._first_error or context.engine.last_error or error
             self._reject(reply.client_id, str(error))
