@@ -13,7 +13,7 @@ values of one client therefore never reach the next client.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -83,12 +83,16 @@ class Exchange:
         # Training must not change which parameters these are.
         self._trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         saved = model.state_dict(keep_vars=True).keys()
-        persistent = [name for name in buffers if name in saved]
+        persistent = {name: buffer for name, buffer in buffers.items() if name in saved}
         candidates = self._candidates(parameters, persistent)
         if self.kind == "selected":
             tensors = {**self._trained, **buffers}
             candidates = select("exchange", mode, {name: tensors[name] for name in candidates})
-        local = _find_local(model, keep_local, self._trained, {name: buffers[name] for name in persistent})
+        local: list[str] = []
+        if keep_local == HEAD:
+            local = _head(model, self._trained)
+        elif keep_local is not None:
+            local = select("keep_local", keep_local, {**self._trained, **persistent})
         kept = set(local)
         exchanged = [name for name in candidates if name not in kept]
         self.parameters: dict[str, nn.Parameter] = {name: parameters[name] for name in exchanged if name in parameters}
@@ -102,7 +106,7 @@ class Exchange:
         restored = {**self.local_parameters, **{name: buffers[name] for name in self._restored_buffers}}
         self._initial = {name: tensor.detach().clone() for name, tensor in restored.items()}
 
-    def _candidates(self, parameters: Mapping[str, nn.Parameter], persistent: Sequence[str]) -> list[str]:
+    def _candidates(self, parameters: Iterable[str], persistent: Iterable[str]) -> list[str]:
         """Return the names of the parameters and buffers that are exchanged if they are not local."""
         if self.kind == "all":
             return [*parameters, *persistent]
@@ -138,15 +142,14 @@ class Exchange:
         return [*self.parameters, *self._buffers]
 
     @property
-    def _tensors(self) -> list[torch.Tensor]:
-        """Exchanged tensors. Each call reads them again: a model moved to another device has new tensors."""
-        parameters = [parameter.detach() for parameter in self.parameters.values()]
-        return parameters + [self._model.get_buffer(name).detach() for name in self._buffers]
-
-    @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Exchanged tensors by name, without gradients. They share memory with the model, so training changes them."""
-        return dict(zip(self.names, self._tensors, strict=True))
+        return self._detached(self.parameters, self._buffers)
+
+    def _detached(self, parameters: Mapping[str, nn.Parameter], buffers: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return tensors by name, read again: a model moved to another device has new tensors."""
+        tensors = {**parameters, **{name: self._model.get_buffer(name) for name in buffers}}
+        return {name: tensor.detach() for name, tensor in tensors.items()}
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -156,7 +159,7 @@ class Exchange:
     @property
     def num_values(self) -> int:
         """The number of scalars exchanged in one direction."""
-        return sum(tensor.numel() for tensor in self._tensors)
+        return sum(tensor.numel() for tensor in self.tensors.values())
 
     def check_unchanged(self, model: nn.Module) -> None:
         """
@@ -172,13 +175,11 @@ class Exchange:
         now = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if now.keys() == expected.keys():
             return
-        added = {name: parameter for name, parameter in now.items() if name not in expected}
-        removed = {name: parameter for name, parameter in expected.items() if name not in now}
-        for parameter in added.values():
-            parameter.requires_grad_(False)
-        for parameter in removed.values():
-            parameter.requires_grad_(True)
-        changes = [f"{next(iter(part))!r} {verb}" for part, verb in ((added, "began"), (removed, "ceased")) if part]
+        added = [name for name in now if name not in expected]
+        removed = [name for name in expected if name not in now]
+        for name, parameter in {**now, **expected}.items():
+            parameter.requires_grad_(name in expected)
+        changes = [f"{part[0]!r} {verb}" for part, verb in ((added, "began"), (removed, "ceased")) if part]
         raise ValueError(
             f"{' and '.join(changes)} to train on this client, but not on the other clients. All clients must train "
             "the same parameters. Freeze, unfreeze and add parameters before the trainer is built."
@@ -199,10 +200,7 @@ class Exchange:
     @property
     def _local(self) -> dict[str, torch.Tensor]:
         """The local parameters and buffers by name."""
-        return {
-            **{name: parameter.detach() for name, parameter in self.local_parameters.items()},
-            **{name: self._model.get_buffer(name).detach() for name in self._local_buffers},
-        }
+        return self._detached(self.local_parameters, self._local_buffers)
 
     @property
     def num_local_values(self) -> int:
@@ -260,9 +258,7 @@ class Exchange:
         Returns:
             `dict[str, torch.Tensor]`: Values by name, without gradients.
         """
-        if device is None:
-            return {name: tensor.clone() for name, tensor in self.tensors.items()}
-        return {name: tensor.to(device, copy=True) for name, tensor in self.tensors.items()}
+        return {name: tensor.to(device or tensor.device, copy=True) for name, tensor in self.tensors.items()}
 
     @torch.no_grad()
     def write(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -280,7 +276,7 @@ class Exchange:
             values = [state[name] for name in self.names]
         except KeyError as error:
             raise KeyError(f"The state lacks {error.args[0]!r}, which the model exchanges.") from None
-        torch._foreach_copy_(self._tensors, values)
+        torch._foreach_copy_(list(self.tensors.values()), values)
         self._restore()
 
     def _restore(self) -> None:
@@ -330,18 +326,6 @@ def _kind_of(model: nn.Module, mode: Selection) -> str:
             "`peft.get_peft_model`, or use exchange='trainable'."
         )
     return ("adapter" if is_adapter else "trainable") if mode == "auto" else mode
-
-
-def _find_local(
-    model: nn.Module,
-    selection: Selection | None,
-    trained: Mapping[str, nn.Parameter],
-    buffers: Mapping[str, torch.Tensor],
-) -> list[str]:
-    """Return the names of the local tensors."""
-    if selection is None:
-        return []
-    return _head(model, trained) if selection == HEAD else select("keep_local", selection, {**trained, **buffers})
 
 
 def _head(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> list[str]:

@@ -292,21 +292,17 @@ class Student:
             num_training_steps (`int`): Number of steps of the whole run.
             position (`int`, *optional*, defaults to `0`): Number of steps before the next step.
         """
-        self._make_optimizer(num_training_steps)
-        place_schedule(self._trainer.lr_scheduler, position)
-
-    def _make_optimizer(self, num_training_steps: int) -> None:
-        if self._trainer.optimizer is not None:
-            return
         trainer = self._trainer
-        trainer.create_optimizer()
-        trainer.create_scheduler(num_training_steps, trainer.optimizer)
+        if trainer.optimizer is None:
+            trainer.create_optimizer()
+            trainer.create_scheduler(num_training_steps, trainer.optimizer)
         if self._state is not None:
             trainer.optimizer.load_state_dict(self._state["optimizer"])
             trainer.lr_scheduler.load_state_dict(self._state["scheduler"])
             if "scaler" in self._state:
                 self._scaler.load_state_dict(self._state["scaler"])
             self._state = None
+        place_schedule(trainer.lr_scheduler, position)
 
     def step(self, loss: torch.Tensor) -> torch.Tensor:
         """
@@ -388,9 +384,7 @@ class Student:
         """
         self.model.train()
         losses: list[torch.Tensor] = []
-        index_of = None
-        if self.positions is not None:
-            index_of = self.positions.index_map(rows)
+        index_of = None if self.positions is None else self.positions.index_map(rows)
         with isolated_rng(derived_seed(seed, "dropout")):
             for epoch in range(num_epochs):
                 losses = []

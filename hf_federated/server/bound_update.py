@@ -256,60 +256,7 @@ class BoundUpdate:
 
 class GroupedAccumulator:
     """
-    Sums the updates of a round in groups. At the end of the round, it keeps the accepted groups.
-
-    Args:
-        build (`Callable[[], Accumulator]`): Builds an empty accumulator.
-        cohort (`Sequence[str]`, *optional*): The clients of the round, in order.
-    """
-
-    def __init__(self, build: Callable[[], Accumulator], cohort: Sequence[str] = ()) -> None:
-        self._build_empty = build
-        self._order = {client_id: position for position, client_id in enumerate(cohort)}
-        self._groups: dict[Group, Accumulator] = {}
-
-    def _build(self) -> Accumulator:
-        accumulator = self._build_empty()
-        accumulator.order = self._order
-        return accumulator
-
-    def join(self, first: Group, second: Group, joined: Group) -> None:
-        """Join two groups. The joined group has the position of the first one, whose updates arrived earlier."""
-        accumulators = {first: self._groups[first], second: self._groups.pop(second)}
-        accumulators[first].merge(accumulators[second])
-        self._groups = {joined if group == first else group: each for group, each in self._groups.items()}
-
-    def open(self, group: Group) -> Accumulator:
-        """Return the sum of a group."""
-        if group not in self._groups:
-            self._groups[group] = self._build()
-        return self._groups[group]
-
-    def add(self, update: ClientUpdate, group: Group) -> None:
-        """Add an update to its group."""
-        self.open(group).add(update)
-
-    def drop(self, group: Group) -> None:
-        """Drop the updates of a group."""
-        if (accumulator := self._groups.pop(group, None)) is not None:
-            accumulator.clear()
-
-    def settle(self, is_accepted: Callable[[Group], bool]) -> Accumulator:
-        """Return the sum of the accepted groups."""
-        for group in [group for group in self._groups if not is_accepted(group)]:
-            self.drop(group)
-        accepted = list(self._groups.values())
-        self._groups = {}
-        if not accepted:
-            return self._build()
-        for other in accepted[1:]:
-            accepted[0].merge(other)
-        return accepted[0]
-
-
-class ClientGroups:
-    """
-    The clients of each group of updates of a round, in a limited number of groups.
+    Sums the updates of a round in a limited number of groups. At the end of the round, it keeps the accepted groups.
 
     Close groups are joined. A joined group spans less than `max_ratio`, so a group that contains the median is always
     accepted. The number of groups is sufficient for all changes of the global state. Additional tensors have no
@@ -317,35 +264,48 @@ class ClientGroups:
     dropped.
 
     Args:
-        accumulators (`Sequence[GroupedAccumulator]`): The sums of the groups, which this object joins and drops.
-        max_ratio (`float`): `max_ratio` of [`BoundUpdate`].
+        build (`Callable[[], Accumulator]`): Builds an empty accumulator.
+        cohort (`Sequence[str]`, *optional*): The clients of the round, in order.
+        max_ratio (`float`, *optional*, defaults to infinity): `max_ratio` of [`BoundUpdate`].
     """
 
-    def __init__(self, accumulators: Sequence[GroupedAccumulator], max_ratio: float) -> None:
-        self._accumulators = accumulators
+    def __init__(
+        self, build: Callable[[], Accumulator], cohort: Sequence[str] = (), max_ratio: float = math.inf
+    ) -> None:
+        self._build_empty = build
+        self._order = {client_id: position for position, client_id in enumerate(cohort)}
         self._max_octaves = math.floor(math.log2(min(max_ratio, MAX_RATIO_TO_STATE))) + 1
         # The group of harmless changes, and the groups that cannot be joined.
         self._max_groups = max(MAX_GROUPS, 2 + NUM_OCTAVES // self._max_octaves)
-        self._clients: dict[Group, list[str]] = {}
+        # The clients of each group, and the sum of their updates.
+        self._groups: dict[Group, tuple[list[str], Accumulator]] = {}
         # The powers of 2 of all updates so far, by part.
         self._octaves: dict[str, list[int]] = {}
 
-    def add(self, client_id: str, smallest: Group) -> Group:
+    def _build(self) -> Accumulator:
+        accumulator = self._build_empty()
+        accumulator.order = self._order
+        return accumulator
+
+    def add(self, client_id: str, smallest: Group) -> Accumulator:
         """
-        Add a client.
+        Add a client, but not yet its update.
 
         Args:
             client_id (`str`): Id of the client.
             smallest (`Group`): The smallest group of its update.
 
         Returns:
-            `Group`: The group of its update, which may be a joined group.
+            [`Accumulator`]: The sum of its group, to which the caller adds the update.
         """
         for part, octave, _ in smallest:
             self._octaves.setdefault(part, []).append(octave)
-        found = next((group for group in self._clients if _contains(group, smallest)), smallest)
-        self._clients.setdefault(found, []).append(client_id)
-        return found
+        found = next((group for group in self._groups if _contains(group, smallest)), smallest)
+        if found not in self._groups:
+            self._groups[found] = [], self._build()
+        clients, sums = self._groups[found]
+        clients.append(client_id)
+        return sums
 
     def limit(self) -> list[str]:
         """
@@ -354,34 +314,49 @@ class ClientGroups:
         Returns:
             `list[str]`: The clients of a dropped group.
         """
-        if len(self._clients) <= self._max_groups:
+        if len(self._groups) <= self._max_groups:
             return []
-        pairs = itertools.combinations(self._clients, 2)
+        pairs = itertools.combinations(self._groups, 2)
         # The highest of equally close pairs, so that hostile updates are joined before honest ones.
         first, second = min(pairs, key=lambda pair: (_num_octaves(joined := _joined(*pair)), -_highest(joined)))
         joined = _joined(first, second)
         highest = self._find_out_of_bounds() if _num_octaves(joined) > self._max_octaves else None
         if highest is not None:
-            for accumulator in self._accumulators:
-                accumulator.drop(highest)
-            return self._clients.pop(highest)
-        for accumulator in self._accumulators:
-            accumulator.join(first, second, joined)
-        clients = self._clients.pop(second)
-        self._clients = {joined if group == first else group: each for group, each in self._clients.items()}
-        self._clients[joined] += clients
+            return self._drop(highest)
+        joined_clients, joined_sums = self._groups[first]
+        clients, sums = self._groups.pop(second)
+        joined_clients += clients
+        joined_sums.merge(sums)
+        # The joined group has the position of the first one, whose updates arrived earlier.
+        self._groups = {joined if group == first else group: each for group, each in self._groups.items()}
         return []
+
+    def _drop(self, group: Group) -> list[str]:
+        """Drop the updates of a group, and return its clients."""
+        clients, sums = self._groups.pop(group)
+        sums.clear()
+        return clients
+
+    def settle(self, is_accepted: Callable[[Group], bool]) -> Accumulator:
+        """Return the sum of the accepted groups."""
+        for group in [group for group in self._groups if not is_accepted(group)]:
+            self._drop(group)
+        total, *others = [sums for _, sums in self._groups.values()] or [self._build()]
+        self._groups = {}
+        for other in others:
+            total.merge(other)
+        return total
 
     def _find_out_of_bounds(self) -> Group | None:
         """Return the highest group, relative to the updates so far, if all of its updates are above the bound."""
         medians = {part: statistics.median_low(octaves) for part, octaves in self._octaves.items()}
-        excess = {group: max(low - medians[part] for part, low, _ in group) for group in self._clients}
+        excess = {group: max(low - medians[part] for part, low, _ in group) for group in self._groups}
         highest = max(excess, key=lambda group: excess[group])
         return highest if excess[highest] > self._max_octaves else None
 
     def by_client(self) -> dict[str, Group]:
         """Return the group of each client."""
-        return {client_id: group for group, clients in self._clients.items() for client_id in clients}
+        return {client_id: group for group, (clients, _) in self._groups.items() for client_id in clients}
 
 
 def _contains(group: Group, smallest: Group) -> bool:

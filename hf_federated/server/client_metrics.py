@@ -45,31 +45,12 @@ MAX_MAGNITUDE = 1e30
 MAX_LISTED = 3
 
 
-def split_off_outliers(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+class UsableMetrics:
     """
-    Separate the values of clients that would make a mean meaningless.
+    The metrics of clients without outliers, which would make a mean meaningless.
 
     An outlier is NaN or infinite, or its magnitude is more than `MAX_RATIO_TO_MEDIAN` times the larger of 1 and the
     median magnitude of the finite values. With fewer than three finite values, the limit is `MAX_MAGNITUDE`.
-
-    Args:
-        values (`Mapping[str, float]`): One value of each client, by client id.
-
-    Returns:
-        `tuple`: The values without the outliers, and the outliers, by client id.
-    """
-    magnitudes = [abs(value) for value in values.values() if math.isfinite(value)]
-    limit = MAX_MAGNITUDE
-    if len(magnitudes) >= 3:
-        limit = MAX_RATIO_TO_MEDIAN * max(1.0, min(statistics.median(magnitudes), MAX_MAGNITUDE))
-    # A comparison with NaN is false.
-    kept = {client_id: value for client_id, value in values.items() if abs(value) <= limit}
-    return kept, {client_id: value for client_id, value in values.items() if client_id not in kept}
-
-
-class UsableMetrics:
-    """
-    The metrics of clients without outliers, as [`split_off_outliers`] defines them.
 
     Args:
         client_metrics (`Mapping[str, Mapping[str, float]]`): Metrics by client id.
@@ -83,9 +64,15 @@ class UsableMetrics:
     def values_of(self, name: str) -> dict[str, float]:
         """Return the values of a metric by client id."""
         reported = {client_id: row[name] for client_id, row in self._client_metrics.items() if name in row}
-        kept, outliers = split_off_outliers(reported)
-        for client_id in outliers:
-            self._outliers.setdefault(client_id, []).append(name)
+        magnitudes = [abs(value) for value in reported.values() if math.isfinite(value)]
+        limit = MAX_MAGNITUDE
+        if len(magnitudes) >= 3:
+            limit = MAX_RATIO_TO_MEDIAN * max(1.0, min(statistics.median(magnitudes), MAX_MAGNITUDE))
+        # A comparison with NaN is false.
+        kept = {client_id: value for client_id, value in reported.items() if abs(value) <= limit}
+        for client_id in reported:
+            if client_id not in kept:
+                self._outliers.setdefault(client_id, []).append(name)
         return kept
 
     def log_outliers(self, where: str) -> None:
@@ -108,7 +95,7 @@ def spread_over_clients(
     """
     Mean, worst, best and spread of each metric over clients. Every client has the same weight.
 
-    Outliers, as [`split_off_outliers`] defines them, are left out. The log names their clients.
+    Outliers, as [`UsableMetrics`] defines them, are left out. The log names their clients.
 
     Args:
         client_metrics (`Mapping[str, Mapping[str, float]]`): Metrics by client id.
@@ -200,7 +187,7 @@ class RoundSummary:
         cls, client_metrics: dict[str, dict[str, float]], num_failed: int, round: int = 0
     ) -> RoundSummary:
         """
-        Summarize the metrics of the clients, without outliers as [`split_off_outliers`] defines them.
+        Summarize the metrics of the clients, without outliers as [`UsableMetrics`] defines them.
 
         Args:
             client_metrics (`dict[str, dict[str, float]]`): Metrics by client id, which include `num_examples`,

@@ -79,9 +79,10 @@ class AlgorithmNames:
         names = [*self.built_in, *(item for item in published if item not in self.built_in)]
         similar = difflib.get_close_matches(name.lower(), names, n=1)
         hint = f"did you mean {similar[0]!r}? Allowed" if similar else "allowed"
+        article = "an" if self.base[0] in "AEIOU" else "a"
         raise ValueError(
             f"`{self.field}` is {name!r}; {hint} are {', '.join(map(repr, names))}, a reference to your own "
-            f"class ('my_package.module:MyClass'), or an instance of {self._article} `{self.base}` subclass."
+            f"class ('my_package.module:MyClass'), or an instance of {article} `{self.base}` subclass."
         )
 
     def load(self, name: str, base: type) -> Any:
@@ -151,10 +152,6 @@ class AlgorithmNames:
         """The entry points that installed packages publish, by name."""
         return {item.name: item for item in importlib.metadata.entry_points(group=self.group)}
 
-    @property
-    def _article(self) -> str:
-        return "an" if self.base[0] in "AEIOU" else "a"
-
     def _warn_if_published(self, name: str) -> None:
         published = self.entry_points().get(name)
         if published is None or published.value == self.built_in[name]:
@@ -192,10 +189,8 @@ class AlgorithmNames:
         try:
             return import_reference(reference)
         except AttributeError as error:
-            classes = [
-                name for name, item in vars(module).items() if isinstance(item, type) and issubclass(item, base)
-            ]
-            own = [name for name in classes if vars(module)[name].__module__ == module_name]
+            classes = {name: item for name, item in vars(module).items() if isinstance(item, type)}
+            own = [name for name, item in classes.items() if issubclass(item, base) and item.__module__ == module_name]
             path = getattr(module, "__file__", None) or "built in"
             known = f"Its `{self.base}` subclasses are {', '.join(own)}." if own else ""
             raise ValueError(

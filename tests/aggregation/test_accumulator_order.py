@@ -35,7 +35,7 @@ def group(number: int) -> tuple[tuple[str, int, int], ...]:
 def test_integer_tensors_do_not_depend_on_the_order_of_arrival(order, groups):
     grouped = GroupedAccumulator(lambda: FedAvg().accumulator(REFERENCE), COHORT)
     for client_id in order:
-        grouped.add(update(client_id), group(groups[COHORT.index(client_id)]))
+        grouped.add(client_id, group(groups[COHORT.index(client_id)])).add(update(client_id))
     mean = grouped.settle(lambda group: True).mean.finalize()
     assert mean["steps"] == 10 and mean["seen"]
     assert torch.equal(mean["w"], torch.full((2,), (1 * 0 + 2 * 1 + 3 * 2) / 6))
@@ -44,7 +44,7 @@ def test_integer_tensors_do_not_depend_on_the_order_of_arrival(order, groups):
 def test_integer_tensors_are_those_of_the_first_accepted_client():
     grouped = GroupedAccumulator(lambda: FedAvg().accumulator(REFERENCE), COHORT)
     for client_id in ("c", "b", "a"):
-        grouped.add(update(client_id), group(int(client_id == "a")))
+        grouped.add(client_id, group(int(client_id == "a"))).add(update(client_id))
     mean = grouped.settle(lambda accepted: accepted == group(0)).mean.finalize()
     assert mean["steps"] == 11 and not mean["seen"]
 

@@ -25,7 +25,6 @@ from hf_federated.server.bound_update import (
     LOWEST,
     MAX_GROUPS,
     BoundUpdate,
-    ClientGroups,
     GroupedAccumulator,
     Magnitude,
 )
@@ -142,7 +141,7 @@ def test_sum_of_groups_equals_the_sum_of_their_updates():
     updates = [update(name, norm) for name, norm in {"a": 1.0, "b": 2.0, "c": 4.0, "d": 1e3}.items()]
     grouped, expected = GroupedAccumulator(lambda: FedAvg().accumulator(STATE)), FedAvg().accumulator(STATE)
     for number, each in enumerate(updates):
-        grouped.add(each, (("state", number, number),))
+        grouped.add(each.client_id, (("state", number, number),)).add(each)
         if number != 3:
             expected.add(each)
     total = grouped.settle(lambda group: group != (("state", 3, 3),))
@@ -155,14 +154,14 @@ def collect(magnitudes: dict[str, Magnitude]) -> tuple[list[str], list[str], dic
     """Collect a first round. Return the clients that were dropped, those out of bounds, and the sum of the others."""
     bound = BoundUpdate(30.0)
     bound.begin_round(STATE, {"c"})
-    grouped = GroupedAccumulator(lambda: FedAvg("uniform").accumulator(STATE))
-    groups, dropped = ClientGroups([grouped], bound.max_ratio), []
+    grouped = GroupedAccumulator(lambda: FedAvg("uniform").accumulator(STATE), max_ratio=bound.max_ratio)
+    dropped = []
     for name, magnitude in magnitudes.items():
-        grouped.add(update(name, magnitude["state"]), groups.add(name, bound.group_of(magnitude)))
-        dropped += groups.limit()
-        assert len(grouped._groups) == len(groups._clients) <= MAX_GROUPS
+        grouped.add(name, bound.group_of(magnitude)).add(update(name, magnitude["state"]))
+        dropped += grouped.limit()
+        assert len(grouped._groups) <= MAX_GROUPS
     kept = {name: magnitude for name, magnitude in magnitudes.items() if name not in dropped}
-    rejected = list(bound.decide(kept, groups.by_client(), 0))
+    rejected = list(bound.decide(kept, grouped.by_client(), 0))
     total = grouped.settle(bound.is_accepted)
     assert total.num_updates == len(kept) - len(rejected) and total.first_client not in (*dropped, *rejected)
     return dropped, rejected, {name: float(value[0]) for name, value in total.mean.finalize().items() if value.ndim}
@@ -215,7 +214,7 @@ def test_hostile_sizes_do_not_get_the_majority_dropped_or_rejected(part, sizes, 
 def test_no_change_is_dropped_and_changes_below_the_median_are_accepted(sizes, max_ratio):
     bound = BoundUpdate(max_ratio)
     bound.begin_round(STATE)
-    groups = ClientGroups([], max_ratio)
+    groups = GroupedAccumulator(lambda: FedAvg().accumulator(STATE), max_ratio=max_ratio)
     magnitudes = {str(i): {"state": size} for i, size in enumerate(sizes)}
     for name, magnitude in magnitudes.items():
         groups.add(name, bound.group_of(magnitude))
@@ -236,7 +235,7 @@ def test_groups_of_updates_on_disk_are_merged_and_dropped():
     updates = [update(name, norm) for name, norm in {"a": 1.0, "b": 2.0, "c": 9.0, "d": 1e3}.items()]
     grouped, expected = GroupedAccumulator(lambda: median.accumulator(STATE)), median.accumulator(STATE)
     for number, each in enumerate(updates):
-        grouped.add(each, (("state", number, number),))
+        grouped.add(each.client_id, (("state", number, number),)).add(each)
         if number != 3:
             expected.add(each)
     total = grouped.settle(lambda group: group != (("state", 3, 3),))

@@ -11,7 +11,7 @@ from ...messages import ClientUpdate, Message
 from ...messages.validation import InvalidUpdateError
 from ...methods import Round
 from ...utils.errors import RoundFailedError
-from ..bound_update import ClientGroups, Group, GroupedAccumulator, Magnitude
+from ..bound_update import Group, GroupedAccumulator, Magnitude
 from ..client_metrics import RoundSummary
 from ..fit_requests import FitRequests
 from .base import Collected, CollectorContext
@@ -45,9 +45,10 @@ class ReceivedUpdates:
         first = self._methods[0]
         context.bound.begin_round(requests.expected_state, requests.averaged_extra, round.number)
         self._sums = GroupedAccumulator(
-            lambda: first.accumulator(requests.expected_state, requests.expected_extra), round.cohort
+            lambda: first.accumulator(requests.expected_state, requests.expected_extra),
+            round.cohort,
+            context.bound.max_ratio,
         )
-        self._groups = ClientGroups([self._sums], context.bound.max_ratio)
         self._measured: dict[str, tuple[dict[str, float], Magnitude]] = {}
         # The round whose request each update answers.
         self._numbers: dict[str, int] = {}
@@ -72,15 +73,15 @@ class ReceivedUpdates:
             self._reject(reply.client_id, str(error))
             self.num_failed += 1
             return
-        group = self._groups.add(update.client_id, context.bound.group_of(magnitude))
+        sums = self._sums.add(update.client_id, context.bound.group_of(magnitude))
         context.fire("on_client_end", update=update)
-        round.sums = self._sums.open(group)
+        round.sums = sums
         for method in self._methods:
             method.accept(round, update)
         round.sums = None
         self._measured[update.client_id] = (update.reported_metrics, magnitude)
         self._numbers[update.client_id] = update.round
-        for client_id in self._groups.limit():
+        for client_id in self._sums.limit():
             where = f"Client {client_id!r}, round {round.number + 1}"
             self._reject(
                 client_id,
@@ -102,7 +103,7 @@ class ReceivedUpdates:
             RoundFailedError: If fewer than `min_clients` updates are accepted.
         """
         engine, bound, round = self._context.engine, self._context.bound, self._round
-        groups = self._groups.by_client()
+        groups = self._sums.by_client()
         passed = {client_id: (*self._measured[client_id], group) for client_id, group in groups.items()}
         outcomes = engine.gather(plan, self.outcomes | passed)
         measured = {client_id: outcome for client_id, outcome in outcomes.items() if not isinstance(outcome, str)}
