@@ -78,12 +78,8 @@ class LocalTraining:
     def __post_init__(self) -> None:
         self.share_of_step = ShareOfStep()
         # Whether a method computes the loss of a training step from the loss of the trainer.
-        self.changes_loss = False
-        self._parts_with_gradients: list[ClientPart] = []
-        for part in self.parts:
-            self.changes_loss = part.changes_loss or self.changes_loss
-            if part.changes_gradients:
-                self._parts_with_gradients.append(part)
+        self.changes_loss = any([part.changes_loss for part in self.parts])
+        self._parts_with_gradients = [part for part in self.parts if part.changes_gradients]
         self._parts_with_batches = [part for part in self.parts if type(part).on_batch is not ClientPart.on_batch]
 
     def on_batch(self, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:

@@ -72,8 +72,6 @@ class ClientModelBuilder:
 
     def _build_model(self, client_id: str, spec: ClientSpec) -> nn.Module:
         init = self.participants.client_model_init
-        if spec.model is None and init is None:
-            return self._copy_server_model()
         # A new head has random weights. They differ between clients and are the same whenever the model is built.
         with isolated_rng(derived_seed(self.seed, "model", client_id)):
             if isinstance(spec.model, str):
@@ -90,7 +88,7 @@ class ClientModelBuilder:
             elif init is not None:
                 model = init(client_id)
             else:
-                raise ValueError(f"Client {client_id!r} has no model. Pass `clients` or `client_model_init`.")
+                return self._copy_server_model()
         if self.freeze is not None:
             freeze_layers(model, self.freeze)
         return model

@@ -200,12 +200,9 @@ class Positions:
         tensors = dict(values)
         absent = tensors.pop(ABSENT, torch.empty(0, dtype=torch.int32))
         num_positions = int(self.counts[torch.as_tensor(rows, dtype=torch.int64)].sum())
+        before, after = (torch.tensor([index], device=absent.device) for index in (-1, num_positions))
         is_valid = absent.dtype == torch.int32 and absent.ndim == 1
-        if is_valid and len(absent):
-            is_valid = (
-                0 <= int(absent[0]) and int(absent[-1]) < num_positions and bool((absent.long().diff() > 0).all())
-            )
-        if not is_valid:
+        if not is_valid or (absent.long().diff(prepend=before, append=after) <= 0).any():
             raise ValueError(
                 f"{ABSENT!r} has dtype {absent.dtype}, shape {tuple(absent.shape)} and the first values "
                 f"{absent.flatten()[:16].tolist()}. It must be a one-dimensional int32 tensor of unique ascending "

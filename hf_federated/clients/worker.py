@@ -203,12 +203,16 @@ class ClientWorker:
         with model.restore_on_failure():
             trainer = self._train(message, model, parts, kept)
         model.exchange.check_unchanged(model.trainer.model)
-        local = model.exchange.read_local()
+        local, scaler, stream = (
+            model.exchange.read_local(),
+            trainer.local_training.scaler,
+            trainer.local_training.stream,
+        )
         update = ClientUpdate(
             round=message.round,
             client_id=message.client_id,
             state=model.exchange.read() if message.returns_state else {},
-            num_examples=_num_examples(trainer),
+            num_examples=len(trainer.train_dataset) if stream is None else stream.num_examples,
             num_tokens=_num_tokens(trainer),
             num_steps=trainer.state.global_step,
             metrics=_training_metrics(trainer),
@@ -218,13 +222,13 @@ class ClientWorker:
         state: dict[str, Any] = {_LOCAL: local} if local else {}
         if self._carry_optimizer:
             state["optimizer"] = trainer.optimizer.state_dict()
-            if trainer.local_training.scaler is not None:
-                state["scaler"] = trainer.local_training.scaler.state_dict()
+            if scaler is not None:
+                state["scaler"] = scaler.state_dict()
         else:
             # The optimizer and its schedule form a reference cycle. Free the moments without a garbage collection.
             trainer.optimizer.state.clear()
-        if trainer.local_training.stream is not None:
-            state["stream"] = trainer.local_training.stream.position()
+        if stream is not None:
+            state["stream"] = stream.position()
         if memories := {key: context.memory for key, context in contexts.items() if context.memory}:
             state[_MEMORIES] = memories
         # The server rejects the update of a diverged client. The client then keeps its last finite state.
@@ -285,7 +289,8 @@ class ClientWorker:
                 trainer.train()
             except BaseException:
                 # An interrupted training does not clean up, and the next client must not see its state.
-                _remove_neftune(trainer)
+                if (handle := vars(trainer).get("neftune_hook_handle")) is not None:
+                    handle.remove()
                 outer.model.zero_grad()
                 raise
         if scaler is not None and scaler.skipped_all(trainer.state.global_step):
@@ -295,9 +300,7 @@ class ClientWorker:
     def _select_examples(self, message: Fit) -> tuple[Any, bool]:
         """Return the examples of this round, all examples or a random subset, and whether they are a stream."""
         rows, is_streamed = self._open_examples(message.client_id)
-        if message.max_rows is None:
-            return rows, is_streamed
-        drawn = draw_examples(len(rows), message.max_rows, message.seed)
+        drawn = None if message.max_rows is None else draw_examples(len(rows), message.max_rows, message.seed)
         if drawn is None:
             return rows, is_streamed
         return subset(rows, drawn) if is_map_style(rows) else rows.select(drawn), is_streamed
@@ -359,11 +362,6 @@ def describe_failure(error: Exception) -> str:
     return f"{type(error).__name__} ({_PACKAGE.name}/{path.as_posix()}, line {line})"
 
 
-def _num_examples(trainer: Any) -> int:
-    stream = trainer.local_training.stream
-    return len(trainer.train_dataset) if stream is None else stream.num_examples
-
-
 def _num_tokens(trainer: Trainer) -> int:
     """Return the number of tokens of a local training, if `Trainer` or a trainer of TRL counts them."""
     counted = train_tokens(trainer)
@@ -380,9 +378,3 @@ def _training_metrics(trainer: Trainer) -> dict[str, float]:
         if name not in NON_METRIC_KEYS and isinstance(value, (int, float)):
             metrics[name] = float(value)
     return metrics
-
-
-def _remove_neftune(trainer: Trainer) -> None:
-    handle = trainer.__dict__.get("neftune_hook_handle")
-    if handle is not None:
-        handle.remove()

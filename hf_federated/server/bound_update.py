@@ -148,29 +148,24 @@ class BoundUpdate:
         if not self.is_active:
             return {}
         magnitude: Magnitude = {}
+        norm_of_its = f"Client {update.client_id!r}, round {update.round + 1}: the norm of its"
         if self._state:
             start = self._state if state is None else {k: v for k, v in state.items() if v.is_floating_point()}
             values = [update.state[name] for name in start]
             norm = _norm(values) if self._sends_changes else _norm(values, list(start.values()))
             if norm > MAX_RATIO_TO_STATE * self._state_norm:
                 raise InvalidUpdateError(
-                    f"Client {update.client_id!r}, round {update.round + 1}: the norm of its change is {norm:.3g}, "
-                    f"but the norm of the global state is {self._state_norm:.3g}. {_REMEDY}"
+                    f"{norm_of_its} change is {norm:.3g}, but the norm of the global state is {self._state_norm:.3g}. "
+                    f"{_REMEDY}"
                 )
             magnitude["state"] = norm / (self._amount_of_training(update) * self._rate)
             if not math.isfinite(magnitude["state"]):
-                raise InvalidUpdateError(
-                    f"Client {update.client_id!r}, round {update.round + 1}: the norm of its change is {norm:.3g}, "
-                    "but it reports hardly any training."
-                )
+                raise InvalidUpdateError(f"{norm_of_its} change is {norm:.3g}, but it reports hardly any training.")
         extra = [value for name, value in update.extra.items() if name in self._extra and value.is_floating_point()]
         if extra:
             magnitude["extra"] = _norm(extra)
             if not math.isfinite(magnitude["extra"]):
-                raise InvalidUpdateError(
-                    f"Client {update.client_id!r}, round {update.round + 1}: the norm of its additional tensors "
-                    f"overflows. {_REMEDY}"
-                )
+                raise InvalidUpdateError(f"{norm_of_its} additional tensors overflows. {_REMEDY}")
         return magnitude
 
     def group_of(self, magnitude: Magnitude) -> Group:

@@ -141,8 +141,7 @@ def check_fields(instance: Any, prefix: str = "") -> None:
         ValueError: If a field has a value of another type, out of range, or with too many entries. The message names
             the field.
     """
-    for name, problem in problems_of(instance).items():
-        raise ValueError(f"{prefix}`{name}` {problem}.")
+    check_values(type(instance), vars(instance), prefix)
 
 
 def check_values(cls: Any, values: Mapping[str, Any], prefix: str = "") -> None:

@@ -85,23 +85,12 @@ def remote_causal_class(name: str, config: PretrainedConfig, kwargs: Mapping[str
     Returns:
         `type`: The class, or `None` if `trust_remote_code` is not set or the repository has no code for such a model.
     """
-    class_name = _causal_name(config)
-    if not kwargs.get("trust_remote_code") or class_name is None:
+    auto_map: Mapping[str, str] = vars(config).get("auto_map") or {}
+    references = [auto_map[class_name] for class_name in _CAUSAL_CLASSES if class_name in auto_map]
+    if not kwargs.get("trust_remote_code") or config.is_encoder_decoder or not references:
         return None
     arguments = _repository_arguments(kwargs)
-    code_revision = kwargs.get("code_revision")
-    return get_class_from_dynamic_module(_auto_map(config)[class_name], name, code_revision=code_revision, **arguments)
-
-
-def _causal_name(config: PretrainedConfig) -> str | None:
-    """Return the name of the auto class under which the repository has a causal model."""
-    if config.is_encoder_decoder:
-        return None
-    return next((name for name in _CAUSAL_CLASSES if name in _auto_map(config)), None)
-
-
-def _auto_map(config: PretrainedConfig) -> Mapping[str, str]:
-    return vars(config).get("auto_map") or {}
+    return get_class_from_dynamic_module(references[0], name, code_revision=kwargs.get("code_revision"), **arguments)
 
 
 def _repository_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
