@@ -268,17 +268,14 @@ PRIVATE_NAMES = (
         "Partitioners read the wrong rows after `select`, `shuffle` or `filter`.",
     ),
     # ---- evaluate: methods that metrics override
-    PrivateName(
-        "evaluate.Metric._info",
-        "overrides: tasks",
-        "The documented way to define a metric.",
-        "No metric can be created.",
-    ),
-    PrivateName(
-        "evaluate.Metric._compute",
-        "overrides: tasks",
-        "The documented way to define a metric.",
-        "No metric can be computed.",
+    *(
+        PrivateName(
+            f"evaluate.Metric.{name}",
+            "overrides: tasks",
+            "The documented way to define a metric.",
+            f"No metric can be {use}.",
+        )
+        for name, use in {"_info": "created", "_compute": "computed"}.items()
     ),
     PrivateName(
         "evaluate.Metric._build_data_dir",

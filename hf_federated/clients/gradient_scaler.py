@@ -58,11 +58,6 @@ class ClientScaler(TrainerCallback):
             self.num_skipped_steps = state["num_skipped_steps"]
         self._initial_scale = self._scaler.get_scale()
 
-    @classmethod
-    def build(cls, accelerator: Accelerator, state: Mapping[str, Any] | None = None) -> ClientScaler | None:
-        """Build the scaler of a client, or return `None` if the training does not scale its loss."""
-        return cls(accelerator, state) if copy_scaler(accelerator).is_enabled() else None
-
     def install(self) -> None:
         """Make the accelerator use this scaler. The caller restores `accelerator.scaler` after the training."""
         self._accelerator.scaler = self._scaler

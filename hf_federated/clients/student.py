@@ -18,7 +18,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import Trainer
 
-from .._compat import prepare_inputs, remove_unused_columns, set_signature_columns
+from .._compat import prepare_inputs, remove_unused_columns
 from ..messages import public_order
 from ..tasks.base import NUM_POSITIONS
 from ..utils.random import derived_seed, isolated_rng
@@ -103,7 +103,6 @@ class Student:
 
     def select_columns(self, rows: Dataset) -> Dataset:
         """Drop the columns that the model does not accept."""
-        set_signature_columns(self._trainer)
         return remove_unused_columns(self._trainer, rows, "public")
 
     def _without_labels(self, rows: Dataset) -> Dataset:

@@ -256,8 +256,8 @@ class ClientWorker:
 
     def _train(self, message: Fit, model: ClientModel, parts: Sequence[ClientPart], kept: Mapping[str, Any]) -> Any:
         outer, args = model.trainer, self._arguments(model)
-        has_scaler = outer.accelerator.scaler is not None
-        scaler = ClientScaler.build(outer.accelerator, kept.get("scaler")) if has_scaler else None
+        has_scaler = outer.accelerator.scaler is not None and outer.accelerator.scaler.is_enabled()
+        scaler = ClientScaler(outer.accelerator, kept.get("scaler")) if has_scaler else None
         examples, is_streamed = self._select_examples(message)
         stream = ClientStream(message.client_id, examples, kept.get("stream")) if is_streamed else None
         local = LocalTraining(

@@ -200,12 +200,13 @@ class _Bar(ABC):
         self._name = name
         self._num_clients = num_clients
         self._num_replies = 0
-        self._client_id = ""
+        self._short_id = ""
         self._client_drawn = self._step_drawn = -math.inf
 
     def show(self, num_replies: int, client_id: str) -> None:
         """Show the number of clients that have replied, and the client that trains."""
-        self._num_replies, self._client_id = num_replies, client_id
+        self._num_replies = num_replies
+        self._short_id = client_id if len(client_id) <= MAX_ID_LENGTH else f"{client_id[: MAX_ID_LENGTH - 1]}…"
         now = time.monotonic()
         if now - self._client_drawn >= self.interval:
             self._client_drawn = now
@@ -224,11 +225,6 @@ class _Bar(ABC):
         if now - self._step_drawn >= self.interval:
             self._step_drawn = now
             self._draw([self._short_id, f"step {step}/{num_steps}"], step / max(num_steps, 1))
-
-    @property
-    def _short_id(self) -> str:
-        client_id = self._client_id
-        return client_id if len(client_id) <= MAX_ID_LENGTH else f"{client_id[: MAX_ID_LENGTH - 1]}…"
 
     @abstractmethod
     def _draw(self, parts: list[str], share_of_client: float) -> None:

@@ -42,10 +42,9 @@ class ReceivedUpdates:
         self._round = round
         self._requests = requests
         self._methods = context.fit.methods
-        first = self._methods[0]
         context.bound.begin_round(requests.expected_state, requests.averaged_extra, round.number)
         self._sums = GroupedAccumulator(
-            lambda: first.accumulator(requests.expected_state, requests.expected_extra),
+            lambda: self._methods[0].accumulator(requests.expected_state, requests.expected_extra),
             round.cohort,
             context.bound.max_ratio,
         )
