@@ -10,12 +10,13 @@ import dataclasses
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .utils.algorithm_names import AGGREGATION_NAMES, COLLECTOR_NAMES, DISTILLATION_NAMES
 from .utils.arguments import require, require_one_of
 from .utils.fields import ShareOrCount
+from .utils.options import option
 from .utils.saved_config import SavedConfig
 from .utils.selection import SAVED_FUNCTION, check_selection
 
@@ -214,114 +215,60 @@ class FederatedConfig(SavedConfig):
 
     file_name: ClassVar[str] = "federated_config.json"
 
-    num_rounds: int | None = field(
-        default=None, metadata={"help": "Rounds (default: num_train_epochs, or max_steps / local_steps)."}
+    num_rounds: int | None = option(None, "Rounds (default: num_train_epochs, or max_steps / local_steps).")
+    clients_per_round: ShareOrCount = option(1.0, "Clients sampled per round: a count (10) or a share (0.1).")
+    local_epochs: int = option(1, "Epochs of a client on its data per round.")
+    local_steps: int | None = option(None, "Optimizer steps of a client per round, instead of local_epochs.")
+    max_rows_per_round: int | None = option(
+        None, "Maximum number of examples of a client per round, drawn again in each round."
     )
-    clients_per_round: ShareOrCount = field(
-        default=1.0, metadata={"help": "Clients sampled per round: a count (10) or a share (0.1)."}
+    balance: str | None = option(
+        None, "'min': no client trains on more examples than the smallest client of its cohort.", choices=["min"]
     )
-    local_epochs: int = field(default=1, metadata={"help": "Epochs of a client on its data per round."})
-    local_steps: int | None = field(
-        default=None, metadata={"help": "Optimizer steps of a client per round, instead of local_epochs."}
+    aggregation: str = option("fedavg", "Name of the aggregation algorithm, or my_package.module:MyAverage.")
+    aggregation_kwargs: dict | str | None = option(None, "Arguments of the algorithm, as JSON on a command line.")
+    distillation: str | None = option(None, "Name of the distillation algorithm, or my_package.module:MyDistillation.")
+    distillation_kwargs: dict | str | None = option(None, "Arguments of the algorithm, as JSON on a command line.")
+    collector: str = option(
+        "synchronous", "How the server obtains the updates of a round: 'synchronous' or 'fedbuff'."
     )
-    max_rows_per_round: int | None = field(
-        default=None, metadata={"help": "Maximum number of examples of a client per round, drawn again in each round."}
-    )
-    balance: str | None = field(
-        default=None,
-        metadata={
-            "help": "'min': no client trains on more examples than the smallest client of its cohort.",
-            "choices": ["min"],
-        },
-    )
-    aggregation: str = field(
-        default="fedavg", metadata={"help": "Name of the aggregation algorithm, or my_package.module:MyAverage."}
-    )
-    aggregation_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Arguments of the algorithm, as JSON on a command line."}
-    )
-    distillation: str | None = field(
-        default=None, metadata={"help": "Name of the distillation algorithm, or my_package.module:MyDistillation."}
-    )
-    distillation_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Arguments of the algorithm, as JSON on a command line."}
-    )
-    collector: str = field(
-        default="synchronous",
-        metadata={"help": "How the server obtains the updates of a round: 'synchronous' or 'fedbuff'."},
-    )
-    collector_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Arguments of the collector, as JSON on a command line."}
-    )
-    exchange: str | list[str] = field(
-        default="auto",
-        metadata={"help": "Exchanged tensors: 'auto', 'trainable', 'adapter', 'all', or patterns of their names."},
+    collector_kwargs: dict | str | None = option(None, "Arguments of the collector, as JSON on a command line.")
+    exchange: str | list[str] = option(
+        "auto", "Exchanged tensors: 'auto', 'trainable', 'adapter', 'all', or patterns of their names."
     )
     # `HfArgumentParser` takes the first type if the second one is `None`: a list of patterns.
-    keep_local: list[str] | None | str = field(
-        default=None,
-        metadata={"help": "Tensors that clients train and do not send: 'head', or patterns of their names."},
+    keep_local: list[str] | None | str = option(
+        None, "Tensors that clients train and do not send: 'head', or patterns of their names."
     )
-    exchange_dtype: str | None = field(
-        default=None,
-        metadata={
-            "help": "Dtype of the exchanged tensors (default: the dtypes of the model).",
-            "choices": ["float32", "bfloat16", "float16"],
-        },
+    exchange_dtype: str | None = option(
+        None,
+        "Dtype of the exchanged tensors (default: the dtypes of the model).",
+        choices=["float32", "bfloat16", "float16"],
     )
-    client_optimizer_state: str = field(
-        default="reset",
-        metadata={
-            "help": "Whether a client keeps its optimizer state between rounds.",
-            "choices": ["reset", "carry"],
-        },
+    client_optimizer_state: str = option(
+        "reset", "Whether a client keeps its optimizer state between rounds.", choices=["reset", "carry"]
     )
-    lr_schedule: str = field(
-        default="global",
-        metadata={"help": "One learning-rate schedule over the run or one per round.", "choices": ["global", "round"]},
+    lr_schedule: str = option(
+        "global", "One learning-rate schedule over the run or one per round.", choices=["global", "round"]
     )
-    min_clients: ShareOrCount = field(
-        default=1, metadata={"help": "Minimum number of valid updates per round: a count (10) or a share (0.5)."}
+    min_clients: ShareOrCount = option(1, "Minimum number of valid updates per round: a count (10) or a share (0.5).")
+    max_update_ratio: float | None = option(
+        30.0, "Largest change by a client, as a ratio to the median change of the clients ('inf': any)."
     )
-    max_update_ratio: float | None = field(
-        default=30.0,
-        metadata={"help": "Largest change by a client, as a ratio to the median change of the clients ('inf': any)."},
+    round_deadline: float | None = option(None, "Seconds after which a round with min_clients replies stops waiting.")
+    evaluate_clients: bool = option(False, "Also evaluate on the evaluation data of each client.")
+    log_clients: bool = option(False, "Log the training of each client under client/<id>/.")
+    report_anomalies: bool = option(False, "Report norm, cosine and distance rank of each update.")
+    freeze: str | None = option(None, "Parameters to freeze: 'embeddings', a number of layers, or 'embeddings+2'.")
+    parallelism: str = option("data", "How the processes of a launch share the work.", choices=["data", "clients"])
+    server_device: str | None = option(
+        None, "Device of the global state and the sums of updates (default: the device of the model).", choices=["cpu"]
     )
-    round_deadline: float | None = field(
-        default=None,
-        metadata={"help": "Seconds after which a round with min_clients replies stops waiting."},
+    client_store: str = option(
+        "memory", "Storage of the state that clients keep between rounds.", choices=["memory", "disk"]
     )
-    evaluate_clients: bool = field(
-        default=False, metadata={"help": "Also evaluate on the evaluation data of each client."}
-    )
-    log_clients: bool = field(default=False, metadata={"help": "Log the training of each client under client/<id>/."})
-    report_anomalies: bool = field(
-        default=False, metadata={"help": "Report norm, cosine and distance rank of each update."}
-    )
-    freeze: str | None = field(
-        default=None, metadata={"help": "Parameters to freeze: 'embeddings', a number of layers, or 'embeddings+2'."}
-    )
-    parallelism: str = field(
-        default="data",
-        metadata={"help": "How the processes of a launch share the work.", "choices": ["data", "clients"]},
-    )
-    server_device: str | None = field(
-        default=None,
-        metadata={
-            "help": "Device of the global state and the sums of updates (default: the device of the model).",
-            "choices": ["cpu"],
-        },
-    )
-    client_store: str = field(
-        default="memory",
-        metadata={"help": "Storage of the state that clients keep between rounds.", "choices": ["memory", "disk"]},
-    )
-    max_resident_clients: int | None = field(
-        default=None, metadata={"help": "Maximum number of client models in memory (default: all)."}
-    )
-    federation_seed: int | None = field(
-        default=None, metadata={"help": "Seed of client sampling and of the clients (default: seed)."}
-    )
+    max_resident_clients: int | None = option(None, "Maximum number of client models in memory (default: all).")
+    federation_seed: int | None = option(None, "Seed of client sampling and of the clients (default: seed).")
 
     def __post_init__(self) -> None:
         # The field types include text for the command line. After initialization, the values are dictionaries.

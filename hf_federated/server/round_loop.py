@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from transformers.utils import logging
 
@@ -54,7 +54,7 @@ class RoundLoop:
     sampler: ClientSampler
     config: FederatedConfig
     state: State
-    write: Callable[[State], None] = lambda state: None
+    write: Callable[[State], None] = field(default_factory=lambda: lambda state: None)
     train_on_server: Callable[[Fit], ClientUpdate] | None = None
 
     def __post_init__(self) -> None:
