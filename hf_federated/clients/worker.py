@@ -109,8 +109,6 @@ class ClientWorker:
         self._private_models = private_models
         self._config = config
         self._num_rounds = config.num_rounds or 1
-        self._carry_optimizer = config.client_optimizer_state == "carry"
-        self._global_schedule = config.lr_schedule == "global"
         self._postprocessors = postprocessors
         self._callbacks = list(callbacks)
         self._keeps_open = len(train_datasets) <= MAX_OPEN_CLIENTS
@@ -220,7 +218,7 @@ class ClientWorker:
         for part in parts:
             update = part.send(update)
         state: dict[str, Any] = {_LOCAL: local} if local else {}
-        if self._carry_optimizer:
+        if self._config.client_optimizer_state == "carry":
             state["optimizer"] = trainer.optimizer.state_dict()
             if scaler is not None:
                 state["scaler"] = scaler.state_dict()
@@ -263,7 +261,7 @@ class ClientWorker:
         local = LocalTraining(
             round=message.round,
             num_rounds=self._num_rounds,
-            global_schedule=self._global_schedule,
+            global_schedule=self._config.lr_schedule == "global",
             parameters=model.exchange.trainable,
             local_parameters=model.exchange.local_parameters,
             parts=parts,

@@ -124,8 +124,10 @@ def spread_over_clients(
         if not values:
             continue
         worst, best = (max, min) if lower_is_better(name, best_metric, greater_is_better) else (min, max)
-        functions = {"mean": statistics.fmean, "worst": worst, "best": best, "spread": statistics.pstdev}
-        summary |= {f"federated/{name}_{label}": function(values) for label, function in functions.items()}
+        summary[f"federated/{name}_mean"] = statistics.fmean(values)
+        summary[f"federated/{name}_worst"] = worst(values)
+        summary[f"federated/{name}_best"] = best(values)
+        summary[f"federated/{name}_spread"] = statistics.pstdev(values)
     usable.log_outliers(", evaluation")
     return summary
 

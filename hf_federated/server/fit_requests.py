@@ -68,10 +68,6 @@ class FitRequests:
 
     settings: FitSettings
     round: Round
-    expected_state: State = field(init=False)
-    expected_extra: State = field(init=False)
-    individual: list[Method] = field(init=False)
-    averaged_extra: State = field(init=False)
 
     def __post_init__(self) -> None:
         # A reply can arrive when the round has another state.
