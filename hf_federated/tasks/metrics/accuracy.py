@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from .base import LABEL_FEATURES, LocalMetric
+from .base import LabelMetric
 
 
-class Accuracy(LocalMetric):
+class Accuracy(LabelMetric):
     """
     The fraction of predictions that equal their reference, for integer labels.
 
@@ -31,9 +31,6 @@ class Accuracy(LocalMetric):
     """
 
     summary = "Fraction of predictions that equal their reference."
-    inputs = "predictions and references: one label ID per example."
-    features_of_inputs = LABEL_FEATURES
-    array_format = "numpy"
 
     def _compute(self, predictions: np.ndarray, references: np.ndarray) -> dict[str, Any]:
         return {"accuracy": float(np.mean(predictions == references))}

@@ -14,8 +14,6 @@ import evaluate
 from datasets import Features, List, Value
 
 
-# A label ID for each example.
-LABEL_FEATURES = Features({"predictions": Value("int64"), "references": Value("int64")})
 # A text for each example, with one reference text or several.
 TEXT_FEATURES = [
     Features({"predictions": Value("string"), "references": List(Value("string"))}),
@@ -101,6 +99,14 @@ class LocalMetric(evaluate.Metric):
             f"{type(self).__name__} has no inputs to compute from. Pass {', '.join(self._feature_names())} to"
             " `add_batch` or `compute`."
         )
+
+
+class LabelMetric(LocalMetric):
+    """Base class of the metrics whose inputs are a label ID for each example."""
+
+    inputs = "predictions and references: one label ID per example."
+    features_of_inputs = Features({"predictions": Value("int64"), "references": Value("int64")})
+    array_format = "numpy"
 
 
 def reference_texts(references: str | Sequence[str], row: int) -> Sequence[str]:

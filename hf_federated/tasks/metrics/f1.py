@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from .base import LABEL_FEATURES, LocalMetric, require_extra
+from .base import LabelMetric, require_extra
 
 
-class F1(LocalMetric):
+class F1(LabelMetric):
     """
     Macro and weighted F1: means over classes of 2·TP / (2·TP + FP + FN).
 
@@ -44,9 +44,6 @@ class F1(LocalMetric):
     """
 
     summary = "Macro and weighted F1 over classes."
-    inputs = "predictions and references: one label ID per example."
-    features_of_inputs = LABEL_FEATURES
-    array_format = "numpy"
 
     def __init__(self, labels: Sequence[int] | None = None, positive_label: int | None = None, **kwargs: Any) -> None:
         require_extra("sklearn", "scikit-learn", "F1")

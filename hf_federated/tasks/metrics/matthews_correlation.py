@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from .base import LABEL_FEATURES, LocalMetric, require_extra
+from .base import LabelMetric, require_extra
 
 
-class MatthewsCorrelation(LocalMetric):
+class MatthewsCorrelation(LabelMetric):
     """
     The Matthews correlation coefficient: 1 for perfect predictions, about 0 for predictions independent of the labels.
 
@@ -37,9 +37,6 @@ class MatthewsCorrelation(LocalMetric):
     """
 
     summary = "Matthews correlation coefficient."
-    inputs = "predictions and references: one label ID per example."
-    features_of_inputs = LABEL_FEATURES
-    array_format = "numpy"
 
     def __init__(self, **kwargs: Any) -> None:
         require_extra("sklearn", "scikit-learn", "MatthewsCorrelation")
