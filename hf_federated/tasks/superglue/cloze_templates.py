@@ -22,7 +22,7 @@ from transformers.utils import logging
 from ..candidates import NO_ANSWER
 from ..columns import is_blank
 from .raw import HIGHLIGHT, PLACEHOLDER, multirc_answers, read_text, read_value, record_queries
-from .templates import LABELS, clean, find_span, raw_label_names, read_label
+from .templates import LABELS, clean, convert_rows, find_span, raw_label_names, read_label
 
 
 logger = logging.get_logger(__name__)
@@ -143,34 +143,24 @@ def superglue_cloze_rows(task: str, rows: Dataset, answered_only: bool = False) 
     names = raw_label_names(task, rows)
     nouns = _nouns_by_text(rows) if task == "wsc" else {}
 
-    def convert(batch: Mapping[str, Sequence[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        converted: dict[str, list[Any]] = {name: [] for name in FEATURES}
-        for position, index in enumerate(indices):
-            row = {name: values[position] for name, values in batch.items()}
-            where = f"Row {index} of {task!r}"
-            for number, cloze in enumerate(build_clozes(task, row, where, nouns)):
-                target = read_label(task, cloze.label, names, where)
-                answer = _correct_candidate(task, target, cloze)
-                if answered_only and answer == NO_ANSWER:
-                    continue
-                values = {
-                    **_join(cloze.parts),
-                    "id": f"{task}-{index}-{number}",
-                    "task": task,
-                    "candidates": list(cloze.candidates or WORDS[task]),
-                    "label": answer,
-                    "target": target,
-                    "question": f"{task}-{cloze.question or index}",
-                    "answers": list(cloze.answers),
-                }
-                for name, value in values.items():
-                    converted[name].append(value)
-        return converted
+    def convert(row: Mapping[str, Any], index: int, where: str) -> Iterator[dict[str, Any]]:
+        for number, cloze in enumerate(build_clozes(task, row, where, nouns)):
+            target = read_label(task, cloze.label, names, where)
+            answer = _correct_candidate(task, target, cloze)
+            if answered_only and answer == NO_ANSWER:
+                continue
+            yield {
+                **_join(cloze.parts),
+                "id": f"{task}-{index}-{number}",
+                "task": task,
+                "candidates": list(cloze.candidates or WORDS[task]),
+                "label": answer,
+                "target": target,
+                "question": f"{task}-{cloze.question or index}",
+                "answers": list(cloze.answers),
+            }
 
-    # Small batches limit memory: a raw row is repeated for each of its answers.
-    columns = list(rows.column_names)
-    kwargs: dict[str, Any] = {"batch_size": 100, "remove_columns": columns, "features": FEATURES}
-    converted = rows.map(convert, batched=True, with_indices=True, **kwargs)
+    converted = convert_rows(task, rows, FEATURES, convert)
     if num_single := sum(len(candidates) == 1 for candidates in converted["candidates"]):
         logger.warning(
             f"{num_single} of {len(converted)} rows of {task!r} have only one candidate, so this candidate is always"
@@ -209,15 +199,8 @@ def _yes_or_no(task: str, row: Mapping[str, Any], where: str) -> list[str]:
         passage, question = _strip_end(text("passage")), _strip_end(text("question"))
         return [_Passage(passage), ". Question: ", question, "? Answer: ", _BLANK, "."]
     if task == "wic":
-        return [
-            '"',
-            text("sentence1"),
-            '" / "',
-            text("sentence2"),
-            f'" Similar sense of {text("word")}? ',
-            _BLANK,
-            ".",
-        ]
+        sentences = f'"{text("sentence1")}" / "{text("sentence2")}"'
+        return [f"{sentences} Similar sense of {text('word')}? ", _BLANK, "."]
     between = " " if task == "rte" else ", "
     return ['"', _strip_end(text("hypothesis")), '"? ', _BLANK, between, '"', _Passage(text("premise")), '"']
 

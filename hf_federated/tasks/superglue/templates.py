@@ -12,7 +12,7 @@ shows one label name per task. The other names follow the same style: `Match`, `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from datasets import ClassLabel, Dataset, Features, List, Value
@@ -120,28 +120,51 @@ def superglue_rows(task: str, rows: Dataset, mark_span1: bool = False) -> Datase
     """
     names = raw_label_names(task, rows)
 
-    def convert(batch: Mapping[str, Sequence[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        converted: dict[str, list[Any]] = {name: [] for name in FEATURES}
+    def convert(row: Mapping[str, Any], index: int, where: str) -> Iterator[dict[str, Any]]:
+        for example in examples(task, row, where, mark_span1):
+            yield {
+                "task": task,
+                "source": example.source,
+                "target": read_label(task, example.label, names, where),
+                "question": f"{task}-{example.question or index}",
+                "answer": example.answer,
+                "answers": list(example.answers),
+            }
+
+    return convert_rows(task, rows, FEATURES, convert)
+
+
+def convert_rows(
+    task: str, rows: Dataset, features: Features, convert: Callable[..., Iterator[dict[str, Any]]]
+) -> Dataset:
+    """
+    Convert raw rows of a SuperGLUE task.
+
+    Args:
+        task (`str`): The task.
+        rows (`datasets.Dataset`): Raw rows.
+        features (`Features`): The columns of the converted rows.
+        convert (`Callable`): Yields the converted rows of a raw row, given the raw row, its number, and its name in
+            error messages.
+    """
+
+    def convert_batch(batch: Mapping[str, Sequence[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        converted: dict[str, list[Any]] = {name: [] for name in features}
         for position, index in enumerate(indices):
             row = {name: values[position] for name, values in batch.items()}
-            where = f"Row {index} of {task!r}"
-            for example in examples(task, row, where, mark_span1):
-                converted["task"].append(task)
-                converted["source"].append(example.source)
-                converted["target"].append(read_label(task, example.label, names, where))
-                converted["question"].append(f"{task}-{example.question or index}")
-                converted["answer"].append(example.answer)
-                converted["answers"].append(list(example.answers))
+            for values in convert(row, index, f"Row {index} of {task!r}"):
+                for name, value in values.items():
+                    converted[name].append(value)
         return converted
 
     # Small batches limit memory: a raw row is repeated for each of its answers.
     return rows.map(
-        convert,
+        convert_batch,
         batched=True,
         batch_size=100,
         with_indices=True,
         remove_columns=rows.column_names,
-        features=FEATURES,
+        features=features,
     )
 
 
