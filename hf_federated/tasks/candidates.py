@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +12,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedModel
 
 from .base import Task, first_output
-from .causal import IGNORED, CausalCollator, padding_token, takes_attention_mask
+from .causal import IGNORED, CausalCollator, join_answers, padding_token, takes_attention_mask, tokenize_prompts
 
 
 NO_ANSWER = -1  # number of the correct candidate if it is unknown
@@ -47,17 +48,14 @@ class CandidateTask(Task):
         """
 
         def expand(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-            expanded: dict[str, list[Any]] = {name: [] for name in ("input_ids", "attention_mask", "labels")}
-            kept = [name for name in ("id", "answer") if name in batch]
-            expanded |= {name: [] for name in (*kept, "candidate")}
-            columns = [batch[name] for name in ("input_ids", "prompt_length", "candidates", *kept)]
-            for input_ids, length, candidates, *values in zip(*columns, strict=True):
-                for number, candidate in enumerate(candidates):
-                    append_example(expanded, input_ids[:length], candidate)
-                    expanded["candidate"].append(number)
-                    for name, value in zip(kept, values, strict=True):
-                        expanded[name].append(value)
-            return expanded
+            candidates = batch["candidates"]
+            rows = [row for row, of_row in enumerate(candidates) for _ in of_row]
+            prompts = [batch["input_ids"][row][: batch["prompt_length"][row]] for row in rows]
+            return {
+                **join_answers(prompts, list(chain.from_iterable(candidates))),
+                **{name: [batch[name][row] for row in rows] for name in ("id", "answer") if name in batch},
+                "candidate": [number for of_row in candidates for number in range(len(of_row))],
+            }
 
         expanded = features.map(expand, batched=True, remove_columns=features.column_names)
         lengths = [len(ids) for ids in expanded["input_ids"]]
@@ -81,6 +79,36 @@ class CandidateTask(Task):
         log_probabilities = torch.log_softmax(scores[row, position].float(), dim=-1)
         selected = log_probabilities.gather(1, labels[row, position + 1].unsqueeze(1)).squeeze(1)
         return torch.zeros(len(labels), device=selected.device).index_add(0, row, selected)
+
+
+def encode_candidates(
+    prompts: Sequence[str],
+    truncatable_spans: Sequence[tuple[int, int]],
+    candidates: list[list[list[int]]],
+    labels: Sequence[int] | None,
+    tokenizer: Any,
+    max_length: int | None,
+    indices: Sequence[int] | None,
+) -> dict[str, list[Any]]:
+    """
+    Return the columns of [`CandidateTask`] without `id` and `answer`.
+
+    Args:
+        prompts, truncatable_spans, indices: As in [`~hf_federated.tasks.causal.tokenize_prompts`].
+        candidates (`list[list[list[int]]]`): The token IDs of the candidates of each prompt.
+        labels (`Sequence[int]`, *optional*): The number of the correct candidate of each prompt, or −1 if it is
+            unknown. Without labels, the examples are only the prompts.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer.
+        max_length (`int`, *optional*): Maximum number of tokens of a prompt with its longest candidate. Defaults to
+            the maximum of the tokenizer.
+    """
+    limit = tokenizer.model_max_length if max_length is None else max_length
+    max_lengths = [limit - max(map(len, row)) for row in candidates]
+    ids = tokenize_prompts(prompts, truncatable_spans, max_lengths, tokenizer, indices)
+    answers = None
+    if labels is not None:
+        answers = [[] if label == NO_ANSWER else row[label] for row, label in zip(candidates, labels, strict=True)]
+    return {**join_answers(ids, answers), "prompt_length": [len(row) for row in ids], "candidates": candidates}
 
 
 def check_features(features: Dataset | None, rows: Dataset | None) -> tuple[Dataset, Dataset]:
@@ -162,20 +190,6 @@ def candidate_log_loss(row_sums: Sequence[np.ndarray], labels: Sequence[int]) ->
         largest = values.max()
         losses.append(largest + np.log(np.exp(values - largest).sum()) - values[label])
     return float(np.mean(losses))
-
-
-def append_example(columns: dict[str, list[Any]], prompt: list[int], answer: list[int]) -> None:
-    """
-    Append an example to the columns for token IDs, attention mask and labels.
-
-    Args:
-        columns (`dict[str, list]`): The columns `input_ids`, `attention_mask` and `labels`.
-        prompt (`list[int]`): Token IDs without labels.
-        answer (`list[int]`): Token IDs that the model learns to predict.
-    """
-    columns["input_ids"].append(prompt + answer)
-    columns["attention_mask"].append([1] * (len(prompt) + len(answer)))
-    columns["labels"].append([IGNORED] * len(prompt) + answer)
 
 
 def _concatenate(predictions: Any) -> np.ndarray:

@@ -211,6 +211,25 @@ def tokenize_answers(texts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     ]
 
 
+def join_answers(prompts: Sequence[list[int]], answers: Sequence[list[int]] | None) -> dict[str, list[Any]]:
+    """
+    Return the columns for token IDs, attention mask and labels of prompts with their answers.
+
+    Args:
+        prompts (`Sequence[list[int]]`): Token IDs without labels.
+        answers (`Sequence[list[int]]`, *optional*): Token IDs that the model learns to predict. Without answers, the
+            result has no column `labels`.
+    """
+    if answers is None:
+        return {"input_ids": list(prompts), "attention_mask": [[1] * len(prompt) for prompt in prompts]}
+    pairs = list(zip(prompts, answers, strict=True))
+    return {
+        "input_ids": [prompt + answer for prompt, answer in pairs],
+        "attention_mask": [[1] * (len(prompt) + len(answer)) for prompt, answer in pairs],
+        "labels": [[IGNORED] * len(prompt) + answer for prompt, answer in pairs],
+    }
+
+
 def tokenize_prompts(
     prompts: Sequence[str],
     truncatable_spans: Sequence[tuple[int, int]],

@@ -14,9 +14,9 @@ from datasets import Dataset
 from transformers import EvalPrediction
 
 from .base import ComputeMetrics
-from .candidates import NO_ANSWER, CandidateTask, append_example, candidate_log_loss, candidate_sums, check_features
-from .causal import tokenize_answers, tokenize_prompts
-from .columns import Batch, check_length, check_names, is_blank, read_column, read_labels, read_texts
+from .candidates import NO_ANSWER, CandidateTask, candidate_log_loss, candidate_sums, check_features, encode_candidates
+from .causal import tokenize_answers
+from .columns import Batch, check_length, check_names, find_blank, is_blank, read_labels, read_texts
 from .metrics import F1, Accuracy
 
 
@@ -128,8 +128,7 @@ class ClozeClassification(CandidateTask):
 
     def find_empty(self, batch: Batch) -> list[bool]:
         """Find examples with an empty text. One empty text is enough."""
-        columns = [read_column(batch, column) for column in self.text_columns]
-        return [any(map(is_blank, texts)) for texts in zip(*columns, strict=True)]
+        return find_blank(batch, self.text_columns)
 
     def prompts(self, batch: Batch, indices: Sequence[int] | None = None) -> tuple[list[str], list[tuple[int, int]]]:
         """
@@ -169,21 +168,12 @@ class ClozeClassification(CandidateTask):
         """
         prompts, spans = self.prompts(batch, indices)
         words = self._tokenize_words(tokenizer)
-        labels = read_labels(batch, self.label_column, self.label_names, indices) if with_labels else []
-        max_length = tokenizer.model_max_length if self.max_length is None else self.max_length
-        max_lengths = [max_length - max(map(len, words))] * len(prompts)
-        encoded: dict[str, list[Any]] = {name: [] for name in ("input_ids", "attention_mask", "labels")}
-        ids = tokenize_prompts(prompts, spans, max_lengths, tokenizer, indices)
-        for row, prompt in enumerate(ids):
-            append_example(encoded, prompt, words[labels[row]] if with_labels else [])
-        if not with_labels:
-            del encoded["labels"]
+        labels = read_labels(batch, self.label_column, self.label_names, indices) if with_labels else None
+        candidates = [words] * len(prompts)
         return {
-            **encoded,
-            "id": list(range(len(ids)) if indices is None else indices),
-            "prompt_length": [len(prompt) for prompt in ids],
-            "candidates": [words] * len(ids),
-            "answer": labels or [NO_ANSWER] * len(ids),
+            **encode_candidates(prompts, spans, candidates, labels, tokenizer, self.max_length, indices),
+            "id": list(range(len(prompts)) if indices is None else indices),
+            "answer": labels or [NO_ANSWER] * len(prompts),
         }
 
     def _tokenize_words(self, tokenizer: Any) -> list[list[int]]:

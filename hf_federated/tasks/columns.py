@@ -93,6 +93,12 @@ def is_blank(text: Any) -> bool:
     return not isinstance(text, str) or not text.strip()
 
 
+def find_blank(batch: Batch, columns: Sequence[str]) -> list[bool]:
+    """Find rows with a blank value in one of the columns. Raises `ValueError` if a column does not exist."""
+    rows = zip(*(read_column(batch, column) for column in columns), strict=True)
+    return [any(map(is_blank, texts)) for texts in rows]
+
+
 def read_texts(batch: Batch, column: str, indices: Sequence[int] | None) -> list[str]:
     """
     Return a text column and check that no text is empty.

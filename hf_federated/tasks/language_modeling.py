@@ -26,7 +26,7 @@ from transformers import (
 from ..utils.arguments import require_one_of
 from ..utils.remote_code import code_arguments
 from .base import IGNORED, NUM_POSITIONS, ComputeMetrics, Task, first_output
-from .columns import Batch, check_length, is_blank, read_column, read_texts
+from .columns import Batch, check_length, find_blank, read_texts
 from .metrics import Perplexity
 
 
@@ -119,7 +119,7 @@ class LanguageModeling(Task):
 
     def find_empty(self, batch: Batch) -> list[bool]:
         """Find examples without a text."""
-        return [is_blank(text) for text in read_column(batch, self.text_column)]
+        return find_blank(batch, self.columns)
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True

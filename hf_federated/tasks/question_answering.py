@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding, EvalPrediction, PreTrainedModel
 
 from .base import ComputeMetrics, Task
-from .columns import Batch, check_length, is_blank, read_column, read_texts, row_name, rows_by_id
+from .columns import Batch, check_length, find_blank, read_column, read_texts, row_name, rows_by_id
 from .metrics import ExactMatch, TokenF1
 
 
@@ -127,8 +127,7 @@ class QuestionAnswering(Task):
 
     def find_empty(self, batch: Batch) -> list[bool]:
         """Find examples without a question, without a context or, if required, without an answer."""
-        texts = zip(read_column(batch, self.question_column), read_column(batch, self.context_column), strict=True)
-        empty = [is_blank(question) or is_blank(context) for question, context in texts]
+        empty = find_blank(batch, (self.question_column, self.context_column))
         if self.no_answer:
             return empty
         answers = read_column(batch, self.answers_column)
@@ -165,21 +164,19 @@ class QuestionAnswering(Task):
         if spans is not None:
             encoded |= {"start_positions": [], "end_positions": []}
         for feature, row in enumerate(rows):
-            input_ids, begin, offset_pairs = encoded["input_ids"][feature], 0, np.empty((0, 2), dtype=np.int64)
+            input_ids = encoded["input_ids"][feature]
             sequences = tokens.sequence_ids(feature)
-            if 1 in sequences:
-                # The tokens of the context are contiguous. Shape (context length, 2).
-                begin, length = sequences.index(1), sequences.count(1)
-                characters = chain.from_iterable(offsets[feature][begin : begin + length])
-                offset_pairs = np.fromiter(characters, dtype=np.int64, count=2 * length).reshape(-1, 2)
-            for name, column in (("offset_starts", 0), ("offset_ends", 1)):
-                padded = np.full(len(input_ids), -1)
-                padded[begin : begin + len(offset_pairs)] = offset_pairs[:, column]
-                encoded[name].append(padded)
+            begin, length = (sequences.index(1), sequences.count(1)) if 1 in sequences else (0, 0)
+            context = slice(begin, begin + length)  # the tokens of the context are contiguous
+            flat = np.fromiter(chain.from_iterable(offsets[feature][context]), dtype=np.int64, count=2 * length)
+            characters = np.full((2, len(input_ids)), -1)
+            characters[:, context] = flat.reshape(-1, 2).T
+            encoded["offset_starts"].append(characters[0])
+            encoded["offset_ends"].append(characters[1])
             null = input_ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in input_ids else 0
             encoded["null_position"].append(null)
             if spans is not None:
-                span = _token_span(offset_pairs, spans[row])
+                span = _token_span(characters[:, context], spans[row])
                 first, last = (null, null) if span is None else (begin + span[0], begin + span[1])
                 encoded["start_positions"].append(first)
                 encoded["end_positions"].append(last)
@@ -333,12 +330,10 @@ def _gold_answers(answers: Any) -> list[tuple[str, int]]:
 def _token_span(offsets: np.ndarray, span: tuple[int, int] | None) -> tuple[int, int] | None:
     """Return the first and last token of a character span, or None if tokens are missing.
 
-    `offsets` has the shape `(context length, 2)`.
+    `offsets` has the shape `(2, context length)`.
     """
-    if span is None or len(offsets) == 0:
-        return None
-    begins, ends = offsets.T
-    if span[0] < begins[0] or span[1] > ends[-1]:
+    begins, ends = offsets
+    if span is None or not len(begins) or span[0] < begins[0] or span[1] > ends[-1]:
         return None
     first = int(np.searchsorted(ends, span[0], side="right"))
     last = int(np.searchsorted(begins, span[1], side="left")) - 1

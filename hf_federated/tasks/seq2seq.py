@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,19 +14,16 @@ from transformers import (
     EncoderDecoderModel,
     EvalPrediction,
     PreTrainedModel,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainingArguments,
 )
 
-from .base import IGNORED, NUM_POSITIONS, ComputeMetrics, Task, first_output
-from .columns import Batch, check_length, is_blank, read_column, read_texts, row_name
+from .base import IGNORED, NUM_POSITIONS, ComputeMetrics, first_output
+from .columns import Batch, check_length, read_texts
+from .generation import GenerationTask, check_num_rows, read_targets
 from .metrics import Rouge
 
 
 @dataclass(frozen=True)
-class Seq2Seq(Task):
+class Seq2Seq(GenerationTask):
     """
     Sequence-to-sequence generation of a target text from a source text (Gigaword in FedNLP, section 3.1).
 
@@ -72,34 +69,17 @@ class Seq2Seq(Task):
     ```
     """
 
-    source_column: str = "source"
-    target_column: str = "target"
-    prefix: str = ""
     max_source_length: int = 512
     max_target_length: int = 64
     use_stemmer: bool = True
 
-    # The metric for comparing runs.
-    main_metric = "rougeL"
     model_class: ClassVar[Any] = AutoModelForSeq2SeqLM
-    trainer_class: ClassVar[type[Trainer]] = Seq2SeqTrainer
-    arguments_class: ClassVar[type[TrainingArguments]] = Seq2SeqTrainingArguments
     prediction_unit = "token"
     labels_are_inputs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_length("max_source_length", self.max_source_length)
         check_length("max_target_length", self.max_target_length)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The raw columns that the task reads."""
-        return (self.source_column, self.target_column)
-
-    def find_empty(self, batch: Batch) -> list[bool]:
-        """Find examples without a source or without a target, or with an empty target in a list."""
-        rows = zip(read_column(batch, self.source_column), read_column(batch, self.target_column), strict=True)
-        return [is_blank(source) or is_empty_target(target) for source, target in rows]
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
@@ -191,35 +171,6 @@ class Seq2Seq(Task):
         return compute_metrics
 
 
-def read_targets(batch: Batch, column: str, indices: Sequence[int] | None) -> list[list[str]]:
-    """
-    Return the targets of each example. Each example has at least one target, and no target is empty.
-
-    Args:
-        batch (`Mapping[str, Sequence]`): Raw columns.
-        column (`str`): The column with a target or a list of targets per example.
-        indices (`Sequence[int]`, *optional*): Row numbers for error messages.
-
-    Raises:
-        ValueError: If an example has no target or an empty target. The message contains the row number.
-    """
-    rows = []
-    for position, value in enumerate(read_column(batch, column)):
-        if is_empty_target(value):
-            raise ValueError(
-                f"{row_name(position, indices)} has no target or an empty one in the column {column!r}. Drop such"
-                " rows, or encode with `with_labels=False`."
-            )
-        rows.append([value] if isinstance(value, str) else list(value))
-    return rows
-
-
-def is_empty_target(value: Any) -> bool:
-    """Whether a target or a list of targets is missing, or contains a target that is blank or not a string."""
-    targets = [value] if isinstance(value, str) or not isinstance(value, Iterable) else list(value)
-    return not targets or any(map(is_blank, targets))
-
-
 def generated_ids(predictions: Any) -> np.ndarray:
     """
     Return the token IDs that a model generated.
@@ -240,21 +191,6 @@ def generated_ids(predictions: Any) -> np.ndarray:
             " `Seq2SeqTrainer` and `predict_with_generate=True`."
         )
     return generated
-
-
-def check_num_rows(num_predictions: int, num_rows: int) -> None:
-    """
-    Check that there is one prediction for each raw example.
-
-    Args:
-        num_predictions (`int`): Number of predictions.
-        num_rows (`int`): Number of raw examples.
-
-    Raises:
-        ValueError: If the numbers differ.
-    """
-    if num_predictions != num_rows:
-        raise ValueError(f"There are {num_predictions} predictions, but {num_rows} `rows`. Pass the evaluated rows.")
 
 
 def decode_ids(tokenizer: Any, ids: np.ndarray) -> list[str]:

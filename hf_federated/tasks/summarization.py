@@ -12,29 +12,26 @@ from transformers import (
     AutoModelForCausalLM,
     EvalPrediction,
     PreTrainedModel,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainingArguments,
 )
 
-from .base import ComputeMetrics, Task, first_output
+from .base import ComputeMetrics, first_output
 from .causal import (
     IGNORED,
     CausalCollator,
     end_token,
+    join_answers,
     padding_token,
     takes_attention_mask,
     tokenize_answers,
     tokenize_prompts,
 )
-from .columns import Batch, check_length, is_blank, read_column, read_texts, row_name
+from .columns import Batch, check_length, read_texts, row_name
+from .generation import GenerationTask, check_num_rows, read_targets
 from .metrics import Rouge
-from .seq2seq import check_num_rows, is_empty_target, read_targets
 
 
 @dataclass(frozen=True)
-class Summarization(Task):
+class Summarization(GenerationTask):
     """
     Summarization with a causal model: [`Seq2Seq`] without an encoder.
 
@@ -93,34 +90,17 @@ class Summarization(Task):
     ```
     """
 
-    source_column: str = "source"
-    target_column: str = "target"
-    prefix: str = ""
     suffix: str = "\nTL;DR:"
     max_source_length: int = 512
     max_target_length: int = 64
     use_stemmer: bool = True
 
-    # The metric for comparing runs.
-    main_metric = "rougeL"
     model_class: ClassVar[Any] = AutoModelForCausalLM
-    trainer_class: ClassVar[type[Trainer]] = Seq2SeqTrainer
-    arguments_class: ClassVar[type[TrainingArguments]] = Seq2SeqTrainingArguments
     needs_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_length("max_source_length", self.max_source_length)
         check_length("max_target_length", self.max_target_length, minimum=2)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The raw columns that the task reads."""
-        return (self.source_column, self.target_column)
-
-    def find_empty(self, batch: Batch) -> list[bool]:
-        """Find examples without a source or without a target, or with an empty target in a list."""
-        rows = zip(read_column(batch, self.source_column), read_column(batch, self.target_column), strict=True)
-        return [is_blank(source) or is_empty_target(target) for source, target in rows]
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
@@ -132,7 +112,7 @@ class Summarization(Task):
         See [`Task.encode`].
         """
         sources = [source.strip() for source in read_texts(batch, self.source_column, indices)]
-        answers = self._read_answers(batch, tokenizer, indices) if with_labels else [[] for _ in sources]
+        answers = self._read_answers(batch, tokenizer, indices) if with_labels else None
         begin = len(self.prefix)
         prompts = tokenize_prompts(
             [self.prefix + source + self.suffix for source in sources],
@@ -141,14 +121,7 @@ class Summarization(Task):
             tokenizer,
             indices,
         )
-        encoded: dict[str, list[Any]] = {
-            "input_ids": [ids + answer for ids, answer in zip(prompts, answers, strict=True)],
-            "attention_mask": [[1] * (len(ids) + len(answer)) for ids, answer in zip(prompts, answers, strict=True)],
-            "prompt_length": [len(ids) for ids in prompts],
-        }
-        if with_labels:
-            encoded["labels"] = [[IGNORED] * len(ids) + answer for ids, answer in zip(prompts, answers, strict=True)]
-        return encoded
+        return {**join_answers(prompts, answers), "prompt_length": [len(ids) for ids in prompts]}
 
     def _read_answers(self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None) -> list[list[int]]:
         """Return the tokens of each example's first target, followed by the end token."""

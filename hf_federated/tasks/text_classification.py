@@ -19,7 +19,7 @@ from transformers import (
 from ..data.column_values import check_columns
 from ..utils.arguments import require_one_of
 from .base import ComputeMetrics, Task, first_output
-from .columns import Batch, check_length, check_names, is_blank, label_maps, read_column, read_labels, read_texts
+from .columns import Batch, check_length, check_names, find_blank, label_maps, read_labels, read_texts
 from .metrics import F1, Accuracy, MatthewsCorrelation
 
 
@@ -153,8 +153,7 @@ class TextClassification(Task):
 
     def find_empty(self, batch: Batch) -> list[bool]:
         """Find examples with an empty text. In a pair, one empty text is enough."""
-        columns = [read_column(batch, column) for column in self.text_columns]
-        return [any(map(is_blank, texts)) for texts in zip(*columns, strict=True)]
+        return find_blank(batch, self.text_columns)
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True

@@ -15,8 +15,15 @@ from datasets import Dataset
 from transformers import EvalPrediction
 
 from ..base import ComputeMetrics
-from ..candidates import NO_ANSWER, CandidateTask, append_example, candidate_log_loss, candidate_sums, check_features
-from ..causal import end_token, tokenize_answers, tokenize_prompts
+from ..candidates import (
+    NO_ANSWER,
+    CandidateTask,
+    candidate_log_loss,
+    candidate_sums,
+    check_features,
+    encode_candidates,
+)
+from ..causal import end_token, tokenize_answers
 from ..columns import Batch, check_length, is_blank, read_column, read_texts, row_name, rows_by_id
 from .cloze_templates import MASK, WORDS
 from .scores import superglue_scores
@@ -151,20 +158,11 @@ class SuperGlueCloze(CandidateTask):
         IDs). A row without a correct answer, or any row without labels, becomes only the prompt. See [`Task.encode`].
         """
         self._check_rows(batch, indices, with_labels)
-        texts, truncatable_spans = self.prompts(batch, indices)
+        prompts, spans = self.prompts(batch, indices)
         candidates = self._tokenize_candidates(batch, tokenizer, indices)
-        max_length = tokenizer.model_max_length if self.max_length is None else self.max_length
-        max_lengths = [max_length - max(map(len, row)) for row in candidates]
-        labels = read_column(batch, "label") if with_labels else [NO_ANSWER] * len(texts)
-        encoded: dict[str, list[Any]] = {name: [] for name in ("input_ids", "attention_mask", "labels")}
-        lengths = []
-        for row, prompt in enumerate(tokenize_prompts(texts, truncatable_spans, max_lengths, tokenizer, indices)):
-            answer = [] if labels[row] == NO_ANSWER else candidates[row][labels[row]]
-            append_example(encoded, prompt, answer)
-            lengths.append(len(prompt))
-        if not with_labels:
-            del encoded["labels"]
-        return {**encoded, "id": list(read_column(batch, "id")), "prompt_length": lengths, "candidates": candidates}
+        labels = read_column(batch, "label") if with_labels else None
+        encoded = encode_candidates(prompts, spans, candidates, labels, tokenizer, self.max_length, indices)
+        return {**encoded, "id": list(read_column(batch, "id"))}
 
     def _check_rows(self, batch: Batch, indices: Sequence[int] | None, with_labels: bool) -> None:
         empty = self.find_empty(batch)

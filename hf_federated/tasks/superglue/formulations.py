@@ -15,8 +15,6 @@ from datasets import Dataset
 from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithPadding,
     EncoderDecoderModel,
     EvalPrediction,
     PreTrainedModel,
@@ -27,7 +25,7 @@ from transformers import (
 )
 
 from ..base import ComputeMetrics, Task, first_output
-from ..columns import Batch, check_length, is_blank, read_column, row_name
+from ..columns import Batch, check_length, find_blank, read_column, row_name
 from ..seq2seq import Seq2Seq, decode_ids, generated_ids
 from ..text_classification import TextClassification
 from .scores import superglue_scores
@@ -59,8 +57,7 @@ class SuperGlueTask(Task):
 
     def find_empty(self, batch: Batch) -> list[bool]:
         """Find rows without a source or without a target."""
-        rows = zip(read_column(batch, "source"), read_column(batch, "target"), strict=True)
-        return [is_blank(source) or is_blank(target) for source, target in rows]
+        return find_blank(batch, ("source", "target"))
 
     def encode(
         self, batch: Batch, tokenizer: Any, indices: Sequence[int] | None = None, with_labels: bool = True
@@ -187,10 +184,6 @@ class SuperGlueClassification(SuperGlueTask):
         """`num_labels`, `id2label` and `label2id`."""
         return self.base_task.model_kwargs
 
-    def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> DataCollatorWithPadding:
-        """Pad inputs to shape `(batch, length)`. See [`Task.data_collator`]."""
-        return self.base_task.data_collator(tokenizer, model)
-
     def read_predictions(self, prediction: EvalPrediction, tokenizer: Any) -> tuple[list[str | None], list[float]]:
         """Read predictions from logits of shape `(rows, labels)`. See [`SuperGlueTask.read_predictions`]."""
         logits = first_output(prediction.predictions)
@@ -263,10 +256,6 @@ class SuperGlueSeq2Seq(SuperGlueTask):
     def base_task(self) -> Seq2Seq:
         """Sequence-to-sequence generation of the target."""
         return Seq2Seq("source", "target", "", self.max_source_length, self.max_target_length)
-
-    def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> DataCollatorForSeq2Seq:
-        """Pad inputs, and pad labels with −100. See [`Seq2Seq.data_collator`]."""
-        return self.base_task.data_collator(tokenizer, model)
 
     def load_encoder_decoder(self, encoder: str, decoder: str, tokenizer: Any, **kwargs: Any) -> EncoderDecoderModel:
         """
