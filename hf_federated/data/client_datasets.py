@@ -138,14 +138,12 @@ class PartitionedDataset(ClientDatasets):
         sizes = np.diff(bounds)
         left = [client_id for client_id, size in zip(self.client_ids, sizes, strict=True) if size]
         empty = [client_id for client_id, size in zip(self.client_ids, sizes, strict=True) if not size]
-        offsets = np.concatenate([[0], np.cumsum(sizes[sizes > 0])]).astype(np.int64)
-        return PartitionedDataset(self.source, Partition(left, self.partition.indices[kept], offsets)), empty
+        partition = Partition.from_sizes(left, self.partition.indices[kept], sizes[sizes > 0])
+        return PartitionedDataset(self.source, partition), empty
 
     def take(self, rows: Mapping[str, np.ndarray]) -> PartitionedDataset:
         pieces = [self.partition.rows(self.positions[client_id])[taken] for client_id, taken in rows.items()]
-        offsets = np.cumsum([0, *map(len, pieces)], dtype=np.int64)
-        indices = np.concatenate(pieces) if pieces else self.partition.indices[:0]
-        return PartitionedDataset(self.source, Partition(list(rows), indices, offsets))
+        return PartitionedDataset(self.source, Partition.from_rows(list(rows), pieces))
 
     def select(self, client_ids: Sequence[str]) -> PartitionedDataset:
         return PartitionedDataset(self.source, self.partition.select([self.positions[i] for i in client_ids]))

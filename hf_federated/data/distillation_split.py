@@ -123,7 +123,7 @@ def _split_clients(
     strata = np.repeat(np.arange(len(sizes)), sizes)
     private, public, server = _parts(strata, public_share, server_share, seed)
     left = np.bincount(strata[private], minlength=len(sizes))
-    partition = Partition(clients.client_ids, private, np.concatenate([[0], np.cumsum(left)]))
+    partition = Partition.from_sizes(clients.client_ids, private, left)
     _check_parts(len(private), len(public), len(server), server_share)
     rows = FederatedDataset(PartitionedDataset(pooled, partition), clients.partitioning)
     return DistillationSplit(rows, *_public_and_server(pooled, public, server, server_share, label_column))

@@ -82,7 +82,6 @@ def read_fednlp(
                 )
             row_numbers = np.concatenate(list(non_empty.values()))
             dataset = _read_rows(data, attributes, row_numbers, str(data_file))
-            offsets = np.cumsum([0, *map(len, non_empty.values())])
             values, counts = np.unique(row_numbers, return_counts=True)
             if len(values) < len(row_numbers):
                 raise ValueError(
@@ -92,7 +91,9 @@ def read_fednlp(
             if len(both):
                 raise ValueError(f"{partition_file}: {method!r} contains row {both[0]} in both train and test.")
             assigned = np.concatenate([assigned, row_numbers])
-            rows[split] = PartitionedDataset(dataset, Partition(list(non_empty), np.arange(len(row_numbers)), offsets))
+            sizes = list(map(len, non_empty.values()))
+            partition = Partition.from_sizes(list(non_empty), np.arange(len(row_numbers)), sizes)
+            rows[split] = PartitionedDataset(dataset, partition)
     if not rows:
         raise ValueError(f"{partition_file}: no client of {method!r} has rows. Choose another partition.")
     return rows

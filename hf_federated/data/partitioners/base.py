@@ -11,8 +11,9 @@ import dataclasses
 import inspect
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -93,10 +94,7 @@ class Partition:
 
     def select(self, positions: Sequence[int]) -> Partition:
         """Return the partition of the clients at the given positions, in the given order."""
-        pieces = [self.rows(position) for position in positions]
-        offsets = np.cumsum([0, *(len(piece) for piece in pieces)], dtype=np.int64)
-        indices = np.concatenate(pieces) if pieces else self.indices[:0]
-        return Partition([self.client_ids[position] for position in positions], indices, offsets)
+        return Partition.from_rows([self.client_ids[position] for position in positions], map(self.rows, positions))
 
     def check_rows(self, num_rows: int) -> None:
         """
@@ -119,7 +117,21 @@ class Partition:
             )
 
     @classmethod
-    def from_owners(cls, client_ids: Sequence[str], owners: np.ndarray) -> Partition:
+    def from_sizes(
+        cls, client_ids: Sequence[str], indices: np.ndarray, sizes: Sequence[int] | np.ndarray
+    ) -> Partition:
+        """Build a partition from row indices that are grouped by client, and the number of rows of each client."""
+        return cls(list(client_ids), indices, np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]))
+
+    @classmethod
+    def from_rows(cls, client_ids: Sequence[str], rows: Iterable[np.ndarray]) -> Partition:
+        """Build a partition from the row indices of each client."""
+        pieces = list(rows)
+        indices = np.concatenate([np.empty(0, dtype=np.int32), *pieces])
+        return cls.from_sizes(client_ids, indices, list(map(len, pieces)))
+
+    @classmethod
+    def from_owners(cls, client_ids: Sequence[str], owners: np.ndarray, drop_empty: bool = False) -> Partition:
         """
         Build a partition from the client that each row belongs to. The rows of a client keep their order.
 
@@ -129,14 +141,18 @@ class Partition:
             owners (`np.ndarray` of shape `(num_rows,)`, integer):
                 For each row, the position in `client_ids` of the client that owns the row. `-1` assigns the row to no
                 client.
+            drop_empty (`bool`, *optional*, defaults to `False`):
+                Whether clients without rows are left out. Otherwise, they raise an error.
         """
         # numpy uses a radix sort for 16-bit integers, which is 10 times faster than a stable sort of wider integers.
         narrow = owners.astype(np.int16 if len(client_ids) < 2**15 else np.int32)
         order = np.argsort(narrow, kind="stable").astype(row_index_dtype(len(owners)))
         sizes = np.bincount(owners + 1, minlength=len(client_ids) + 1)
         num_unowned, sizes = int(sizes[0]), sizes[1:]
-        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        return cls(list(client_ids), order[num_unowned:], offsets)
+        if drop_empty:
+            client_ids = [client_ids[client] for client in np.flatnonzero(sizes)]
+            sizes = sizes[sizes > 0]
+        return cls.from_sizes(client_ids, order[num_unowned:], sizes)
 
 
 @dataclass(frozen=True)
@@ -231,6 +247,18 @@ class Partitioner(ABC):
         return dataclasses.replace(self, **changes)
 
 
+@dataclass(frozen=True)
+class SplitsPartitioner(Partitioner):
+    """Base class of the partitioners that use the data, and therefore partition all splits together."""
+
+    def partition(self, dataset: Dataset) -> Partition:
+        return self.partition_splits({"": dataset})[""]
+
+    @abstractmethod
+    def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
+        """Partition several splits, as [`Partitioner.partition_splits`]."""
+
+
 def _to_json_value(value: Any) -> Any:
     if isinstance(value, Partitioner):
         return {"partitioner": type(value).__name__, **value.settings()}
@@ -296,6 +324,27 @@ def check_boolean(partitioner: Partitioner, name: str) -> None:
     value = getattr(partitioner, name)
     if not isinstance(value, bool):
         raise ValueError(f"{type(partitioner).__name__}: {name} must be True or False, got {value!r}.")
+
+
+# The check of each setting that several partitioners have, by its name.
+_CHECKS: dict[str, Callable[[Partitioner, str], None]] = {
+    **dict.fromkeys(
+        ("num_clients", "clients_per_domain", "max_clients", "min_size", "num_clusters", "batch_size"),
+        partial(check_integer, minimum=1),
+    ),
+    "seed": partial(check_integer, minimum=0),
+    **dict.fromkeys(("alpha", "beta", "quantity_beta"), check_concentration),
+    **dict.fromkeys(("column", "domain_column", "label_column"), check_column_name),
+    **dict.fromkeys(("diverse_domains", "diverse_labels", "keep_column", "merge_small"), check_boolean),
+}
+
+
+def check_settings(partitioner: Partitioner) -> None:
+    """Raise `ValueError` unless each setting with a common name is valid. `None` is valid if it is the default."""
+    for field in dataclasses.fields(partitioner):
+        is_unset = field.default is None and getattr(partitioner, field.name) is None
+        if field.name in _CHECKS and not is_unset:
+            _CHECKS[field.name](partitioner, field.name)
 
 
 def check_enough_rows(

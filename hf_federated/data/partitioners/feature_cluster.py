@@ -17,11 +17,10 @@ from datasets import Dataset
 from ..column_values import check_columns
 from .base import (
     Partition,
-    Partitioner,
+    SplitsPartitioner,
     check_column_name,
-    check_concentration,
     check_enough_rows,
-    check_integer,
+    check_settings,
     check_splits,
 )
 from .label_dirichlet import LabelDirichletPartitioner
@@ -31,7 +30,7 @@ Embedder: TypeAlias = Callable[[list[str]], np.ndarray]
 
 
 @dataclass(frozen=True)
-class FeatureClusterPartitioner(Partitioner):
+class FeatureClusterPartitioner(SplitsPartitioner):
     """
     Partitioner that gives every client different shares of clusters of similar texts.
 
@@ -97,12 +96,7 @@ class FeatureClusterPartitioner(Partitioner):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("num_clients", "num_clusters", "min_size", "batch_size"):
-            check_integer(self, name, 1)
-        check_integer(self, "seed", 0)
-        check_concentration(self, "alpha")
-        if self.quantity_beta is not None:
-            check_concentration(self, "quantity_beta")
+        check_settings(self)
         if isinstance(self.text_columns, str):
             check_column_name(self, "text_columns")
         else:
@@ -122,9 +116,6 @@ class FeatureClusterPartitioner(Partitioner):
                 "FeatureClusterPartitioner: embedder must be the name or path of a sentence encoder, or a function"
                 f" from a list of texts to an array, got {self.embedder!r}."
             )
-
-    def partition(self, dataset: Dataset) -> Partition:
-        return self.partition_splits({"": dataset})[""]
 
     def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
         check_splits(splits)

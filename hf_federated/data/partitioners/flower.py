@@ -67,13 +67,11 @@ class FlowerPartitioner(Partitioner):
         for position in range(partitioner.num_partitions):
             values, rows = read_column(partitioner.load_partition(position), ROW_INDEX_COLUMN)
             row_indices = values.to_numpy()
-            pieces.append(row_indices if rows is None else row_indices[rows])
+            pieces.append((row_indices if rows is None else row_indices[rows]).astype(row_index_dtype(len(dataset))))
         client_ids = [str(position) for position in range(len(pieces))]
         if isinstance(partitioner, flower.NaturalIdPartitioner):
             client_ids = [str(partitioner.partition_id_to_natural_id[position]) for position in range(len(pieces))]
-        offsets = np.cumsum([0, *(len(piece) for piece in pieces)], dtype=np.int64)
-        indices = np.concatenate([np.empty(0, dtype=np.int64), *pieces])
-        return Partition(client_ids, indices.astype(row_index_dtype(len(dataset))), offsets)
+        return Partition.from_rows(client_ids, pieces)
 
     def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
         if len(splits) > 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from datasets import Dataset
 
-from .base import Partition, Partitioner, check_enough_rows, check_integer, numbered_client_ids
+from .base import Partition, Partitioner, check_enough_rows, check_settings, numbered_client_ids
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class IidPartitioner(Partitioner):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_integer(self, "num_clients", 1)
-        check_integer(self, "seed", 0)
+        check_settings(self)
 
     def partition(self, dataset: Dataset) -> Partition:
         num_rows = len(dataset)

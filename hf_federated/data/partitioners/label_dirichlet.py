@@ -14,11 +14,9 @@ from datasets import Dataset
 from ..labels import read_labels_of_splits
 from .base import (
     Partition,
-    Partitioner,
-    check_column_name,
-    check_concentration,
+    SplitsPartitioner,
     check_enough_rows,
-    check_integer,
+    check_settings,
     check_splits,
     numbered_client_ids,
 )
@@ -27,7 +25,7 @@ from .quantity import quantity_sizes
 
 
 @dataclass(frozen=True)
-class LabelDirichletPartitioner(Partitioner):
+class LabelDirichletPartitioner(SplitsPartitioner):
     """
     Partitioner that gives every client the same number of examples, but different label shares.
 
@@ -91,16 +89,7 @@ class LabelDirichletPartitioner(Partitioner):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_integer(self, "num_clients", 1)
-        check_column_name(self, "label_column")
-        check_concentration(self, "alpha")
-        if self.quantity_beta is not None:
-            check_concentration(self, "quantity_beta")
-        check_integer(self, "min_size", 1)
-        check_integer(self, "seed", 0)
-
-    def partition(self, dataset: Dataset) -> Partition:
-        return self.partition_splits({"": dataset})[""]
+        check_settings(self)
 
     def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
         check_splits(splits)

@@ -11,11 +11,8 @@ from datasets import Dataset
 from ..labels import read_labels_of_splits
 from .base import (
     Partition,
-    Partitioner,
-    check_boolean,
-    check_column_name,
-    check_concentration,
-    check_integer,
+    SplitsPartitioner,
+    check_settings,
     check_splits,
     numbered_client_ids,
 )
@@ -23,7 +20,7 @@ from .dirichlet import assign_rows, draw_shares
 
 
 @dataclass(frozen=True)
-class MultiDomainPartitioner(Partitioner):
+class MultiDomainPartitioner(SplitsPartitioner):
     """
     Partitioner for four partitions that differ only in the diversity of their clients.
 
@@ -101,17 +98,7 @@ class MultiDomainPartitioner(Partitioner):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_column_name(self, "domain_column")
-        check_column_name(self, "label_column")
-        check_boolean(self, "diverse_domains")
-        check_boolean(self, "diverse_labels")
-        check_integer(self, "clients_per_domain", 1)
-        check_concentration(self, "alpha")
-        check_integer(self, "min_size", 1)
-        check_integer(self, "seed", 0)
-
-    def partition(self, dataset: Dataset) -> Partition:
-        return self.partition_splits({"": dataset})[""]
+        check_settings(self)
 
     def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
         check_splits(splits)

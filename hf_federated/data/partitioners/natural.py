@@ -9,11 +9,11 @@ import numpy as np
 from datasets import Dataset
 
 from ..column_values import group_by_value
-from .base import Partition, Partitioner, check_boolean, check_column_name, check_integer, check_splits
+from .base import Partition, SplitsPartitioner, check_settings, check_splits
 
 
 @dataclass(frozen=True)
-class NaturalPartitioner(Partitioner):
+class NaturalPartitioner(SplitsPartitioner):
     """
     Partitioner that creates one client for each value of a column.
 
@@ -69,21 +69,13 @@ class NaturalPartitioner(Partitioner):
     keep_column: bool = False
 
     def __post_init__(self) -> None:
-        check_column_name(self, "column")
-        for name in ("min_size", "max_clients"):
-            if getattr(self, name) is not None:
-                check_integer(self, name, 1)
-        check_boolean(self, "merge_small")
-        check_boolean(self, "keep_column")
+        check_settings(self)
         if self.merge_small and self.min_size is None:
             raise ValueError("NaturalPartitioner: merge_small=True needs min_size. Set min_size to a number of rows.")
 
     @property
     def naming_columns(self) -> list[str]:
         return [] if self.keep_column else [self.column]
-
-    def partition(self, dataset: Dataset) -> Partition:
-        return self.partition_splits({"": dataset})[""]
 
     def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
         check_splits(splits)
@@ -96,14 +88,12 @@ class NaturalPartitioner(Partitioner):
                 client_ids, clients = self._choose(values, np.bincount(owners, minlength=len(values)))
                 client_of_value = dict(zip(values, clients.tolist(), strict=True))
             split_clients = np.array([client_of_value.get(value, -1) for value in values], dtype=np.int64)
-            present = np.unique(split_clients[split_clients >= 0])  # each value in `values` has at least one row
-            if len(present) == 0:
+            if (split_clients < 0).all():
                 raise ValueError(
                     f"NaturalPartitioner: no row of the split {split!r} belongs to a client of the first split. Check"
                     f" that the column {self.column!r} has the same values in both splits."
                 )
-            positions = np.where(split_clients >= 0, np.searchsorted(present, split_clients), -1)
-            partitions[split] = Partition.from_owners([client_ids[client] for client in present], positions[owners])
+            partitions[split] = Partition.from_owners(client_ids, split_clients[owners], drop_empty=True)
         return partitions
 
     def _choose(self, values: list[str], sizes: np.ndarray) -> tuple[list[str], np.ndarray]:

@@ -9,11 +9,11 @@ import numpy as np
 from datasets import Dataset
 
 from ..row_selection import select_rows
-from .base import Partition, Partitioner, check_splits
+from .base import Partition, Partitioner, SplitsPartitioner, check_splits
 
 
 @dataclass(frozen=True)
-class NestedPartitioner(Partitioner):
+class NestedPartitioner(SplitsPartitioner):
     """
     Partitioner that splits a dataset into groups, and each group into clients.
 
@@ -57,37 +57,20 @@ class NestedPartitioner(Partitioner):
     def naming_columns(self) -> list[str]:
         return [*self.outer.naming_columns, *self.inner.naming_columns]
 
-    def partition(self, dataset: Dataset) -> Partition:
-        return self.partition_splits({"": dataset})[""]
-
     def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
         check_splits(splits)
-        groups = self.outer.partition_splits(splits)
-        client_ids: dict[str, list[str]] = {split: [] for split in splits}
-        indices: dict[str, list[np.ndarray]] = {split: [] for split in splits}
-        sizes: dict[str, list[np.ndarray]] = {split: [] for split in splits}
-        position_of = {
-            split: {group: position for position, group in enumerate(partition.client_ids)}
-            for split, partition in groups.items()
+        groups = {
+            split: {group: partition.rows(position) for position, group in enumerate(partition.client_ids)}
+            for split, partition in self.outer.partition_splits(splits).items()
         }
-        for group in groups[next(iter(splits))].client_ids:
-            rows = {
-                split: groups[split].rows(positions[group])
-                for split, positions in position_of.items()
-                if group in positions
-            }
+        client_ids: dict[str, list[str]] = {split: [] for split in splits}
+        pieces: dict[str, list[np.ndarray]] = {split: [] for split in splits}
+        for group in groups[next(iter(splits))]:
+            rows = {split: rows_of[group] for split, rows_of in groups.items() if group in rows_of}
             for split, partition in self._partition_group(group, splits, rows).items():
                 client_ids[split] += [f"{group}/{client_id}" for client_id in partition.client_ids]
-                indices[split].append(rows[split][partition.indices])
-                sizes[split].append(partition.sizes)
-        return {
-            split: Partition(
-                client_ids[split],
-                np.concatenate(indices[split]),
-                np.concatenate([[0], np.cumsum(np.concatenate(sizes[split]))]),
-            )
-            for split in splits
-        }
+                pieces[split] += [rows[split][partition.rows(client)] for client in range(len(partition))]
+        return {split: Partition.from_rows(client_ids[split], pieces[split]) for split in splits}
 
     def _partition_group(
         self, group: str, splits: Mapping[str, Dataset], rows: Mapping[str, np.ndarray]

@@ -17,12 +17,11 @@ from datasets import Dataset
 from ..labels import read_labels_of_splits
 from .base import (
     Partition,
-    Partitioner,
-    check_column_name,
-    check_concentration,
+    SplitsPartitioner,
     check_enough_rows,
-    check_integer,
+    check_settings,
     check_splits,
+    numbered_client_ids,
 )
 from .dirichlet import assign_rows, draw_shares, split_by_shares
 
@@ -31,7 +30,7 @@ MAX_DRAWS = 10_000
 
 
 @dataclass(frozen=True)
-class PerClassDirichletPartitioner(Partitioner):
+class PerClassDirichletPartitioner(SplitsPartitioner):
     """
     Partitioner that splits the examples of each class across clients, with shares `p_k ~ Dir(alpha)` for class k.
 
@@ -85,14 +84,7 @@ class PerClassDirichletPartitioner(Partitioner):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_integer(self, "num_clients", 1)
-        check_column_name(self, "label_column")
-        check_concentration(self, "alpha")
-        check_integer(self, "min_size", 1)
-        check_integer(self, "seed", 0)
-
-    def partition(self, dataset: Dataset) -> Partition:
-        return self.partition_splits({"": dataset})[""]
+        check_settings(self)
 
     def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
         check_splits(splits)
@@ -106,9 +98,8 @@ class PerClassDirichletPartitioner(Partitioner):
                 check_enough_rows(self, len(codes), self.num_clients, self.min_size)
                 shares = self._draw(generator, available)
             owners = assign_rows(generator, codes, split_by_shares(shares, available[:, None]).T)
-            present = np.flatnonzero(np.bincount(owners, minlength=self.num_clients))
-            positions = np.searchsorted(present, np.arange(self.num_clients))
-            partitions[split] = Partition.from_owners([str(client) for client in present], positions[owners])
+            client_ids = numbered_client_ids(self.num_clients)
+            partitions[split] = Partition.from_owners(client_ids, owners, drop_empty=True)
         return partitions
 
     def _draw(self, generator: np.random.Generator, available: np.ndarray) -> np.ndarray:

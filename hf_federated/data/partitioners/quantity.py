@@ -10,10 +10,9 @@ from datasets import Dataset
 
 from .base import (
     Partition,
-    Partitioner,
-    check_concentration,
+    SplitsPartitioner,
     check_enough_rows,
-    check_integer,
+    check_settings,
     check_splits,
     numbered_client_ids,
 )
@@ -21,7 +20,7 @@ from .dirichlet import draw_shares, split_by_shares
 
 
 @dataclass(frozen=True)
-class QuantityDirichletPartitioner(Partitioner):
+class QuantityDirichletPartitioner(SplitsPartitioner):
     """
     Partitioner that gives clients different numbers of examples, drawn at random without replacement.
 
@@ -67,13 +66,7 @@ class QuantityDirichletPartitioner(Partitioner):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_integer(self, "num_clients", 1)
-        check_concentration(self, "beta")
-        check_integer(self, "min_size", 1)
-        check_integer(self, "seed", 0)
-
-    def partition(self, dataset: Dataset) -> Partition:
-        return self.partition_splits({"": dataset})[""]
+        check_settings(self)
 
     def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
         check_splits(splits)

@@ -98,8 +98,9 @@ class ParquetDatasets(ClientDatasets):
         self.check()
         paths = [str(self.root / file.path) for client in self.clients.values() for file in client.files]
         source = Dataset.from_parquet(paths, features=self.features)
-        offsets = np.cumsum([0, *(client.num_rows for client in self.clients.values())], dtype=np.int64)
-        return PartitionedDataset(source, Partition(self.client_ids, np.arange(len(source)), offsets))
+        return PartitionedDataset(
+            source, Partition.from_sizes(self.client_ids, np.arange(len(source)), self.num_rows())
+        )
 
     def _check_features(self, client_id: str, parquet: pq.ParquetFile) -> None:
         schema = parquet.schema_arrow

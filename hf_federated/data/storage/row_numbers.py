@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset
@@ -81,12 +80,12 @@ def open_row_numbers(
         raise PartitionFileError(f"{index.file.path} contains a null row number.")
     numbers = table["row"].to_numpy()
     all_clients = partition_file.clients_of(split)
-    offsets = np.cumsum([0, *(client.splits[split].num_rows for client in all_clients)], dtype=np.int64)
-    if len(numbers) != offsets[-1]:
+    sizes = [client.splits[split].num_rows for client in all_clients]
+    if len(numbers) != sum(sizes):
         raise PartitionFileError(
-            f"{index.file.path} has {len(numbers)} rows, but {PARTITION_FILE} lists {offsets[-1]}."
+            f"{index.file.path} has {len(numbers)} rows, but {PARTITION_FILE} lists {sum(sizes)}."
         )
-    partition = Partition([client.client_id for client in all_clients], numbers, offsets)
+    partition = Partition.from_sizes([client.client_id for client in all_clients], numbers, sizes)
     if source is None:
         if index.source is None:
             raise ValueError(
