@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -50,6 +50,12 @@ def check_id_list(client_ids: Sequence[str]) -> None:
         raise ValueError("Client ids: the list of ids is empty. Pass at least one id.")
 
 
+def check_requested_clients(client_ids: Sequence[str]) -> None:
+    """Raise `TypeError` for a single string, and `ValueError` for an empty list or a repeated id."""
+    check_id_list(client_ids)
+    check_client_ids(client_ids)
+
+
 def id_from_key(key: object) -> str:
     """Convert a key of a mapping of clients to a client id. Raise `TypeError` unless it is a string or an integer."""
     if isinstance(key, str):
@@ -70,16 +76,18 @@ def raise_for_empty_clients(client_ids: Sequence[str]) -> None:
         raise ValueError(f"A client without rows cannot train: {shown}{more}. Leave it out, or create fewer clients.")
 
 
-def unknown_client(client_id: object, known: Sequence[str], place: str = "") -> KeyError:
+def check_known(client_ids: Iterable[str], known: Collection[str], place: str = "") -> None:
     """
-    Build the error for an id that no client has, with similar ids.
+    Raise `KeyError` with similar ids for an id that no client has.
 
     Args:
-        client_id (`object`): The id.
-        known (`Sequence[str]`): The ids of the clients.
+        client_ids (`Iterable[str]`): The ids.
+        known (`Collection[str]`): The ids of the clients.
         place (`str`, *optional*, defaults to `""`): Words after the id in the error, such as `" in the split 'test'"`.
     """
-    return KeyError(f"There is no client {client_id!r}{place}. {similar_ids_hint(client_id, known)}")
+    for client_id in client_ids:
+        if client_id not in known:
+            raise KeyError(f"There is no client {client_id!r}{place}. {similar_ids_hint(client_id, list(known))}")
 
 
 def similar_ids_hint(client_id: object, known: Sequence[str]) -> str:

@@ -12,12 +12,11 @@ import numpy as np
 from datasets import Dataset, Features
 
 from .client_datasets import ClientData, ClientDatasets, PartitionedDataset, SeparateDatasets
-from .client_ids import check_client_ids, check_id_list, unknown_client
+from .client_ids import check_client_ids, check_id_list, check_known
 from .partitioners.base import Partition
 from .partitioners.natural import NaturalPartitioner
 from .remote_datasets import RemoteDatasets
 from .source import DatasetSource
-from .storage.folder import SplitToStore
 from .torch_datasets import concatenate, is_map_style
 
 
@@ -41,27 +40,22 @@ class ClientMapping(Mapping[str, ClientData]):
         partitioning: dict[str, Any] | None = None,
         origin: DatasetSource | None = None,
     ) -> None:
-        self._rows = rows
+        self.rows = rows
         self.partitioning = partitioning
         self.origin = origin
 
-    def split_to_store(self) -> SplitToStore:
-        """Return the content that `storage` writes for this federated dataset."""
-        return SplitToStore(self._rows, self.partitioning, self.origin)
-
     def __getitem__(self, client_id: str) -> Any:
-        if client_id not in self._rows.positions:
-            raise unknown_client(client_id, self._rows.client_ids)
-        return self._rows.open(client_id)
+        check_known([client_id], self.rows.positions)
+        return self.rows.open(client_id)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows.client_ids)
+        return iter(self.rows.client_ids)
 
     def __len__(self) -> int:
-        return len(self._rows.client_ids)
+        return len(self.rows.client_ids)
 
     def __contains__(self, client_id: object) -> bool:
-        return client_id in self._rows.positions
+        return client_id in self.rows.positions
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -78,27 +72,27 @@ class ClientMapping(Mapping[str, ClientData]):
     @property
     def client_ids(self) -> list[str]:
         """The ids of the clients, in order."""
-        return list(self._rows.client_ids)
+        return list(self.rows.client_ids)
 
     @property
     def is_remote(self) -> bool:
         """Whether the clients are on other machines, so that their examples cannot be read."""
-        return isinstance(self._rows, RemoteDatasets)
+        return isinstance(self.rows, RemoteDatasets)
 
     @property
     def num_rows(self) -> dict[str, Any]:
         """`dict[str, int]`: Number of rows of each client. No client is opened. `None` for an `IterableDataset`."""
-        return dict(zip(self._rows.client_ids, self._rows.num_rows(), strict=True))
+        return dict(zip(self.rows.client_ids, self.rows.num_rows(), strict=True))
 
     @property
     def column_names(self) -> list[str]:
         """The columns that all clients have. Empty if the columns are unknown before rows are read."""
-        return self._rows.column_names
+        return self.rows.column_names
 
     @property
     def features(self) -> Features | None:
         """The types of the columns, including label names. `None` if they are unknown before rows are read."""
-        return self._rows.features
+        return self.rows.features
 
     @property
     def naming_columns(self) -> list[str]:
@@ -108,12 +102,12 @@ class ClientMapping(Mapping[str, ClientData]):
     @property
     def source(self) -> Dataset | None:
         """The dataset that was partitioned, with the columns of the clients; `None` for separate datasets."""
-        return self._rows.source if isinstance(self._rows, PartitionedDataset) else None
+        return self.rows.source if isinstance(self.rows, PartitionedDataset) else None
 
     @property
     def partition(self) -> Partition | None:
         """The rows of `source` that each client has; `None` if each client has a separate dataset."""
-        return self._rows.partition if isinstance(self._rows, PartitionedDataset) else None
+        return self.rows.partition if isinstance(self.rows, PartitionedDataset) else None
 
     def select_clients(self, client_ids: Sequence[str]) -> Self:
         """
@@ -126,11 +120,9 @@ class ClientMapping(Mapping[str, ClientData]):
         """
         client_ids = client_ids if isinstance(client_ids, str) else list(client_ids)
         check_id_list(client_ids)
-        for client_id in client_ids:
-            if client_id not in self:
-                raise unknown_client(client_id, self._rows.client_ids)
+        check_known(client_ids, self.rows.positions)
         check_client_ids(client_ids)
-        return self._with_rows(self._rows.select(client_ids))
+        return self._with_rows(self.rows.select(client_ids))
 
     def to_dataset(self) -> Dataset:
         """
@@ -141,7 +133,7 @@ class ClientMapping(Mapping[str, ClientData]):
         Raises:
             `TypeError`: If a client has an `IterableDataset` or a dataset of torch.
         """
-        return self._rows.pooled()
+        return self.rows.pooled()
 
     def pooled_examples(self) -> Any:
         """
@@ -151,7 +143,7 @@ class ClientMapping(Mapping[str, ClientData]):
             `datasets.Dataset` or `torch.utils.data.ConcatDataset`: [`~FederatedDataset.to_dataset`]. If a client has a
             map-style `torch.utils.data.Dataset`, a `ConcatDataset` of the same examples in the same order.
         """
-        datasets = [self[client_id] for client_id in self] if isinstance(self._rows, SeparateDatasets) else []
+        datasets = [self[client_id] for client_id in self] if isinstance(self.rows, SeparateDatasets) else []
         return concatenate(datasets) if any(map(is_map_style, datasets)) else self.to_dataset()
 
     def _with_rows(self, rows: ClientDatasets) -> Self:

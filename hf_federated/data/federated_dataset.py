@@ -311,7 +311,7 @@ class FederatedDataset(FederatedDatasetTransformsMixin, FederatedDatasetStorageM
         self._check_not_streams("train_test_split")
         strata = None if stratify_by_column is None else self._ranked(stratify_by_column, "train_test_split")[0]
         parts = split_clients(self.num_rows, test_size, train_size, strata, seed if shuffle else None)
-        return FederatedDatasetDict({split: self._with_rows(self._rows.take(rows)) for split, rows in parts.items()})
+        return FederatedDatasetDict({split: self._with_rows(self.rows.take(rows)) for split, rows in parts.items()})
 
 
 class FederatedDatasetDict(FederatedSplits[FederatedDataset]):

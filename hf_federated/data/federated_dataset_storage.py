@@ -13,9 +13,9 @@ from huggingface_hub import CommitInfo
 from .client_datasets import ClientDatasets
 from .client_mapping import ClientMapping
 from .hub import fetch_split, read_hub_partition
-from .storage.folder import open_folder, open_split
+from .storage.folder import StorageOptions, open_folder, open_split
 from .storage.partition_file import PartitionFile
-from .storage.publishing import StorageOptions, push_splits, save_splits
+from .storage.publishing import push_splits, save_splits
 
 
 if TYPE_CHECKING:

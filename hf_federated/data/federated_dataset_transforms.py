@@ -70,7 +70,7 @@ class FederatedDatasetTransformsMixin(ClientMapping):
         self._check_cache_arguments("map", kwargs, by_client)
         label = kwargs.get("desc") or "Map"
         if by_client:
-            separate = SeparateDatasets({client_id: self._rows.open(client_id) for client_id in self._rows.client_ids})
+            separate = SeparateDatasets({client_id: self.rows.open(client_id) for client_id in self.rows.client_ids})
             return self._with_rows(
                 SeparateDatasets({i: rows.map(function, **kwargs) for i, rows in separate._with_progress(label)})
             )
@@ -111,7 +111,7 @@ class FederatedDatasetTransformsMixin(ClientMapping):
         ```
         """
         self._check_cache_arguments("filter", kwargs)
-        rows, empty = self._rows.filter(function, **kwargs)
+        rows, empty = self.rows.filter(function, **kwargs)
         if not rows.client_ids:
             raise ValueError("filter: the function is false for all rows of all clients, so no client remains.")
         if empty and not drop_empty_clients:
@@ -138,19 +138,19 @@ class FederatedDatasetTransformsMixin(ClientMapping):
         Raises:
             `TypeError`: If a client is a `torch.utils.data.IterableDataset`.
         """
-        generators = {client_id: client_generator(seed, client_id) for client_id in self._rows.client_ids}
-        sizes = dict(zip(self._rows.client_ids, self._rows.num_rows(), strict=True))
+        generators = {client_id: client_generator(seed, client_id) for client_id in self.rows.client_ids}
+        sizes = dict(zip(self.rows.client_ids, self.rows.num_rows(), strict=True))
         if None not in sizes.values():
             orders = {i: generators[i].permutation(size or 0) for i, size in sizes.items()}
-            return self._with_rows(self._rows.take(orders))
+            return self._with_rows(self.rows.take(orders))
         shuffled: dict[str, Any] = {}
         for client_id, generator in generators.items():
-            rows = self._rows.open(client_id)
+            rows = self.rows.open(client_id)
             if isinstance(rows, IterableDataset):
                 shuffled[client_id] = rows.shuffle(seed=int(generator.integers(2**32)), buffer_size=buffer_size)
             else:
                 order = generator.permutation(sizes[client_id] or 0)
-                shuffled[client_id] = self._rows.select([client_id]).take({client_id: order}).open(client_id)
+                shuffled[client_id] = self.rows.select([client_id]).take({client_id: order}).open(client_id)
         return self._with_rows(SeparateDatasets(shuffled))
 
     def with_transform(
@@ -278,10 +278,10 @@ class FederatedDatasetTransformsMixin(ClientMapping):
         return self._transform(lambda dataset: dataset.cast_column(column, feature))
 
     def _transform(self, function: Callable[[Any], Any], label: str | None = None) -> Self:
-        return self._with_rows(self._rows.transform(function, label))
+        return self._with_rows(self.rows.transform(function, label))
 
     def _check_cache_arguments(self, method: str, kwargs: Mapping[str, Any], by_client: bool = False) -> None:
-        is_separate = (by_client or isinstance(self._rows, SeparateDatasets)) and len(self._rows.client_ids) > 1
+        is_separate = (by_client or isinstance(self.rows, SeparateDatasets)) and len(self.rows.client_ids) > 1
         for name in ("cache_file_name", "new_fingerprint"):
             if is_separate and kwargs.get(name) is not None:
                 raise ValueError(
@@ -302,7 +302,7 @@ class FederatedDatasetTransformsMixin(ClientMapping):
         check_columns(self.column_names, required)
 
     def _check_not_streams(self, method: str, advice: str = "") -> None:
-        for client_id, num_rows in zip(self._rows.client_ids, self._rows.num_rows(), strict=True):
+        for client_id, num_rows in zip(self.rows.client_ids, self.rows.num_rows(), strict=True):
             if num_rows is None:
                 raise TypeError(
                     f"{method}: client {client_id!r} has a stream (IterableDataset), whose rows have no number and no"
@@ -313,7 +313,7 @@ class FederatedDatasetTransformsMixin(ClientMapping):
         """Return the rows of all clients, and check that they have a column."""
         self._check_not_streams(method)
         self._check_columns(column)
-        return self._rows.pooled()
+        return self.rows.pooled()
 
     def _ranked(self, column: str, method: str) -> tuple[np.ndarray, list[Any]]:
         """Return the rank of the value of each row, and the distinct values in order."""

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from datasets import Dataset, DatasetDict
 from huggingface_hub import CommitInfo
 
-from .client_ids import unknown_client
+from .client_ids import check_known, check_requested_clients
 from .federated_dataset_transforms import FederatedDatasetTransformsMixin
 from .fednlp import read_fednlp, write_fednlp
 from .hub import fetch_split, read_hub_partition
 from .partitioners.base import Partitioner
 from .partitioners.flower import as_partitioner
 from .source import load_source
-from .storage.folder import check_requested_clients, open_folder, open_split
+from .storage.folder import StorageOptions, open_folder, open_split
 from .storage.partition_file import PartitionFile, check_split_name
-from .storage.publishing import StorageOptions, push_splits, save_splits
+from .storage.publishing import push_splits, save_splits
 
 
 if TYPE_CHECKING:
@@ -95,19 +95,11 @@ class FederatedSplits(dict[str, Clients]):
         Raises:
             `ValueError`, `TypeError`: As in [`FederatedDataset.from_dict`], for each split.
         """
-        splits = list(dict.fromkeys(split for client_splits in clients.values() for split in client_splits))
-        return cls(
-            {
-                split: cls.dataset_class.from_dict(
-                    {
-                        client_id: client_splits[split]
-                        for client_id, client_splits in clients.items()
-                        if split in client_splits
-                    }
-                )
-                for split in splits
-            }
-        )
+        splits: dict[str, dict[Any, Dataset]] = {}
+        for client_id, client_splits in clients.items():
+            for split, rows in client_splits.items():
+                splits.setdefault(split, {})[client_id] = rows
+        return cls({split: cls.dataset_class.from_dict(rows) for split, rows in splits.items()})
 
     @classmethod
     def load_from_disk(
@@ -187,7 +179,7 @@ class FederatedSplits(dict[str, Clients]):
                 `test`.
             `ImportError`: If h5py is not installed.
         """
-        rows = {split: clients.split_to_store().rows for split, clients in self.items()}
+        rows = {split: clients.rows for split, clients in self.items()}
         write_fednlp(rows, data_file, partition_file, method, task_type)
 
     @classmethod
@@ -196,15 +188,12 @@ class FederatedSplits(dict[str, Clients]):
     ) -> Self:
         if clients is not None:
             check_requested_clients(clients)
-        known = dict.fromkeys(client.client_id for client in partition_file.clients)
-        for client_id in clients or ():
-            if client_id not in known:
-                raise unknown_client(client_id, list(known))
+            check_known(clients, dict.fromkeys(client.client_id for client in partition_file.clients))
         splits = {}
         for split in partition_file.splits:
             available = {client.client_id for client in partition_file.clients_of(split)}
             chosen = None if clients is None else [client_id for client_id in clients if client_id in available]
-            if chosen is None or chosen:
+            if chosen != []:
                 splits[split] = cls.dataset_class.from_stored(partition_file, split, read(split, chosen))
         return cls(splits)
 
@@ -236,12 +225,8 @@ class FederatedSplits(dict[str, Clients]):
     def select_clients(self, client_ids: Sequence[str]) -> Self:
         """Return some of the clients, in the given order. Raises `KeyError` if no split contains a client."""
         self._check_clients(client_ids)
-        chosen = {
-            split: [client_id for client_id in client_ids if client_id in clients] for split, clients in self.items()
-        }
-        return type(self)(
-            {split: clients.select_clients(chosen[split]) for split, clients in self.items() if chosen[split]}
-        )
+        chosen = {split: [i for i in client_ids if i in clients] for split, clients in self.items()}
+        return type(self)({split: self[split].select_clients(ids) for split, ids in chosen.items() if ids})
 
     def map(self, function: Callable[..., Any] | None = None, **kwargs: Any) -> Self:
         """Apply [`FederatedDataset.map`] to all splits."""
@@ -329,10 +314,7 @@ class FederatedSplits(dict[str, Clients]):
         return push_splits(self, repo_id, options, private, revision, token, commit_message)
 
     def _check_clients(self, client_ids: Sequence[str]) -> None:
-        for client_id in client_ids:
-            if not any(client_id in clients for clients in self.values()):
-                known = list(dict.fromkeys(known_id for clients in self.values() for known_id in clients))
-                raise unknown_client(client_id, known, f" in any of the splits {list(self)}")
+        check_known(client_ids, dict.fromkeys(self.client_ids), f" in any of the splits {list(self)}")
 
     def _each(self, function: Callable[[Clients], Clients]) -> Self:
         return type(self)({split: function(clients) for split, clients in self.items()})

@@ -9,7 +9,7 @@ from typing import Any
 
 from datasets import IterableDataset
 
-from .client_ids import check_client_ids, check_id_list
+from .client_ids import check_requested_clients
 from .column_values import check_columns
 
 
@@ -35,8 +35,7 @@ def split_stream(
             ' of the clients, for example clients=["north", "south"].'
         )
     client_ids = clients if isinstance(clients, str) else list(clients)
-    check_id_list(client_ids)
-    check_client_ids(client_ids)
+    check_requested_clients(client_ids)
     if dataset.column_names is not None:
         check_columns(dataset.column_names, [column])
     drops = not keep_column and dataset.column_names != [column]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,8 +29,7 @@ from huggingface_hub.utils import tqdm
 
 from ...utils.client_names import escape_client_ids
 from ..client_datasets import ClientDatasets, as_dataset
-from ..client_ids import check_client_ids, check_id_list, unknown_client
-from ..source import DatasetSource
+from ..client_ids import check_known, check_requested_clients
 from .parquet_datasets import ParquetDatasets
 from .partition_file import (
     PARTITION_FILE,
@@ -45,6 +44,10 @@ from .partition_file import (
 from .row_numbers import open_row_numbers, write_row_numbers
 
 
+if TYPE_CHECKING:
+    from ..client_mapping import ClientMapping
+    from ..statistics.label_statistics import LabelCounts
+
 # Generated files, in addition to the data files and `partition.json`.
 README = "README.md"
 PICTURES = {name: f"pictures/{name}.png" for name in ("sizes", "labels", "divergence")}
@@ -52,43 +55,26 @@ GENERATED = (README, *PICTURES.values())
 
 
 @dataclass(frozen=True)
-class SplitToStore:
+class StorageOptions:
     """
-    One split of a federated dataset to store.
+    Options of the written files, which a folder and a push have in common.
 
     Args:
-        rows ([`ClientDatasets`]): The datasets of the clients in the split.
-        partitioning (`dict[str, Any]`, *optional*): The partitioner and its settings.
-        source ([`DatasetSource`], *optional*): The dataset on the Hub that was partitioned, if known.
+        label_column (`str`, *optional*): The column whose label counts are published.
+        index_only (`bool`): Whether row numbers are written instead of rows.
+        max_shard_size (`int` or `str`): Approximate size in memory of the rows in one file.
     """
 
-    rows: ClientDatasets
-    partitioning: dict[str, Any] | None
-    source: DatasetSource | None
-
-
-@dataclass(frozen=True)
-class PublishedCounts:
-    """
-    Label counts to publish.
-
-    Args:
-        column (`str`): The column with the labels.
-        names (`list[str]`): The labels, in the order of the counts.
-        counts (`dict[str, np.ndarray]`): For each split, an `int64` array of shape `(num_clients, num_labels)`.
-    """
-
-    column: str
-    names: list[str]
-    counts: dict[str, np.ndarray]
+    label_column: str | None
+    index_only: bool
+    max_shard_size: int | str
 
 
 def write_files(
     folder: Path,
-    splits: Mapping[str, SplitToStore],
-    label_counts: PublishedCounts | None = None,
-    max_shard_size: int | str = "500MB",
-    index_only: bool = False,
+    splits: Mapping[str, ClientMapping],
+    options: StorageOptions,
+    label_counts: Mapping[str, LabelCounts] | None = None,
     token: bool | str | None = None,
 ) -> PartitionFile:
     """
@@ -97,15 +83,12 @@ def write_files(
     Args:
         folder (`Path`):
             An empty folder.
-        splits (`Mapping[str, SplitToStore]`):
-            Split name to the content of the split.
-        label_counts ([`PublishedCounts`], *optional*):
-            Label counts to publish.
-        max_shard_size (`int` or `str`, *optional*, defaults to `"500MB"`):
-            Approximate size in memory of the rows in one file. The rows of a larger client are written to several
-            files.
-        index_only (`bool`, *optional*, defaults to `False`):
-            Write row numbers instead of rows.
+        splits (`Mapping[str, ClientMapping]`):
+            The clients of each split.
+        options ([`StorageOptions`]):
+            The files to write.
+        label_counts (`Mapping[str, LabelCounts]`, *optional*):
+            Label counts to publish for each split, with the same labels in all splits.
         token (`bool` or `str`, *optional*):
             The token for a source on the Hub. The source is compared with the partitioned rows.
 
@@ -114,28 +97,28 @@ def write_files(
         `TypeError`: If a client is an `IterableDataset`.
     """
     _check_splits(splits)
-    max_bytes = _bytes(max_shard_size)
-    ids = list(dict.fromkeys(client_id for split in splits.values() for client_id in split.rows.client_ids))
+    max_bytes = _bytes(options.max_shard_size)
+    ids = list(dict.fromkeys(client_id for clients in splits.values() for client_id in clients))
     names = escape_client_ids(ids)
     stored: dict[str, dict[str, StoredRows]] = {client_id: {} for client_id in ids}
     index: dict[str, StoredIndex] = {}
-    for split, to_store in splits.items():
-        if index_only:
-            index[split], rows_of = write_row_numbers(folder, split, to_store.rows, to_store.source, token)
+    for split, clients in splits.items():
+        if options.index_only:
+            index[split], rows_of = write_row_numbers(folder, split, clients.rows, clients.origin, token)
         else:
-            rows_of = _write_clients(folder, split, to_store.rows, names, max_bytes)
+            rows_of = _write_clients(folder, split, clients.rows, names, max_bytes)
         for position, (client_id, (num_rows, files)) in enumerate(rows_of.items()):
-            counts = None if label_counts is None else label_counts.counts[split][position].tolist()
+            counts = None if label_counts is None else label_counts[split].counts[position].tolist()
             stored[client_id][split] = StoredRows(num_rows, files, counts)
     partition_file = PartitionFile(
         splits=list(splits),
-        features=next(iter(splits.values())).rows.features,
+        features=next(iter(splits.values())).features,
         clients=[StoredClient(client_id, names[client_id], stored[client_id]) for client_id in ids],
-        partitioning={split: to_store.partitioning for split, to_store in splits.items()},
-        sources={split: to_store.source for split, to_store in splits.items() if to_store.source is not None},
+        partitioning={split: clients.partitioning for split, clients in splits.items()},
+        sources={split: clients.origin for split, clients in splits.items() if clients.origin is not None},
         index=index,
-        label_column=None if label_counts is None else label_counts.column,
-        label_names=None if label_counts is None else label_counts.names,
+        label_column=options.label_column,
+        label_names=None if label_counts is None else next(iter(label_counts.values())).label_names,
     )
     (folder / PARTITION_FILE).write_text(partition_file.to_json(), encoding="utf-8")
     return partition_file
@@ -299,29 +282,21 @@ def choose_clients(partition_file: PartitionFile, split: str, clients: Sequence[
     if clients is None:
         return list(available.values())
     check_requested_clients(clients)
-    for client_id in clients:
-        if client_id not in available:
-            raise unknown_client(client_id, list(available), f" in the split {split!r}")
+    check_known(clients, available, f" in the split {split!r}")
     return [available[client_id] for client_id in clients]
 
 
-def check_requested_clients(clients: Sequence[str]) -> None:
-    """Raise `TypeError` for a single string, and `ValueError` for an empty list or a repeated id."""
-    check_id_list(clients)
-    check_client_ids(clients)
-
-
-def _check_splits(splits: Mapping[str, SplitToStore]) -> None:
+def _check_splits(splits: Mapping[str, ClientMapping]) -> None:
     if not splits:
         raise ValueError("There is no split to store. Pass at least one split.")
     (first_name, first), *remaining = splits.items()
     check_split_name(first_name)
     for name, split in remaining:
         check_split_name(name)
-        if split.rows.features != first.rows.features:
+        if split.features != first.features:
             raise ValueError(
                 f"The splits {first_name!r} and {name!r} differ in their columns, types or label names:"
-                f" {first.rows.features} and {split.rows.features}. Cast both splits to"
+                f" {first.features} and {split.features}. Cast both splits to"
                 " the same features."
             )
     for split in splits.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,7 @@ class ParquetDatasets(ClientDatasets):
 
     def open(self, client_id: str) -> Dataset:
         client = self.clients[client_id]
-        tables = []
-        for file in client.files:
-            parquet = pq.ParquetFile(pa.BufferReader(file.read(self.root, client_id)))
-            self._check_features(client_id, parquet)
-            tables.append(parquet.read())
+        tables = [parquet.read() for parquet in self._read_files(client_id)]
         self._check_rows(client_id, sum(table.num_rows for table in tables))
         # Parquet lacks some types. For example, timestamps in seconds are read back in milliseconds.
         table = pa.concat_tables(tables).cast(self.features.arrow_schema)
@@ -85,22 +81,24 @@ class ParquetDatasets(ClientDatasets):
         Raises:
             `PartitionFileError`: If a file is missing, was changed, or does not match its entry in `partition.json`.
         """
-        for client_id, client in self.clients.items():
-            num_rows = 0
-            for file in client.files:
-                parquet = pq.ParquetFile(pa.BufferReader(file.read(self.root, client_id)))
-                self._check_features(client_id, parquet)
-                num_rows += parquet.metadata.num_rows
+        for client_id in self.clients:
+            num_rows = sum(parquet.metadata.num_rows for parquet in self._read_files(client_id))
             self._check_rows(client_id, num_rows)
+
+    def _read_files(self, client_id: str) -> Iterator[pq.ParquetFile]:
+        """Read and verify the files of a client, one after the other."""
+        for file in self.clients[client_id].files:
+            parquet = pq.ParquetFile(pa.BufferReader(file.read(self.root, client_id)))
+            self._check_features(client_id, parquet)
+            yield parquet
 
     def _cached(self) -> PartitionedDataset:
         """Return all rows as one memory-mapped file in the cache of `datasets`, partitioned by client."""
         self.check()
         paths = [str(self.root / file.path) for client in self.clients.values() for file in client.files]
         source = Dataset.from_parquet(paths, features=self.features)
-        return PartitionedDataset(
-            source, Partition.from_sizes(self.client_ids, np.arange(len(source)), self.num_rows())
-        )
+        sizes = [client.num_rows for client in self.clients.values()]
+        return PartitionedDataset(source, Partition.from_sizes(self.client_ids, np.arange(len(source)), sizes))
 
     def _check_features(self, client_id: str, parquet: pq.ParquetFile) -> None:
         schema = parquet.schema_arrow

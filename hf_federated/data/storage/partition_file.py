@@ -11,7 +11,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -214,15 +215,14 @@ class PartitionFile:
             "splits": self.splits,
             "features": self.features.to_dict(),
             "partitioning": self.partitioning,
-            "sources": {split: source.to_dict() for split, source in self.sources.items()},
-            "index": {split: _index_to_dict(index) for split, index in self.index.items()},
+            "sources": self.sources,
+            "index": self.index,
             "label_column": self.label_column,
             "label_names": self.label_names,
         }
-        lines = [f'  "{key}": {json.dumps(value, ensure_ascii=False)},' for key, value in head.items()]
-        clients = ",\n".join(
-            f"    {json.dumps(_client_to_dict(client), ensure_ascii=False)}" for client in self.clients
-        )
+        encode = partial(json.dumps, ensure_ascii=False, default=asdict)
+        lines = [f'  "{key}": {encode(value)},' for key, value in head.items()]
+        clients = ",\n".join(f"    {encode(_client_to_dict(client))}" for client in self.clients)
         return "\n".join(["{", *lines, '  "clients": [', clients, "  ]", "}"]) + "\n"
 
     @classmethod
@@ -275,24 +275,10 @@ def check_split_name(split: str) -> None:
 
 
 def _client_to_dict(client: StoredClient) -> dict[str, Any]:
-    splits: dict[str, Any] = {}
-    for split, rows in client.splits.items():
-        entry: dict[str, Any] = {"num_rows": rows.num_rows}
-        if rows.files:
-            entry["files"] = [vars(file) for file in rows.files]
-        if rows.label_counts is not None:
-            entry["label_counts"] = rows.label_counts
-        splits[split] = entry
-    return {"id": client.client_id, "name": client.name, "splits": splits}
-
-
-def _index_to_dict(index: StoredIndex) -> dict[str, Any]:
-    return {
-        "file": vars(index.file),
-        "num_source_rows": index.num_source_rows,
-        "content": index.content,
-        "source": None if index.source is None else index.source.to_dict(),
+    splits = {
+        split: {name: value for name, value in vars(rows).items() if value} for split, rows in client.splits.items()
     }
+    return {"id": client.client_id, "name": client.name, "splits": splits}
 
 
 def _from_dict(raw: Mapping[str, Any]) -> PartitionFile:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from ..plots.partition_plots import plot_divergence, plot_label_shares
 from ..plots.size_plots import plot_sizes
 from ..statistics.label_statistics import LabelCounts, jensen_shannon_divergence, label_counts
 from .card import render_dataset_card
-from .folder import PICTURES, README, PublishedCounts, save_folder, write_files
+from .folder import PICTURES, README, StorageOptions, save_folder, write_files
 from .partition_file import PartitionFile
 
 
@@ -30,22 +29,6 @@ logger = logging.get_logger(__name__)
 
 # With more clients, the picture of all pairs takes longer than all other steps and shows no more detail.
 MAX_COMPARED_CLIENTS = 1000
-
-
-@dataclass(frozen=True)
-class StorageOptions:
-    """
-    Options of the written files, which a folder and a push have in common.
-
-    Args:
-        label_column (`str`, *optional*): The column whose label counts are published.
-        index_only (`bool`): Whether row numbers are written instead of rows.
-        max_shard_size (`int` or `str`): Approximate size in memory of the rows in one file.
-    """
-
-    label_column: str | None
-    index_only: bool
-    max_shard_size: int | str
 
 
 def save_splits(splits: Mapping[str, ClientMapping], path: str | os.PathLike[str], options: StorageOptions) -> None:
@@ -79,17 +62,15 @@ def _write(
     token: bool | str | None,
 ) -> PartitionFile:
     counts = None if options.label_column is None else count_splits(splits, options.label_column)
-    stored = {split: clients.split_to_store() for split, clients in splits.items()}
-    partition_file = write_files(folder, stored, counts, options.max_shard_size, options.index_only, token)
+    partition_file = write_files(folder, splits, options, counts, token)
     split, clients = next(iter(splits.items()))
-    split_counts = None if counts is None else LabelCounts(clients.client_ids, counts.names, counts.counts[split])
-    pictures = draw_pictures(folder, clients, split_counts, split)
+    pictures = draw_pictures(folder, clients, None if counts is None else counts[split], split)
     text = render_dataset_card(partition_file, repo_id, pictures, state.card, state.client_names)
     (folder / README).write_text(text, encoding="utf-8")
     return partition_file
 
 
-def count_splits(splits: Mapping[str, ClientMapping], label_column: str) -> PublishedCounts:
+def count_splits(splits: Mapping[str, ClientMapping], label_column: str) -> dict[str, LabelCounts]:
     """
     Count the labels of all splits, with the same label order in each split.
 
@@ -106,9 +87,10 @@ def count_splits(splits: Mapping[str, ClientMapping], label_column: str) -> Publ
     position = {name: column for column, name in enumerate(names)}
     aligned = {}
     for split, counts in counted.items():
-        aligned[split] = np.zeros((len(counts.client_ids), len(names)), dtype=np.int64)
-        aligned[split][:, [position[name] for name in counts.label_names]] = counts.counts
-    return PublishedCounts(label_column, names, aligned)
+        columns = np.zeros((len(counts.client_ids), len(names)), dtype=np.int64)
+        columns[:, [position[name] for name in counts.label_names]] = counts.counts
+        aligned[split] = LabelCounts(counts.client_ids, names, columns)
+    return aligned
 
 
 def draw_pictures(
