@@ -296,17 +296,12 @@ def _shared_features(datasets: Mapping[str, ClientData]) -> Features | None:
                 f"Clients differ in their columns: compared with {first_id!r}, {client_id!r} lacks {missing} and adds"
                 f" {extra}. Remove or add columns until all clients have the same columns."
             )
-        _raise_different_feature(first_id, first, client_id, features)
+        column = next(name for name in features if features[name] != first[name])
+        raise ValueError(
+            f"Clients differ in the column {column!r}: {client_id!r} has {features[column]}, {first_id!r} has"
+            f" {first[column]}. Cast the column to one type (and labels to one order of names) with cast_column."
+        )
     return first if len(with_features) == len(datasets) else None
-
-
-def _raise_different_feature(first_id: str, first: Features, client_id: str, features: Features) -> None:
-    for column, feature in features.items():
-        if feature != first[column]:
-            raise ValueError(
-                f"Clients differ in the column {column!r}: {client_id!r} has {feature}, {first_id!r} has"
-                f" {first[column]}. Cast the column to one type (and labels to one order of names) with cast_column."
-            )
 
 
 def _check_same_rows(before: int, after: int, where: str) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-from datasets import Dataset, Features
+from datasets import Features
 
 from .client_datasets import ClientData, ClientDatasets
 
@@ -43,22 +42,17 @@ class RemoteDatasets(ClientDatasets):
         return [None if each is None else getattr(each, self._field) for each in announced]
 
     def open(self, client_id: str) -> ClientData:
-        self._refuse(f"The examples of client {client_id!r} are")
-
-    def transform(self, function: Callable[[Any], Any], label: str | None = None) -> ClientDatasets:
-        self._refuse("The examples of the clients are")
-
-    def filter(self, function: Callable[..., Any] | None, **kwargs: Any) -> tuple[ClientDatasets, list[str]]:
-        self._refuse("The examples of the clients are")
-
-    def take(self, rows: Mapping[str, np.ndarray]) -> ClientDatasets:
-        self._refuse("The examples of the clients are")
+        raise TypeError(
+            f"The examples of client {client_id!r} are on another machine. Only the client itself can read its"
+            " examples."
+        )
 
     def select(self, client_ids: Sequence[str]) -> ClientDatasets:
         return RemoteDatasets(client_ids, self._announced, self._field)
 
-    def pooled(self) -> Dataset:
-        self._refuse("The examples of the clients are")
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            "The examples of the clients are on another machine. Only the client itself can read its examples."
+        )
 
-    def _refuse(self, subject: str) -> NoReturn:
-        raise TypeError(f"{subject} on another machine. Only the client itself can read its examples.")
+    transform = filter = take = pooled = _refuse

@@ -150,7 +150,7 @@ class Partition:
         sizes = np.bincount(owners + 1, minlength=len(client_ids) + 1)
         num_unowned, sizes = int(sizes[0]), sizes[1:]
         if drop_empty:
-            client_ids = [client_ids[client] for client in np.flatnonzero(sizes)]
+            client_ids = [client_ids[client] for client in np.flatnonzero(sizes).tolist()]
             sizes = sizes[sizes > 0]
         return cls.from_sizes(client_ids, order[num_unowned:], sizes)
 
