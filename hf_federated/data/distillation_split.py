@@ -11,6 +11,7 @@ from .client_datasets import PartitionedDataset
 from .column_values import check_columns, group_by_value
 from .federated_dataset import FederatedDataset
 from .partitioners.base import Partition
+from .row_selection import shuffle_strata
 
 
 class DistillationSplit(NamedTuple):
@@ -83,22 +84,34 @@ def split_for_distillation(
     ```
     """
     _check_shares(public_share, server_share)
-    if isinstance(data, FederatedDataset):
-        if stratify_by_column is not None:
-            raise ValueError(
-                "split_for_distillation: a FederatedDataset is always stratified by client. Remove"
-                f" stratify_by_column={stratify_by_column!r}."
-            )
-        return _split_clients(data, public_share, server_share, label_column, seed)
-    check_columns(data.column_names, [label_column])
-    if stratify_by_column is None:
+    is_federated = isinstance(data, FederatedDataset)
+    rows = data.to_dataset() if is_federated else data
+    check_columns(rows.column_names, [label_column])
+    if is_federated and stratify_by_column is not None:
+        raise ValueError(
+            "split_for_distillation: a FederatedDataset is always stratified by client. Remove"
+            f" stratify_by_column={stratify_by_column!r}."
+        )
+    if is_federated:
+        strata = np.repeat(np.arange(len(data)), list(data.num_rows.values()))
+    elif stratify_by_column is None:
         strata = np.zeros(len(data), dtype=np.int64)
     else:
         _, strata = group_by_value(data, stratify_by_column)
     private, public, server = _parts(strata, public_share, server_share, seed)
-    _check_parts(len(private), len(public), len(server), server_share)
+    private_rows = rows.select(private)
+    if is_federated:
+        partition = Partition.from_sizes(data.client_ids, private, np.bincount(strata[private], minlength=len(data)))
+        private_rows = FederatedDataset(PartitionedDataset(rows, partition), data.partitioning)
+    if not len(private) or not len(public) or (server_share > 0 and not len(server)):
+        raise ValueError(
+            f"split_for_distillation: the shares give {len(private)} private, {len(public)} public and {len(server)}"
+            " server examples after rounding in each stratum. Pass more examples, or set larger shares."
+        )
     return DistillationSplit(
-        data.select(private), *_public_and_server(data, public, server, server_share, label_column)
+        private_rows,
+        rows.select(public).remove_columns(label_column),
+        rows.select(server) if server_share > 0 else None,
     )
 
 
@@ -114,47 +127,12 @@ def _check_shares(public_share: float, server_share: float) -> None:
         )
 
 
-def _split_clients(
-    clients: FederatedDataset, public_share: float, server_share: float, label_column: str, seed: int
-) -> DistillationSplit:
-    pooled = clients.to_dataset()
-    check_columns(pooled.column_names, [label_column])
-    sizes = np.array(list(clients.num_rows.values()))
-    strata = np.repeat(np.arange(len(sizes)), sizes)
-    private, public, server = _parts(strata, public_share, server_share, seed)
-    left = np.bincount(strata[private], minlength=len(sizes))
-    partition = Partition.from_sizes(clients.client_ids, private, left)
-    _check_parts(len(private), len(public), len(server), server_share)
-    rows = FederatedDataset(PartitionedDataset(pooled, partition), clients.partitioning)
-    return DistillationSplit(rows, *_public_and_server(pooled, public, server, server_share, label_column))
-
-
-def _check_parts(num_private: int, num_public: int, num_server: int, server_share: float) -> None:
-    if not num_private or not num_public or (server_share > 0 and not num_server):
-        raise ValueError(
-            f"split_for_distillation: the shares give {num_private} private, {num_public} public and {num_server}"
-            " server examples after rounding in each stratum. Pass more examples, or set larger shares."
-        )
-
-
-def _public_and_server(
-    data: Dataset, public: np.ndarray, server: np.ndarray, server_share: float, label_column: str
-) -> tuple[Dataset, Dataset | None]:
-    return (
-        data.select(public).remove_columns(label_column),
-        data.select(server) if server_share > 0 else None,
-    )
-
-
 def _parts(
     strata: np.ndarray, public_share: float, server_share: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the sorted row numbers of the private, the public and the server part."""
-    # Rows sorted by stratum, in random order within each stratum.
-    shuffled = np.random.default_rng(seed).permutation(len(strata))
-    order = shuffled[np.argsort(strata[shuffled], kind="stable")]
+    order, rank = shuffle_strata(strata, np.random.default_rng(seed))
     sizes = np.bincount(strata)
-    rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     num_server = np.floor(server_share * sizes + 0.5).astype(np.int64)
     num_not_private = num_server + np.floor(public_share * sizes + 0.5).astype(np.int64)
     stratum = strata[order]

@@ -161,21 +161,19 @@ class FederatedDataset(FederatedDatasetTransformsMixin, FederatedDatasetStorageM
             `KeyError`: If no row has the value of one of `clients`.
             `TypeError`: If the column type cannot name clients (floats, lists).
         """
+        settings = {"partitioner": "from_column", "column": column, "min_rows": min_rows, "keep_column": keep_column}
         if isinstance(dataset, IterableDataset):
             if min_rows is not None:
                 raise ValueError(
                     f"from_column: min_rows={min_rows}, but the number of rows of a client of an IterableDataset is"
                     " unknown. Leave min_rows out, and leave small clients out of `clients`."
                 )
-            streams = split_stream(dataset, column, clients, keep_column)
-            of_stream = {"partitioner": "from_column", "column": column, "min_rows": None, "keep_column": keep_column}
-            return cls(SeparateDatasets(streams), of_stream)
+            return cls(SeparateDatasets(split_stream(dataset, column, clients, keep_column)), settings)
         dataset, origin = load_source(dataset, "from_column", token)
         partitioner = NaturalPartitioner(column, min_size=min_rows or None, keep_column=keep_column)
         partition = partitioner.partition(dataset)
-        settings = {"column": column, "min_rows": min_rows, "keep_column": keep_column}
         rows = _without_naming_columns(dataset, partitioner)
-        federated = cls(PartitionedDataset(rows, partition), {"partitioner": "from_column", **settings}, origin)
+        federated = cls(PartitionedDataset(rows, partition), settings, origin)
         return federated if clients is None else federated.select_clients(clients)
 
     @classmethod

@@ -69,7 +69,7 @@ def read_fednlp(
     h5py = _require_h5py()
     ids, numbers = _read_partition(partition_file, method)
     with h5py.File(data_file, "r") as data:
-        attributes = json.loads(_text(data["attributes"][()]))
+        attributes = json.loads(data["attributes"][()])
         rows: dict[str, PartitionedDataset] = {}
         assigned = np.empty(0, dtype=np.int64)
         for split, by_client in numbers.items():
@@ -186,10 +186,6 @@ def _decode(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [_decode(item) for item in value.tolist()]
     return value.item() if isinstance(value, np.generic) else value
-
-
-def _text(value: Any) -> str:
-    return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 
 
 def _features(columns: Mapping[str, Any], task: str, vocabulary: Mapping[str, int] | None) -> Features | None:

@@ -119,7 +119,8 @@ def push_folder(
                 f"{len(partition_file.clients)} clients need {len(written)} files, but the Hub accepts at most"
                 f" {MAX_FILES_PER_COMMIT} in one commit. Push row numbers (index_only=True), or push fewer clients."
             )
-        unchanged = {file.path for file in partition_file.files() if _is_uploaded(file, state.files.get(file.path))}
+        uploaded = {path: entry.lfs.sha256 for path, entry in state.files.items() if entry.lfs is not None}
+        unchanged = {file.path for file in partition_file.files() if uploaded.get(file.path) == file.sha256}
         operations = [
             *(CommitOperationAdd(path, written[path]) for path in sorted(written.keys() - unchanged)),
             *(CommitOperationDelete(path) for path in sorted(state.previous_files() - written.keys())),
@@ -201,10 +202,6 @@ def _commit(
             ) from error
         raise
     return None if commit.oid == head else commit
-
-
-def _is_uploaded(file: StoredFile, entry: RepoFile | None) -> bool:
-    return entry is not None and entry.lfs is not None and entry.lfs.sha256 == file.sha256
 
 
 def read_hub_partition(

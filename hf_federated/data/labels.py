@@ -75,13 +75,21 @@ def read_labels(dataset: Dataset, column: str) -> tuple[np.ndarray, list[str]]:
     elif isinstance(feature, ClassLabel):
         codes, names = _class_codes(values), list(feature.names)
         codes = codes if rows is None else codes[rows]
-        _check_known(codes, len(names), column)
+        if len(codes) and int(codes.max()) >= len(names):
+            raise ValueError(
+                f"Row {int(codes.argmax())} has the label {int(codes.max())}, but the column {column!r} names"
+                f" {len(names)} classes (0 to {len(names) - 1}). Correct the label, or cast the column to a ClassLabel"
+                " with all names."
+            )
     else:
         _check_type(values.type, column)
         codes, ranked = rank_values(values, rows)
         names = [str(value) for value in ranked]
     if len(codes) and int(codes.min()) < 0:
-        _raise_without_label(int(codes.argmin()), column)
+        raise ValueError(
+            f"Row {int(codes.argmin())} has no label in the column {column!r} (null, or -1 in a ClassLabel). Drop rows"
+            f" without a label: dataset.filter(lambda row: row[{column!r}] is not None and row[{column!r}] != -1)."
+        )
     return codes, names
 
 
@@ -179,15 +187,6 @@ def _most_frequent(rows: np.ndarray, types: np.ndarray, num_types: int, labels: 
         labels[first_row + row[winners[::-1]]] = kind[winners[::-1]]
 
 
-def _check_known(codes: np.ndarray, num_names: int, column: str) -> None:
-    if len(codes) and int(codes.max()) >= num_names:
-        raise ValueError(
-            f"Row {int(codes.argmax())} has the label {int(codes.max())}, but the column {column!r} names"
-            f" {num_names} classes (0 to {num_names - 1}). Correct the label, or cast the column to a ClassLabel with"
-            " all names."
-        )
-
-
 def _check_type(arrow_type: pa.DataType, column: str, prefix: str = "") -> None:
     if not is_categorical(arrow_type):
         raise TypeError(
@@ -195,10 +194,3 @@ def _check_type(arrow_type: pa.DataType, column: str, prefix: str = "") -> None:
             " of ClassLabel, strings, integers, booleans, dates, or sequences of tags. Convert quantities to"
             f' classes first: dataset.map(lambda row: {{"class": int(row[{column!r}] > 0.5)}}).'
         )
-
-
-def _raise_without_label(row: int, column: str) -> None:
-    raise ValueError(
-        f"Row {row} has no label in the column {column!r} (null, or -1 in a ClassLabel). Drop rows without a label:"
-        f" dataset.filter(lambda row: row[{column!r}] is not None and row[{column!r}] != -1)."
-    )

@@ -61,3 +61,20 @@ def client_generator(seed: int, client_id: str) -> np.random.Generator:
     """
     digest = hashlib.sha256(f"{seed}\0{client_id}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest, "little"))
+
+
+def shuffle_strata(strata: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Sort rows by stratum, in random order within each stratum.
+
+    Args:
+        strata (`np.ndarray` of shape `(num_rows,)`, integer): The stratum of each row, counted from 0.
+        generator (`np.random.Generator`): Draws the order.
+
+    Returns:
+        `tuple[np.ndarray, np.ndarray]`: The row numbers in the new order, and the rank of each within its stratum.
+    """
+    shuffled = generator.permutation(len(strata))
+    sizes = np.bincount(strata)
+    order = shuffled[np.argsort(strata[shuffled], kind="stable")]
+    return order, np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)

@@ -83,11 +83,6 @@ def load_source(dataset: Any, method: str, token: bool | str | None = None) -> t
     if isinstance(dataset, DatasetSource):
         origin = dataset.resolved(token)
         return origin.load(token), origin
-    _check_is_dataset(dataset, method)
-    return dataset, None
-
-
-def _check_is_dataset(dataset: object, method: str) -> None:
     if isinstance(dataset, DatasetDict):
         raise TypeError(
             f"{method}: got a DatasetDict with the splits {list(dataset)}. Pass one split. If the entries are clients,"
@@ -98,6 +93,7 @@ def _check_is_dataset(dataset: object, method: str) -> None:
             f"{method}: expected a datasets.Dataset, got {type(dataset).__name__}. A partition needs row numbers, so"
             " save the rows of an IterableDataset as a Dataset first."
         )
+    return dataset, None
 
 
 def content_hash(dataset: Dataset) -> str:
@@ -174,15 +170,15 @@ def _hash_array(digest: Any, array: pa.Array) -> None:
         _hash_array(digest, array.flatten())
     elif pa.types.is_fixed_size_list(kind):
         _hash_array(digest, array.flatten())
-    elif pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_string(kind):
+    elif kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
         _hash_strings(digest, array.cast(pa.large_binary()))
-    elif pa.types.is_large_binary(kind):
-        _hash_strings(digest, array)
     elif pa.types.is_boolean(kind):
         digest.update(array.fill_null(False).cast(pa.uint8()).to_numpy(zero_copy_only=False).tobytes())
     elif pa.types.is_primitive(kind):
-        values = array.fill_null(pa.scalar(0).cast(_storage_type(kind)).cast(kind)) if array.null_count else array
-        digest.update(np.ascontiguousarray(values.view(_storage_type(kind)).to_numpy(zero_copy_only=False)).tobytes())
+        # The signed integer type with the bit width of the values.
+        stored = {8: pa.int8(), 16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[kind.bit_width]
+        values = array.fill_null(pa.scalar(0).cast(stored).cast(kind)) if array.null_count else array
+        digest.update(np.ascontiguousarray(values.view(stored).to_numpy(zero_copy_only=False)).tobytes())
     else:
         digest.update(json.dumps(array.to_pylist(), default=str).encode())
 
@@ -199,8 +195,3 @@ def _hash_strings(digest: Any, array: pa.LargeBinaryArray) -> None:
 
 def _integers(array: pa.Array) -> np.ndarray:
     return array.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _storage_type(kind: pa.DataType) -> pa.DataType:
-    """Return the signed integer type with the bit width of a primitive type."""
-    return {8: pa.int8(), 16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[kind.bit_width]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .row_selection import client_generator
+from .row_selection import client_generator, shuffle_strata
 
 
 def check_sizes(test_size: float | int | None, train_size: float | int | None) -> None:
@@ -129,11 +129,8 @@ def split_rows(
     sizes = np.bincount(stratum)
     test_of = _share_out(num_test, sizes)
     train_of = _share_out(num_train, sizes - test_of)
-    # Rows sorted by stratum, in random order within each stratum.
-    shuffled = generator.permutation(len(stratum))
-    order = shuffled[np.argsort(stratum[shuffled], kind="stable")]
+    order, rank = shuffle_strata(stratum, generator)
     of_row = stratum[order]
-    rank = np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     is_test = rank < test_of[of_row]
     is_train = ~is_test & (rank < (test_of + train_of)[of_row])
     return np.sort(order[is_train]), np.sort(order[is_test])

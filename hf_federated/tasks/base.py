@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedModel, 
 from ..data import FederatedDataset
 from ..utils.remote_code import load_causal_model
 from .columns import Batch
-from .mapping import fingerprint, map_rows, with_arrays
+from .mapping import fingerprint, map_rows
 
 
 IGNORED = -100  # label value that losses skip
@@ -160,23 +160,18 @@ class Task(ABC):
             return self.encode(batch, tokenizer, indices, with_labels)
 
         settings = fingerprint(tokenizer, self, with_labels, kwargs)
-        encode_as_arrays = with_arrays(encode, tokenizer.model_input_names)
-        if isinstance(dataset, Dataset):
-            return map_rows(dataset, encode_as_arrays, settings, **kwargs)
-        if not isinstance(dataset, FederatedDataset):  # `IterableDataset`: collators receive its examples unchanged
-            return map_rows(dataset, encode, settings, **kwargs)
-        if self.one_feature_per_example and dataset.source is not None:
-            # Encode the shared source dataset once instead of once per client.
-            return map_rows(dataset, encode_as_arrays, settings, **kwargs)
+        is_federated = isinstance(dataset, FederatedDataset)
+        # If the clients share a source dataset, it is encoded once instead of once per client.
+        if not is_federated or (self.one_feature_per_example and dataset.source is not None):
+            return map_rows(dataset, encode, tokenizer, settings, **kwargs)
         if shared := {"cache_file_name", "new_fingerprint"} & kwargs.keys():  # clients would read the same cache
             raise ValueError(
                 f"`prepare` got {sorted(shared)}, but each client has a separate dataset here. Remove the argument."
             )
         prepared = {}
         for client_id, rows in dataset.items():
-            encode_client = encode_as_arrays if isinstance(rows, Dataset) else encode
             try:
-                prepared[client_id] = map_rows(rows, encode_client, settings, **kwargs)
+                prepared[client_id] = map_rows(rows, encode, tokenizer, settings, **kwargs)
             except ValueError as error:
                 raise ValueError(f"Client {client_id!r}: {error}") from error
             if isinstance(rows, Dataset) and len(prepared[client_id]) == 0:
@@ -226,8 +221,7 @@ class Task(ABC):
         def encode(batch: Batch, indices: list[int]) -> dict[str, list[Any]]:
             return self.encode_public(batch, tokenizer, indices)
 
-        encode_as_arrays = with_arrays(encode, tokenizer.model_input_names)
-        return map_rows(dataset, encode_as_arrays, fingerprint(tokenizer, self, "public"))
+        return map_rows(dataset, encode, tokenizer, fingerprint(tokenizer, self, "public"))
 
     def for_evaluation(self, features: Dataset, tokenizer: Any, seed: int = 0) -> Dataset:
         """

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..utils.arguments import require
+
 
 Batch = Mapping[str, Sequence[Any]]
 
@@ -54,8 +56,7 @@ def check_length(argument: str, length: int | None, minimum: int = 1) -> None:
     Raises:
         ValueError: If `length` is smaller than `minimum`.
     """
-    if length is not None and length < minimum:
-        raise ValueError(f"`{argument}` is {length}; it must be at least {minimum}.")
+    require(argument, length, length is None or length >= minimum, f"at least {minimum}")
 
 
 def row_name(position: int, indices: Sequence[int] | None) -> str:

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..utils.arguments import require_one_of
+from ..utils.arguments import require, require_one_of
 from ..utils.remote_code import code_arguments
 from .base import IGNORED, NUM_POSITIONS, ComputeMetrics, Task, first_output
 from .columns import Batch, check_length, find_blank, read_texts
@@ -94,8 +94,7 @@ class LanguageModeling(Task):
         check_length("block_size", self.block_size, minimum=2)
         if self.max_length is not None and self.block_size is not None:
             raise ValueError("`max_length` truncates texts and `block_size` joins texts. Set only one of them.")
-        if not 0 < self.mlm_probability < 1:
-            raise ValueError(f"`mlm_probability` is {self.mlm_probability}; it must be between 0 and 1.")
+        require("mlm_probability", self.mlm_probability, 0 < self.mlm_probability < 1, "between 0 and 1")
 
     @property
     def model_class(self) -> Any:

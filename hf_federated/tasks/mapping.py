@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerFast
 
@@ -85,14 +85,8 @@ def _no_truncation_and_padding(tokenizer: Any) -> Iterator[None]:
             backend.enable_padding(**padding)
 
 
-def with_arrays(encode: Callable[..., Mapping[str, Any]], columns: list[str]) -> Callable[..., dict[str, Any]]:
-    """
-    Wrap an encoding function so that it returns token ID columns as arrays.
-
-    Args:
-        encode (`Callable`): A function that returns a batch of encoded examples.
-        columns (`list[str]`): Columns with a list of IDs per example. Missing columns are skipped.
-    """
+def _with_arrays(encode: Callable[..., Mapping[str, Any]], columns: list[str]) -> Callable[..., dict[str, Any]]:
+    """Wrap an encoding function so that it returns columns with lists of token IDs as arrays."""
 
     def encode_as_arrays(*args: Any) -> dict[str, Any]:
         encoded = dict(encode(*args))
@@ -103,18 +97,22 @@ def with_arrays(encode: Callable[..., Mapping[str, Any]], columns: list[str]) ->
     return encode_as_arrays
 
 
-def map_rows(rows: Any, encode: Callable[..., Any], settings: str | None, **kwargs: Any) -> Any:
+def map_rows(rows: Any, encode: Callable[..., Any], tokenizer: Any, settings: str | None, **kwargs: Any) -> Any:
     """
     Apply `rows.map` in batches and remove the raw columns.
 
     Args:
         rows (`datasets.Dataset` or `datasets.IterableDataset`): Raw examples.
         encode (`Callable`): A function that takes a batch and its row numbers.
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer. Its token ID columns are written as arrays, except in an
+            `IterableDataset`, whose examples collators receive unchanged.
         settings (`str`, *optional*): A [`fingerprint`] of the settings that determine the result, in addition to the
             examples.
         kwargs (*optional*): Further arguments of `map`.
     """
     if settings is not None and isinstance(rows, Dataset):
         kwargs.setdefault("new_fingerprint", Hasher.hash((dataset_fingerprint(rows), settings)))
+    if not isinstance(rows, IterableDataset):
+        encode = _with_arrays(encode, tokenizer.model_input_names)
     columns = list(rows.column_names)
     return rows.map(encode, batched=True, with_indices=True, remove_columns=columns, **kwargs)

@@ -89,7 +89,7 @@ class Seq2Seq(GenerationTask):
         # Targets are read first, so that errors in them are raised before the longer tokenization of the sources.
         targets = [golds[0] for golds in read_targets(batch, self.target_column, indices)] if with_labels else None
         encoded = dict(
-            tokenizer(sources, truncation=True, max_length=self.max_source_length, return_attention_mask=True).items()
+            tokenizer(sources, truncation=True, max_length=self.max_source_length, return_attention_mask=True)
         )
         if targets is not None:
             labels = tokenizer(text_target=targets, truncation=True, max_length=self.max_target_length)

@@ -160,9 +160,7 @@ class TextClassification(Task):
     ) -> dict[str, list[Any]]:
         """Return the tokenizer's columns and `labels`, one encoded example per raw example. See [`Task.encode`]."""
         texts = [read_texts(batch, column, indices) for column in self.text_columns]
-        encoded = dict(
-            tokenizer(*texts, truncation=True, max_length=self.max_length, return_attention_mask=True).items()
-        )
+        encoded = dict(tokenizer(*texts, truncation=True, max_length=self.max_length, return_attention_mask=True))
         if with_labels:
             encoded["labels"] = read_labels(batch, self.label_column, self.label_names, indices)
         return encoded

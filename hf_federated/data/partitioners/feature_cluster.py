@@ -18,7 +18,6 @@ from ..column_values import check_columns
 from .base import (
     Partition,
     SplitsPartitioner,
-    check_column_name,
     check_enough_rows,
     check_settings,
     check_splits,
@@ -97,19 +96,13 @@ class FeatureClusterPartitioner(SplitsPartitioner):
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if isinstance(self.text_columns, str):
-            check_column_name(self, "text_columns")
-        else:
-            is_sequence = isinstance(self.text_columns, Sequence)
-            if (
-                not is_sequence
-                or not self.text_columns
-                or not all(isinstance(name, str) and name for name in self.text_columns)
-            ):
-                raise ValueError(
-                    "FeatureClusterPartitioner: text_columns must be the name of a column or a sequence of names, got"
-                    f" {self.text_columns!r}."
-                )
+        columns = [self.text_columns] if isinstance(self.text_columns, str) else self.text_columns
+        if not isinstance(columns, Sequence) or not columns or not all(isinstance(i, str) and i for i in columns):
+            raise ValueError(
+                "FeatureClusterPartitioner: text_columns must be the name of a column or a sequence of names, got"
+                f" {self.text_columns!r}."
+            )
+        if not isinstance(self.text_columns, str):
             object.__setattr__(self, "text_columns", tuple(self.text_columns))  # a list is mutable
         if not callable(self.embedder) and not isinstance(self.embedder, str):
             raise ValueError(

@@ -107,12 +107,11 @@ class LabelDirichletPartitioner(SplitsPartitioner):
         Returns:
             `dict[str, Partition]`: Split name to its partition.
         """
-        min_size = self.min_size
         sizes = {}
         for name, codes in labels.items():
+            min_size = 1 if sizes else self.min_size
             check_enough_rows(self, len(codes), self.num_clients, min_size, name)
             sizes[name] = self._sizes(len(codes), min_size)
-            min_size = 1
         generator = np.random.default_rng(self.seed)
         first = np.bincount(next(iter(labels.values())), minlength=num_labels)
         shares = draw_shares(generator, self.alpha, first / first.sum(), self.num_clients)

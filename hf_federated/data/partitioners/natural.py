@@ -121,9 +121,8 @@ class NaturalPartitioner(SplitsPartitioner):
         clients = np.full(len(values), -1, dtype=np.int64)
         for position, group in enumerate(groups):
             clients[group] = position
-        first_values = [values[group[0]] for group in groups]
         suffixes = [f"+{len(group) - 1} more" if len(group) > 1 else "" for group in groups]
-        return [name + suffix for name, suffix in zip(first_values, suffixes, strict=True)], clients
+        return [values[group[0]] + suffix for group, suffix in zip(groups, suffixes, strict=True)], clients
 
 
 def _merge(groups: list[list[int]], small: list[int], sizes: np.ndarray, minimum: int) -> list[list[int]]:

@@ -71,15 +71,14 @@ class QuantityDirichletPartitioner(SplitsPartitioner):
     def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
         check_splits(splits)
         generator = np.random.default_rng(self.seed)
-        partitions = {}
-        min_size = self.min_size
+        partitions: dict[str, Partition] = {}
         for name, dataset in splits.items():
+            min_size = 1 if partitions else self.min_size
             check_enough_rows(self, len(dataset), self.num_clients, min_size, name)
             sizes = quantity_sizes(len(dataset), self.num_clients, self.beta, min_size, self.seed)
             owners = np.repeat(np.arange(self.num_clients), sizes)
             generator.shuffle(owners)
             partitions[name] = Partition.from_owners(numbered_client_ids(self.num_clients), owners)
-            min_size = 1
         return partitions
 
 

@@ -201,17 +201,13 @@ def _move_aside(target: Path, old: Path) -> None:
 
 def _foreign_file(target: Path) -> str | None:
     """Return a file in a folder that does not belong to a federated dataset, or `None` if there is no such file."""
-    if not target.exists():
-        return None
-    if not target.is_dir():
+    if target.exists() and not target.is_dir():
         return target.name
     existing = {path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()}
-    if not existing:
-        return None
     try:
         stored = PartitionFile.read(target)
     except (FileNotFoundError, PartitionFileError):
-        return min(existing)
+        return min(existing, default=None)
     return min(existing - {PARTITION_FILE, *GENERATED, *(file.path for file in stored.files())}, default=None)
 
 
