@@ -7,9 +7,8 @@ reference to the client datasets that it opens. `torch_datasets.py` describes cl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 from datasets import (
@@ -30,22 +29,22 @@ from .torch_datasets import TorchDataset, is_map_style, is_stream, kind_of, subs
 
 
 ClientData: TypeAlias = Dataset | IterableDataset | TorchDataset
-Item = TypeVar("Item")
 
 
 class ClientDatasets(ABC):
-    """Interface to the datasets of all clients."""
+    """
+    Interface to the datasets of all clients.
 
-    client_ids: list[str]
+    Args:
+        client_ids (`list[str]`): The ids of the clients.
+        features (`Features`, *optional*): The types of the columns that all clients have; `None` if they are unknown
+            before rows are read.
+    """
 
-    def __init__(self, client_ids: list[str]) -> None:
+    def __init__(self, client_ids: list[str], features: Features | None) -> None:
         self.client_ids = client_ids
+        self.features = features
         self.positions = {client_id: position for position, client_id in enumerate(client_ids)}
-
-    @property
-    @abstractmethod
-    def features(self) -> Features | None:
-        """The types of the columns that all clients have; `None` if they are unknown before rows are read."""
 
     @property
     def column_names(self) -> list[str]:
@@ -107,13 +106,9 @@ class PartitionedDataset(ClientDatasets):
     """One source dataset and a partition of its row numbers."""
 
     def __init__(self, source: Dataset, partition: Partition) -> None:
-        super().__init__(partition.client_ids)
+        super().__init__(partition.client_ids, source.features)
         self.source = source
         self.partition = partition
-
-    @property
-    def features(self) -> Features | None:
-        return self.source.features
 
     def num_rows(self) -> list[int | None]:
         return self.partition.sizes.tolist()
@@ -166,13 +161,8 @@ class SeparateDatasets(ClientDatasets):
 
     def __init__(self, datasets: Mapping[str, ClientData]) -> None:
         raise_for_empty_clients([i for i, rows in datasets.items() if not is_stream(rows) and len(rows) == 0])
-        self._features = _shared_features(datasets)
-        super().__init__(list(datasets))
+        super().__init__(list(datasets), _shared_features(datasets))
         self.datasets = dict(datasets)
-
-    @property
-    def features(self) -> Features | None:
-        return self._features
 
     def num_rows(self) -> list[int | None]:
         return [None if is_stream(dataset) else len(dataset) for dataset in self.datasets.values()]
@@ -189,9 +179,8 @@ class SeparateDatasets(ClientDatasets):
         return SeparateDatasets(transformed)
 
     def filter(self, function: Callable[..., Any] | None, **kwargs: Any) -> tuple[SeparateDatasets, list[str]]:
-        filtered = {}
-        for client_id, dataset in self._with_progress(kwargs.get("desc") or "Filter"):
-            filtered[client_id] = dataset.filter(function, **kwargs)
+        clients = self._with_progress(kwargs.get("desc") or "Filter")
+        filtered = {client_id: dataset.filter(function, **kwargs) for client_id, dataset in clients}
         empty = [client_id for client_id, rows in filtered.items() if isinstance(rows, Dataset) and not len(rows)]
         return SeparateDatasets({i: rows for i, rows in filtered.items() if i not in set(empty)}), empty
 
@@ -224,26 +213,19 @@ class SeparateDatasets(ClientDatasets):
         num_datasets = sum(isinstance(dataset, Dataset) for dataset in self.datasets.values())
         if label is None or num_datasets < 2:
             return iter(self.datasets.items())
-        return one_progress_bar(self.datasets.items(), label, len(self.datasets))
+        return _one_progress_bar(self.datasets, label)
 
 
-def one_progress_bar(items: Iterable[Item], label: str, total: int) -> Iterator[Item]:
+def _one_progress_bar(datasets: Mapping[str, ClientData], label: str) -> Iterator[tuple[str, ClientData]]:
     """Iterate over clients with one progress bar, and without the bars that `datasets` shows for each client."""
-    bar = tqdm(items, desc=label, total=total, unit="client")
-    for item in bar:
-        with _no_progress_bars():
+    for item in tqdm(datasets.items(), desc=label, unit="client"):
+        were_disabled = are_progress_bars_disabled()
+        disable_progress_bars()
+        try:
             yield item
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    were_disabled = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not were_disabled:
-            enable_progress_bars()
+        finally:
+            if not were_disabled:
+                enable_progress_bars()
 
 
 def as_dataset(client_id: str, rows: ClientData, purpose: str) -> Dataset:

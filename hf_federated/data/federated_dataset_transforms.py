@@ -237,9 +237,8 @@ class FederatedDatasetTransformsMixin(ClientMapping):
 
     def encode_classes(self, column: str, names: Sequence[str], include_nulls: bool = False) -> Self:
         """Convert a column to `ClassLabel` with the given names. Every value must be one of the names."""
-        encode = partial(_encode_classes, column=column, codes={name: i for i, name in enumerate(names)})
-        if include_nulls:
-            encode = partial(encode, null="None")
+        codes = {name: code for code, name in enumerate(names)}
+        encode = partial(_encode_classes, column=column, codes=codes, null="None" if include_nulls else None)
 
         def convert(dataset: Dataset) -> Dataset:
             features = Features({**dataset.features, column: ClassLabel(names=list(names))})
@@ -327,7 +326,7 @@ class FederatedDatasetTransformsMixin(ClientMapping):
 
 
 def _encode_classes(
-    rows: dict[str, list[Any]], column: str, codes: Mapping[str, int], null: str | None = None
+    rows: dict[str, list[Any]], column: str, codes: Mapping[str, int], null: str | None
 ) -> dict[str, list[int | None]]:
     names = (null if value is None else str(value) for value in rows[column])
     return {column: [None if name is None else codes[name] for name in names]}

@@ -130,7 +130,10 @@ def _row_numbers(values: Any, path: str | os.PathLike[str], client: str) -> np.n
 
 
 def _read_rows(data: Any, attributes: Mapping[str, Any], numbers: np.ndarray, path: str) -> Dataset:
-    task = _task_type(data, attributes)
+    task = attributes.get("task_type")
+    if task is None:  # early files for sequence-to-sequence and language modeling do not contain `task_type`
+        task = "seq2seq" if "Y" in data else "lm"
+    _check_task_type(task)
     fields = {column: field for column, field in COLUMNS[task].items() if field in data}
     columns: dict[str, Any] = {
         column: [_decode(value) for value in _read_field(data, field, numbers, path)]
@@ -145,15 +148,6 @@ def _read_rows(data: Any, attributes: Mapping[str, Any], numbers: np.ndarray, pa
         source_of = dict(zip(order, sources, strict=True))
         columns["domain"] = [str(source_of.get(int(number), "")) for number in numbers]
     return Dataset.from_dict(columns, features=_features(columns, task, attributes.get("label_vocab")))
-
-
-def _task_type(data: Any, attributes: Mapping[str, Any]) -> str:
-    """Return the task. Early files for sequence-to-sequence and language modeling do not contain `task_type`."""
-    task = attributes.get("task_type")
-    if task is None:
-        return "seq2seq" if "Y" in data else "lm"
-    _check_task_type(task)
-    return str(task)
 
 
 def _check_task_type(task: object) -> None:

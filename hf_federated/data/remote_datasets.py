@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from datasets import Features
-
 from .client_datasets import ClientData, ClientDatasets
 
 
@@ -29,13 +27,9 @@ class RemoteDatasets(ClientDatasets):
     def __init__(
         self, client_ids: Iterable[str], announced: Mapping[str, Announcement], field: str = "num_examples"
     ) -> None:
-        super().__init__(list(client_ids))
+        super().__init__(list(client_ids), features=None)
         self._announced = announced
         self._field = field
-
-    @property
-    def features(self) -> Features | None:
-        return None
 
     def num_rows(self) -> list[int | None]:
         announced = [self._announced.get(client_id) for client_id in self.client_ids]

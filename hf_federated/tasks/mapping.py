@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,18 +85,6 @@ def _no_truncation_and_padding(tokenizer: Any) -> Iterator[None]:
             backend.enable_padding(**padding)
 
 
-def _with_arrays(encode: Callable[..., Mapping[str, Any]], columns: list[str]) -> Callable[..., dict[str, Any]]:
-    """Wrap an encoding function so that it returns columns with lists of token IDs as arrays."""
-
-    def encode_as_arrays(*args: Any) -> dict[str, Any]:
-        encoded = dict(encode(*args))
-        for name in encoded.keys() & set(columns):
-            encoded[name] = [np.array(row, dtype=np.int64) for row in encoded[name]]
-        return encoded
-
-    return encode_as_arrays
-
-
 def map_rows(rows: Any, encode: Callable[..., Any], tokenizer: Any, settings: str | None, **kwargs: Any) -> Any:
     """
     Apply `rows.map` in batches and remove the raw columns.
@@ -112,7 +100,14 @@ def map_rows(rows: Any, encode: Callable[..., Any], tokenizer: Any, settings: st
     """
     if settings is not None and isinstance(rows, Dataset):
         kwargs.setdefault("new_fingerprint", Hasher.hash((dataset_fingerprint(rows), settings)))
-    if not isinstance(rows, IterableDataset):
-        encode = _with_arrays(encode, tokenizer.model_input_names)
+    token_columns = set(tokenizer.model_input_names)
+
+    def encode_as_arrays(*args: Any) -> dict[str, Any]:
+        encoded = dict(encode(*args))
+        for name in encoded.keys() & token_columns:
+            encoded[name] = [np.array(row, dtype=np.int64) for row in encoded[name]]
+        return encoded
+
+    function = encode if isinstance(rows, IterableDataset) else encode_as_arrays
     columns = list(rows.column_names)
-    return rows.map(encode, batched=True, with_indices=True, remove_columns=columns, **kwargs)
+    return rows.map(function, batched=True, with_indices=True, remove_columns=columns, **kwargs)

@@ -153,9 +153,7 @@ class SequenceTagging(Task):
         tokens = self._tokenize(words, tokenizer)
         encoded = dict(tokens.items())
         if tags is not None:
-            encoded["labels"] = [
-                _at_first_sub_tokens(tokens.word_ids(position), row_tags) for position, row_tags in enumerate(tags)
-            ]
+            encoded["labels"] = _at_first_sub_tokens(tokens, tags)
         return encoded
 
     def encode_public(
@@ -170,9 +168,7 @@ class SequenceTagging(Task):
         """
         words = self._read_words(batch, indices)
         tokens = self._tokenize(words, tokenizer)
-        numbers = [
-            _at_first_sub_tokens(tokens.word_ids(position), np.arange(len(row))) for position, row in enumerate(words)
-        ]
+        numbers = _at_first_sub_tokens(tokens, [np.arange(len(row)) for row in words])
         return {**tokens, "labels": numbers, NUM_POSITIONS: [len(row) for row in words]}
 
     def _tokenize(self, words: list[list[str]], tokenizer: Any) -> BatchEncoding:
@@ -282,11 +278,15 @@ class SequenceTagging(Task):
         return None
 
 
-def _at_first_sub_tokens(word_ids: list[int | None], tags: np.ndarray) -> list[int]:
-    """Set word tags at first sub-tokens and −100 elsewhere. Converts tags of shape `(words,)` to shape `(length,)`."""
-    words = np.array(word_ids, dtype=float)  # special tokens have the word ID None, which becomes NaN
-    first = ~np.isnan(words)
-    first[1:] &= words[1:] != words[:-1]
-    labels = np.full(len(words), IGNORED)
-    labels[first] = tags[words[first].astype(np.int64)]
-    return labels.tolist()
+def _at_first_sub_tokens(tokens: BatchEncoding, tags: Sequence[np.ndarray]) -> list[list[int]]:
+    """Set the tags of words at first sub-tokens, and −100 elsewhere. The tags of an example have shape `(words,)`."""
+    rows = []
+    for position, word_tags in enumerate(tags):
+        # Special tokens have the word ID None, which becomes NaN.
+        words = np.array(tokens.word_ids(position), dtype=float)
+        first = ~np.isnan(words)
+        first[1:] &= words[1:] != words[:-1]
+        labels = np.full(len(words), IGNORED)
+        labels[first] = word_tags[words[first].astype(np.int64)]
+        rows.append(labels.tolist())
+    return rows

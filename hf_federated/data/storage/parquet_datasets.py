@@ -32,16 +32,11 @@ class ParquetDatasets(ClientDatasets):
     """
 
     def __init__(self, root: Path, features: Features, clients: Mapping[str, StoredRows]) -> None:
-        super().__init__(list(clients))
+        super().__init__(list(clients), features)
         self.root = root
-        self._features = features
         self.clients = dict(clients)
         # Column descriptions that passed the check. All files have the same description, so it is checked only once.
         self._verified_schemas: set[tuple[bytes | None, tuple[str, ...]]] = set()
-
-    @property
-    def features(self) -> Features:
-        return self._features
 
     def num_rows(self) -> list[int | None]:
         return [client.num_rows for client in self.clients.values()]
