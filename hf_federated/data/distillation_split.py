@@ -84,23 +84,22 @@ def split_for_distillation(
     ```
     """
     _check_shares(public_share, server_share)
-    is_federated = isinstance(data, FederatedDataset)
-    rows = data.to_dataset() if is_federated else data
+    rows: Dataset = data.to_dataset() if isinstance(data, FederatedDataset) else data
     check_columns(rows.column_names, [label_column])
-    if is_federated and stratify_by_column is not None:
-        raise ValueError(
-            "split_for_distillation: a FederatedDataset is always stratified by client. Remove"
-            f" stratify_by_column={stratify_by_column!r}."
-        )
-    if is_federated:
+    if isinstance(data, FederatedDataset):
+        if stratify_by_column is not None:
+            raise ValueError(
+                "split_for_distillation: a FederatedDataset is always stratified by client. Remove"
+                f" stratify_by_column={stratify_by_column!r}."
+            )
         strata = np.repeat(np.arange(len(data)), list(data.num_rows.values()))
     elif stratify_by_column is None:
         strata = np.zeros(len(data), dtype=np.int64)
     else:
         _, strata = group_by_value(data, stratify_by_column)
     private, public, server = _parts(strata, public_share, server_share, seed)
-    private_rows = rows.select(private)
-    if is_federated:
+    private_rows: Dataset | FederatedDataset = rows.select(private)
+    if isinstance(data, FederatedDataset):
         partition = Partition.from_sizes(data.client_ids, private, np.bincount(strata[private], minlength=len(data)))
         private_rows = FederatedDataset(PartitionedDataset(rows, partition), data.partitioning)
     if not len(private) or not len(public) or (server_share > 0 and not len(server)):

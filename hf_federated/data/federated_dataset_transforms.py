@@ -139,7 +139,7 @@ class FederatedDatasetTransformsMixin(ClientMapping):
             `TypeError`: If a client is a `torch.utils.data.IterableDataset`.
         """
         generators = {client_id: client_generator(seed, client_id) for client_id in self.rows.client_ids}
-        sizes = dict(zip(self.rows.client_ids, self.rows.num_rows(), strict=True))
+        sizes = self.num_rows
         if None not in sizes.values():
             orders = {i: generators[i].permutation(size or 0) for i, size in sizes.items()}
             return self._with_rows(self.rows.take(orders))

@@ -107,7 +107,7 @@ class LabelDirichletPartitioner(SplitsPartitioner):
         Returns:
             `dict[str, Partition]`: Split name to its partition.
         """
-        sizes = {}
+        sizes: dict[str, np.ndarray] = {}
         for name, codes in labels.items():
             min_size = 1 if sizes else self.min_size
             check_enough_rows(self, len(codes), self.num_clients, min_size, name)

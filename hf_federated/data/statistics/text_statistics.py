@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -135,11 +136,8 @@ def text_map(
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     check_has_columns(clients, [text_column])
-    texts: list[str] = []
-    sizes: list[int] = []
-    for client_texts in sampled_texts(clients, text_column, rows_per_client, seed):
-        texts.extend(client_texts)
-        sizes.append(len(client_texts))
+    texts_of_clients = list(sampled_texts(clients, text_column, rows_per_client, seed))
+    texts = list(chain.from_iterable(texts_of_clients))
     vectorizer = TfidfVectorizer(max_features=max_features)
     num_words = min(_count_distinct_words(vectorizer.build_analyzer(), texts, max_count=3), max_features)
     if min(len(texts), num_words) < 3:
@@ -152,7 +150,7 @@ def text_map(
         raise ValueError(f"text_map: all {len(texts)} texts have the same words, so that there is only one point.")
     # The ARPACK solver centers a sparse matrix without making it dense.
     coordinates = PCA(n_components=2, svd_solver="arpack", random_state=seed).fit_transform(features)
-    return coordinates, np.repeat(np.arange(len(clients)), sizes)
+    return coordinates, np.repeat(np.arange(len(clients)), list(map(len, texts_of_clients)))
 
 
 def sampled_texts(

@@ -31,6 +31,8 @@ class ParquetDatasets(ClientDatasets):
         clients (`Mapping[str, StoredRows]`): Client id to the entry of `partition.json` for one split.
     """
 
+    features: Features
+
     def __init__(self, root: Path, features: Features, clients: Mapping[str, StoredRows]) -> None:
         super().__init__(list(clients), features)
         self.root = root
