@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
 from ..utils.random import derived_seed
+from ..utils.weighted_mean import Tensors
 from .lora_factors import change_factors, find_pairs
 
 
@@ -45,7 +46,7 @@ class ChangeSketch:
     ```
     """
 
-    def __init__(self, before: Mapping[str, torch.Tensor], seed: int) -> None:
+    def __init__(self, before: Tensors, seed: int) -> None:
         self._before = before
         self._seed = seed
         self._pairs = find_pairs(before)
@@ -53,7 +54,7 @@ class ChangeSketch:
         self._names = [name for name, value in before.items() if value.is_floating_point() and name not in factors]
 
     @torch.no_grad()
-    def __call__(self, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def __call__(self, state: Tensors) -> torch.Tensor:
         """
         Project the change of a state.
 
@@ -77,7 +78,7 @@ class ChangeSketch:
             sketch += padded.view(-1, SKETCH_SIZE).sum(0)
         return sketch
 
-    def _pieces(self, state: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+    def _pieces(self, state: Tensors) -> Iterator[torch.Tensor]:
         """Yield all values of the change in float64, as vectors in a fixed order."""
         for name in self._names:
             values, before = state[name].detach().reshape(-1), self._before[name].detach().reshape(-1)

@@ -12,7 +12,7 @@ from torch import nn
 from ..messages import ClientUpdate, Disclosure
 from ..methods import Accumulator, ClientPart
 from ..utils.arguments import require
-from ..utils.weighted_mean import State, WeightedMean
+from ..utils.weighted_mean import State, Tensors, WeightedMean
 from .base import Aggregation
 from .fedprox import ProximalPart
 
@@ -130,7 +130,7 @@ class FedNova(Aggregation):
     def expected_extra(self, state: State) -> State:
         return {NORMALIZER: torch.zeros((), dtype=torch.float64)}
 
-    def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
+    def check_extra(self, extra: Tensors) -> None:
         if not extra[NORMALIZER] > 0:
             raise ValueError(f"the normalizer is {float(extra[NORMALIZER])}; it must be positive.")
 

@@ -22,7 +22,7 @@ import torch
 
 from ..methods import UpdateCollection
 from ..utils.random import isolated_rng
-from ..utils.weighted_mean import State
+from ..utils.weighted_mean import State, Tensors
 
 
 # Parts of the dotted names of the factors, from PEFT.
@@ -46,7 +46,7 @@ class FactorPair:
     a: str
     b: str
 
-    def matrices(self, state: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def matrices(self, state: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `B` of shape `(out, r)` and `A` of shape `(r, in)` in float64, on the CPU."""
         return self.as_matrices(state[self.b], state[self.a])
 
@@ -94,9 +94,7 @@ def find_other_factors(names: Iterable[str]) -> str | None:
 # ---- Inner products
 
 
-def add_gram(
-    gram: torch.Tensor, updates: UpdateCollection, pair: FactorPair, extra: Sequence[Mapping[str, torch.Tensor]] = ()
-) -> None:
+def add_gram(gram: torch.Tensor, updates: UpdateCollection, pair: FactorPair, extra: Sequence[Tensors] = ()) -> None:
     """
     Add the inner products of the changes of a module to a Gram matrix.
 
@@ -125,9 +123,7 @@ def add_gram(
                 gram[second : second + group, first : first + group] += inner.T
 
 
-def add_products(
-    products: torch.Tensor, updates: UpdateCollection, pair: FactorPair, state: Mapping[str, torch.Tensor] | None
-) -> None:
+def add_products(products: torch.Tensor, updates: UpdateCollection, pair: FactorPair, state: Tensors | None) -> None:
     """
     Add the inner products of the changes of a module with one other change.
 
@@ -150,7 +146,7 @@ def add_products(
 def _stack(
     updates: UpdateCollection,
     pair: FactorPair,
-    extra: Sequence[Mapping[str, torch.Tensor]],
+    extra: Sequence[Tensors],
     before: tuple[torch.Tensor, torch.Tensor],
     rows: range,
 ) -> tuple[torch.Tensor, torch.Tensor]:

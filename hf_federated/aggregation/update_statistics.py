@@ -7,12 +7,12 @@ use the product `B A` (see `lora_factors`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ..methods import UpdateCollection
-from ..utils.weighted_mean import PIECE, State, WeightedMean, wide_dtype
+from ..utils.weighted_mean import PIECE, State, Tensors, WeightedMean, wide_dtype
 from .lora_factors import (
     FactorPair,
     add_gram,
@@ -35,7 +35,7 @@ def split_names(updates: UpdateCollection) -> tuple[list[str], list[FactorPair]]
     return [name for name in updates.floating_names if name not in factors], pairs
 
 
-def gram_matrix(updates: UpdateCollection, extra: Sequence[Mapping[str, torch.Tensor]] = ()) -> torch.Tensor:
+def gram_matrix(updates: UpdateCollection, extra: Sequence[Tensors] = ()) -> torch.Tensor:
     """
     Inner products `⟨x_i − x, x_j − x⟩` of the changes of all clients.
 
@@ -67,7 +67,7 @@ def squared_norms(updates: UpdateCollection) -> torch.Tensor:
     return products_with(updates, None)
 
 
-def products_with(updates: UpdateCollection, state: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
+def products_with(updates: UpdateCollection, state: Tensors | None) -> torch.Tensor:
     """
     Inner products `⟨x_i − x, y − x⟩` of the changes of all clients with another change.
 
@@ -93,7 +93,7 @@ def products_with(updates: UpdateCollection, state: Mapping[str, torch.Tensor] |
     return products
 
 
-def squared_norm(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> float:
+def squared_norm(state: Tensors, before: Tensors) -> float:
     """Squared norm `‖y − x‖²` of the change of one state in memory. LoRA modules count by their product."""
     pairs = find_pairs(before)
     factors = {name for pair in pairs for name in (pair.a, pair.b)}
@@ -120,7 +120,7 @@ def rounded(weights: torch.Tensor) -> torch.Tensor:
     return torch.ldexp((mantissa * 2**WEIGHT_BITS).round() / 2**WEIGHT_BITS, exponent)
 
 
-def distance(state: Mapping[str, torch.Tensor], center: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def distance(state: Tensors, center: Tensors) -> torch.Tensor:
     """
     Distance of two states over all tensors of the center, in float64.
 

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..utils.weighted_mean import Tensors
+
 
 # The shape of each tensor, by name.
 Shapes = Mapping[str, Sequence[int]]
@@ -72,13 +74,11 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def compress(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def compress(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """Encode tensors without a memory. The arguments are those of [`~Codec.encode`]."""
 
     @abstractmethod
-    def decode(
-        self, encoded: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def decode(self, encoded: Tensors, reference: Tensors) -> dict[str, torch.Tensor]:
         """
         Decode what [`~Codec.encode`] returned.
 
@@ -94,9 +94,7 @@ class Codec(ABC):
             ValueError: If the names, dtypes or shapes of `encoded` differ from [`~Codec.layout`].
         """
 
-    def encode(
-        self, tensors: Mapping[str, torch.Tensor], memory: dict[str, Any] | None = None
-    ) -> dict[str, torch.Tensor]:
+    def encode(self, tensors: Tensors, memory: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
         """
         Encode tensors for sending.
 

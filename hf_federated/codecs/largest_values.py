@@ -19,10 +19,10 @@ the identity of each example and as much memory as the hidden states of all exam
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 
+from ..utils.weighted_mean import Tensors
 from .bits import pack_mask, unpack_mask
 
 
@@ -61,7 +61,7 @@ def keep_largest(rows: torch.Tensor, with_mean: bool = False) -> dict[str, torch
     return encoded
 
 
-def restore_largest(encoded: Mapping[str, torch.Tensor], width: int) -> torch.Tensor:
+def restore_largest(encoded: Tensors, width: int) -> torch.Tensor:
     """
     Restore the rows from which [`keep_largest`] kept values. The other values are zero, or the mean error.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch.nn import functional
+
+from ..utils.weighted_mean import Tensors
 
 
 TRAVEL_DTYPES: dict[str, torch.dtype] = {
@@ -41,7 +42,7 @@ def quantize_rows(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"values": (steps.nan_to_num() - 128).to(torch.int8), "scale": scale, "zero_point": low}
 
 
-def dequantize_rows(encoded: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def dequantize_rows(encoded: Tensors) -> torch.Tensor:
     """
     Restore the rows that [`quantize_rows`] quantized.
 
@@ -86,7 +87,7 @@ def quantize_groups(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"values": integers[:, ::2] | integers[:, 1::2] << 4, "scale": scale, "zero_point": low}
 
 
-def dequantize_groups(encoded: Mapping[str, torch.Tensor], width: int) -> torch.Tensor:
+def dequantize_groups(encoded: Tensors, width: int) -> torch.Tensor:
     """
     Restore the rows that [`quantize_groups`] quantized.
 

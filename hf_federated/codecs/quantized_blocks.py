@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
+from ..utils.weighted_mean import Tensors
 from .base import Codec, Layout, Shapes
 from .row_bytes import num_row_bytes, pack_rows, unpack_rows
 
@@ -61,7 +62,7 @@ class QuantizedBlocks(Codec):
             layout[name] = (torch.uint8, (num_rows, num_row_bytes(self._dtype, width)))
         return layout
 
-    def compress(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def compress(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         return {name: self._compress(value) for name, value in tensors.items()}
 
     def _compress(self, value: torch.Tensor) -> torch.Tensor:
@@ -73,9 +74,7 @@ class QuantizedBlocks(Codec):
         values = functional.pad(value.float().reshape(1, -1), (0, padding), mode="replicate")
         return pack_rows(self._dtype, values.view(num_rows, width))[self._dtype]
 
-    def decode(
-        self, encoded: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def decode(self, encoded: Tensors, reference: Tensors) -> dict[str, torch.Tensor]:
         """
         Decode what [`~Codec.encode`] returned.
 

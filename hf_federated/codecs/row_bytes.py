@@ -5,10 +5,9 @@ Separate tensors for scales, places and values would need a header of 60 bytes e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
+from ..utils.weighted_mean import Tensors
 from .largest_values import keep_largest, num_kept, restore_largest
 from .quantization import dequantize_groups, dequantize_rows, num_groups, quantize_groups, quantize_rows
 
@@ -67,7 +66,7 @@ def pack_rows(dtype: str, rows: torch.Tensor, with_mean: bool = False) -> dict[s
     return {name: values.cpu() for name, values in {dtype: joined, **compressed}.items()}
 
 
-def unpack_rows(dtype: str, packed: Mapping[str, torch.Tensor], width: int) -> torch.Tensor:
+def unpack_rows(dtype: str, packed: Tensors, width: int) -> torch.Tensor:
     """
     Restore the rows that [`pack_rows`] compressed. Non-finite values of a row become NaN.
 

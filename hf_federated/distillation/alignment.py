@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 
+from ..utils.weighted_mean import Tensors
 from .encoding import Encoding, Targets
 
 
 # Encoded targets, the same for all clients or as a function of the client id.
-EncodedTargets = Mapping[str, torch.Tensor] | Callable[[str], Mapping[str, torch.Tensor]]
+EncodedTargets = Tensors | Callable[[str], Tensors]
 
 
 class Alignment:

@@ -28,7 +28,7 @@ from torch import nn
 
 from ..messages import Distill, Feedback, Message, Predict, Predictions
 from ..methods import ClientPart, Method, Round
-from ..utils.weighted_mean import WeightedMean
+from ..utils.weighted_mean import Tensors, WeightedMean
 from .alignment import Alignment
 from .client import DistillationPart
 from .client_weights import weighted_mean
@@ -44,7 +44,7 @@ from .settings import Settings
 
 
 # Logits by client.
-ClientLogits = Mapping[str, torch.Tensor]
+ClientLogits = Tensors
 
 
 @dataclass(kw_only=True, repr=False, eq=False)

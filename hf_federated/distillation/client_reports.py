@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..messages import CLASS_COUNT
+from ..utils.weighted_mean import Tensors
 from .cohort import Cohort
 
 
@@ -94,7 +95,7 @@ def _f1(metrics: Mapping[str, float]) -> float | None:
 
 def reports(
     cohort: Cohort,
-    predictions: Mapping[str, torch.Tensor] | None = None,
+    predictions: Tensors | None = None,
     evaluations: Mapping[str, Mapping[str, float]] | None = None,
 ) -> list[ClientReport]:
     """

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ..utils.weighted_mean import Tensors
 from .client_reports import ClientReport
 from .cohort import Cohort
 
@@ -148,7 +149,7 @@ def class_count_weights(reports: Sequence[ClientReport]) -> torch.Tensor:
     return torch.where(totals > 0, rows / totals, 1 / len(reports))
 
 
-def weighted_mean(predictions: Mapping[str, torch.Tensor], weights: Mapping[str, float]) -> torch.Tensor:
+def weighted_mean(predictions: Tensors, weights: Mapping[str, float]) -> torch.Tensor:
     """
     The weighted mean of the clients' tensors, summed in float64 in the order of the clients.
 

@@ -16,6 +16,7 @@ import torch
 
 from ..codecs import Codec, Layout, Shapes
 from ..codecs.quantization import TRAVEL_DTYPES, dequantize_rows, quantize_rows
+from ..utils.weighted_mean import Tensors
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class PredictionCodec(Codec):
             layout["rest"] = (torch.float32, (num_rows,))
         return layout
 
-    def compress(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def compress(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """
         Encode predictions for sending.
 
@@ -137,9 +138,7 @@ class PredictionCodec(Codec):
         )
         return {name: encoded[name].cpu() for name in self.layout({"": (0, num_classes)})}
 
-    def decode(
-        self, encoded: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def decode(self, encoded: Tensors, reference: Tensors) -> dict[str, torch.Tensor]:
         """
         Decode what [`~Codec.encode`] returned.
 

@@ -26,7 +26,7 @@ from ..messages import (
 )
 from ..utils.errors import RoundFailedError
 from ..utils.random import derived_seed
-from ..utils.weighted_mean import WeightedMean
+from ..utils.weighted_mean import Tensors, WeightedMean
 from .alignment import Alignment, EncodedTargets
 from .lazy_rows import LazyRows, decode_lazily
 from .public_rows import PublicRows
@@ -49,7 +49,7 @@ Reply = TypeVar("Reply", bound=Message)
 # `run_on_main(label, find)` calls `find` on the main process and returns its result on all processes.
 RunOnMain = Callable[[str, Callable[[], Any]], Any]
 # `decode(values, num_classes)` decodes predictions.
-Decode = Callable[[Mapping[str, torch.Tensor], int], torch.Tensor]
+Decode = Callable[[Tensors, int], torch.Tensor]
 
 
 @dataclass
@@ -236,7 +236,7 @@ class Cohort:
         self,
         rows: PublicRows,
         targets: EncodedTargets,
-        feedback: Mapping[str, Mapping[str, torch.Tensor]],
+        feedback: Mapping[str, Tensors],
         settings: Mapping[str, Mapping[str, Any]],
         step: int,
         num_training_steps: int,
@@ -338,7 +338,7 @@ class Cohort:
             self.check_enough()
         return accepted
 
-    def _unpack(self, client_id: str, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+    def _unpack(self, client_id: str, encoded: Tensors, shape: tuple[int, ...]) -> torch.Tensor:
         sent = self.alignment.client_shape(client_id, shape)
         logits = self.decode(encoded, sent[-1])
         _check(logits, logits.shape, sent)
@@ -347,7 +347,7 @@ class Cohort:
             _check(aligned, aligned.shape, shape)
         return aligned
 
-    def _check_lazy(self, client_id: str, encoded: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> LazyRows:
+    def _check_lazy(self, client_id: str, encoded: Tensors, shape: tuple[int, ...]) -> LazyRows:
         rows = decode_lazily(encoded, lambda values: self.decode(values, shape[-1]))
         for start, indices in rows.index_blocks():
             try:
@@ -417,7 +417,7 @@ def _check(values: torch.Tensor, given: tuple[int, ...], shape: tuple[int, ...])
         raise ValueError(f"its predictions have a logit of magnitude {largest:g}; at most {MAX_LOGIT:g} is allowed.")
 
 
-def _narrow(positions: Positions, rows: PublicRows, absent: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _narrow(positions: Positions, rows: PublicRows, absent: Tensors) -> dict[str, torch.Tensor]:
     """
     Restrict the exchange to the positions that the server and all clients keep.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from ..utils.weighted_mean import Tensors
 from .codec import PredictionCodec, rows_of
 from .lazy_rows import LazyRows, concatenate_encoded, decode_lazily
 
@@ -46,7 +46,7 @@ class Encoding:
         """Encode predictions of shape `(rows, classes)`."""
         return self.codec.encode({"logits": logits})
 
-    def decode(self, values: Mapping[str, torch.Tensor], num_classes: int) -> torch.Tensor:
+    def decode(self, values: Tensors, num_classes: int) -> torch.Tensor:
         """Decode the return value of `encode` to a float32 tensor of shape `(rows, classes)`."""
         return self.codec.decode(values, rows_of(num_classes))["rows"]
 
@@ -59,7 +59,7 @@ class Encoding:
         # The `top_k` classes keep their probabilities, and the remaining classes share the remaining probability.
         return self.codec.encode({"targets": targets.clamp(min=SMALLEST_PROBABILITY).log()})
 
-    def decode_targets(self, values: Mapping[str, torch.Tensor], num_classes: int) -> torch.Tensor:
+    def decode_targets(self, values: Tensors, num_classes: int) -> torch.Tensor:
         """
         Decode the return value of `encode_targets` to a float32 tensor of shape `(rows, classes)`.
 
@@ -73,7 +73,7 @@ class Encoding:
         targets = targets.clamp(min=0)
         return targets / targets.sum(-1, keepdim=True)
 
-    def unpack_targets(self, values: Mapping[str, torch.Tensor], num_classes: int) -> Targets:
+    def unpack_targets(self, values: Tensors, num_classes: int) -> Targets:
         """Decode targets as `decode_targets` does. With `top_k`, decode each batch when it is needed."""
         if self.codec.top_k is None:
             return self.decode_targets(values, num_classes)

@@ -8,7 +8,6 @@ The paper's variant with several architectures is not implemented.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +18,7 @@ from ..messages import ClientUpdate, Disclosure, Fit, public_order
 from ..methods import ClientPart
 from ..tasks.metrics.base import require_extra
 from ..utils.random import derived_seed, isolated_rng
-from ..utils.weighted_mean import State
+from ..utils.weighted_mean import State, Tensors
 from .base import Distillation
 from .certainty import certainty, fit_certainty, noise_std, scale_into_unit_ball
 from .client import DistillationPart
@@ -210,7 +209,7 @@ class FedAUX(Distillation):
         server = self.server
         return {WEIGHTED_LOGITS: torch.empty(server.shape), CERTAINTY: torch.empty(server.num_rows)}
 
-    def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
+    def check_extra(self, extra: Tensors) -> None:
         # The mean score is a divisor and must not be 0. A negative or huge score would suppress the other clients.
         scores, largest = extra[CERTAINTY], 1 + self.score_offset
         wrong = (scores <= 0) | (scores > largest * (1 + ROUNDING))

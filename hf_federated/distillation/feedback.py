@@ -35,6 +35,8 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import get_total_norm
 
+from ..utils.weighted_mean import Tensors
+
 
 ComputeLogits = Callable[[nn.Module, Any], torch.Tensor]
 Method = Literal["jvp", "finite_difference"]
@@ -71,7 +73,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def loss_gradients(loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def loss_gradients(loss: torch.Tensor, parameters: Tensors) -> dict[str, torch.Tensor]:
     """
     The gradients of a loss by parameter name. `.grad` is not changed.
 
@@ -85,9 +87,7 @@ def loss_gradients(loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -
 
 
 @contextmanager
-def virtual_step(
-    parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor], step_size: float
-) -> Iterator[None]:
+def virtual_step(parameters: Tensors, gradients: Tensors, step_size: float) -> Iterator[None]:
     """
     Set the parameters to `θ − η g` in the body of the `with` statement, in place.
 
@@ -136,7 +136,7 @@ def virtual_step(
 def directional_derivative(
     model: nn.Module,
     inputs: Any,
-    direction: Mapping[str, torch.Tensor],
+    direction: Tensors,
     *,
     of: Literal["log_probabilities", "logits"] = "log_probabilities",
     method: Method = "jvp",
@@ -209,9 +209,7 @@ class _Outputs(nn.Module):
         return self.function(self.model, inputs)
 
 
-def _forward_derivative(
-    model: nn.Module, inputs: Any, direction: Mapping[str, torch.Tensor], function: ComputeLogits
-) -> torch.Tensor:
+def _forward_derivative(model: nn.Module, inputs: Any, direction: Tensors, function: ComputeLogits) -> torch.Tensor:
     parameters = dict(model.named_parameters())
     # Not `torch.func.jvp`: its transforms forbid `requires_grad_` in hooks. Gradient checkpointing in transformers has
     # such hooks.
@@ -232,9 +230,7 @@ def _forward_derivative(
         return torch.zeros_like(primal) if tangent is None else tangent.clone()
 
 
-def _central_difference(
-    parameters: Mapping[str, torch.Tensor], direction: Mapping[str, torch.Tensor], function: Callable[[], torch.Tensor]
-) -> torch.Tensor:
+def _central_difference(parameters: Tensors, direction: Tensors, function: Callable[[], torch.Tensor]) -> torch.Tensor:
     narrow = [name for name, parameter in parameters.items() if parameter.dtype.itemsize < 4]
     if narrow:
         raise ValueError(
@@ -257,7 +253,7 @@ def _central_difference(
 def chain_rule_feedback(
     model: nn.Module,
     inputs: Any,
-    validation_gradients: Mapping[str, torch.Tensor],
+    validation_gradients: Tensors,
     step_size: float,
     *,
     method: Method = "jvp",
@@ -326,7 +322,7 @@ def logit_feedback(ensemble_probabilities: torch.Tensor, feedback: torch.Tensor)
 def squared_error_feedback(
     model: nn.Module,
     inputs: Any,
-    validation_gradients: Mapping[str, torch.Tensor],
+    validation_gradients: Tensors,
     step_size: float,
     *,
     method: Method = "jvp",
@@ -358,7 +354,7 @@ def squared_error_feedback(
     return derivative * (2 * step_size / max(1, derivative.numel()))
 
 
-def _check_names(values: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+def _check_names(values: Tensors, parameters: Tensors) -> None:
     for name, value in values.items():
         if name not in parameters:
             raise ValueError(

@@ -6,9 +6,11 @@ combines the predictions of each position independently, so it can process the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+
+from ..utils.weighted_mean import Tensors
 
 
 # Number of rows that are decoded together.
@@ -63,9 +65,7 @@ class LazyRows:
             yield number * BLOCK_SIZE, indices
 
 
-def decode_lazily(
-    values: Mapping[str, torch.Tensor], decode: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
-) -> LazyRows:
+def decode_lazily(values: Tensors, decode: Callable[[Tensors], torch.Tensor]) -> LazyRows:
     """
     Decode the encoded rows when they are needed.
 
@@ -89,7 +89,7 @@ def decode_lazily(
     )
 
 
-def concatenate_encoded(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def concatenate_encoded(parts: Sequence[Tensors]) -> dict[str, torch.Tensor]:
     """Concatenate encoded blocks of rows, as if all rows had been encoded at once."""
     return {
         name: torch.cat([part[name].view(_indexable(part[name])) for part in parts]).view(parts[0][name].dtype)

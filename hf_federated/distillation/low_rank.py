@@ -10,18 +10,17 @@ the share is at least `T` in both directions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from ..utils.arguments import require
+from ..utils.weighted_mean import Tensors
 
 
 # Last part of a key: an unchanged tensor, or one of its three factors.
 DENSE, FACTORS = "dense", ("u", "s", "v")
 
 
-def compress(update: Mapping[str, torch.Tensor], energy: float) -> dict[str, torch.Tensor]:
+def compress(update: Tensors, energy: float) -> dict[str, torch.Tensor]:
     """
     Compress an update.
 
@@ -78,9 +77,7 @@ def compress(update: Mapping[str, torch.Tensor], energy: float) -> dict[str, tor
     return sent
 
 
-def decompress(
-    sent: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, torch.Tensor]:
+def decompress(sent: Tensors, reference: Tensors | None = None) -> dict[str, torch.Tensor]:
     """
     Restore an update from the return value of [`compress`], without the dropped part.
 
@@ -147,7 +144,7 @@ def _factors(matrix: torch.Tensor, energy: float) -> tuple[torch.Tensor, torch.T
     return u[:, :rank].to(matrix.dtype).clone(), s[:rank].clone(), v[:rank].to(matrix.dtype).clone()
 
 
-def _check(name: str, kinds: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor] | None) -> None:
+def _check(name: str, kinds: Tensors, reference: Tensors | None) -> None:
     """Check the factors of a tensor and its shape before `_product` allocates memory."""
     if set(kinds) == {DENSE}:
         shape = tuple(kinds[DENSE].shape)
@@ -171,7 +168,7 @@ def _check(name: str, kinds: Mapping[str, torch.Tensor], reference: Mapping[str,
         raise ValueError(f"{name!r} has shape {shape}, {expected}.")
 
 
-def _product(kinds: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _product(kinds: Tensors) -> torch.Tensor:
     if DENSE in kinds:
         return kinds[DENSE]
     u, s, v = (kinds[kind] for kind in FACTORS)

@@ -20,11 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-
 from ..messages import ClientUpdate, Disclosure, Message
 from ..utils.constructor_settings import ConstructorSettings
-from ..utils.weighted_mean import State
+from ..utils.weighted_mean import State, Tensors
 from .accumulator import Accumulator
 from .client_part import ClientContext, ClientPart
 from .previous_release import adapt_method
@@ -160,7 +158,7 @@ class Method(ConstructorSettings):
         """
         return {}
 
-    def check_extra(self, extra: Mapping[str, torch.Tensor]) -> None:
+    def check_extra(self, extra: Tensors) -> None:
         """
         Check the values of the additional tensors of an update.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..utils.weighted_mean import State, wide_dtype
+from ..utils.weighted_mean import State, Tensors, wide_dtype
 
 
 # Every tensor starts at a multiple of this number of bytes, so that it can be read in its dtype.
@@ -58,9 +58,7 @@ class UpdateCollection:
     ```
     """
 
-    def __init__(
-        self, reference: Mapping[str, torch.Tensor], max_memory_mb: float = 256, directory: str | None = None
-    ) -> None:
+    def __init__(self, reference: Tensors, max_memory_mb: float = 256, directory: str | None = None) -> None:
         self.reference: State = dict(reference)
         self.block_bytes = int(max_memory_mb * 1e6)
         self._directory = directory
@@ -98,7 +96,7 @@ class UpdateCollection:
         """Names of the integer and boolean tensors."""
         return [name for name, value in self.reference.items() if not value.is_floating_point()]
 
-    def add(self, client_id: str, state: Mapping[str, torch.Tensor], weight: float = 1.0) -> None:
+    def add(self, client_id: str, state: Tensors, weight: float = 1.0) -> None:
         """
         Add the state of a client.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import torch
 
 from ..messages import ClientUpdate, Fit
 from ..messages.validation import InvalidUpdateError
+from ..utils.weighted_mean import Tensors
 from .base import Memory, Postprocessor
 
 
@@ -72,7 +72,7 @@ class ClipUpdate(Postprocessor):
             )
 
 
-def _changes(update: ClientUpdate, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _changes(update: ClientUpdate, state: Tensors) -> dict[str, torch.Tensor]:
     """Return the changes of the floating values. A later check rejects unexpected names and shapes."""
     return {
         name: value - state[name].to(value)
@@ -81,7 +81,7 @@ def _changes(update: ClientUpdate, state: Mapping[str, torch.Tensor]) -> dict[st
     }
 
 
-def _norm(changes: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _norm(changes: Tensors) -> torch.Tensor:
     if not changes:
         return torch.zeros(())
     return torch.stack([change.float().norm() for change in changes.values()]).norm()

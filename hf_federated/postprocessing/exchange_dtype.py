@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import torch
 
 from ..messages import ClientUpdate, Fit
 from ..messages.validation import InvalidUpdateError
+from ..utils.weighted_mean import Tensors
 from .base import Memory, Postprocessor
 
 
@@ -17,7 +17,7 @@ def exchange_dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else getattr(torch, name)
 
 
-def cast_floating(state: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def cast_floating(state: Tensors, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """Return a state with its floating tensors converted to `dtype`. `None` keeps all dtypes."""
     if dtype is None:
         return dict(state)

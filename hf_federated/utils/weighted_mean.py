@@ -10,6 +10,8 @@ import torch
 
 
 State = dict[str, torch.Tensor]
+# Tensors by name that are only read.
+Tensors = Mapping[str, torch.Tensor]
 
 # Number of values that are converted at a time.
 PIECE = 2**18
