@@ -174,11 +174,10 @@ class CenteredClipping(ClippedMean):
             name: before[name].cpu().double() + self._center[name].cpu().double() if self._center else before[name]
             for name in updates.floating_names
         }
-        coefficients, rest = centered_weights(gram_matrix(updates, [center]), self.radius, self.num_iterations)
+        coefficients, rest = centered_weights(gram_matrix(updates, center), self.radius, self.num_iterations)
         result = combine(updates, coefficients.tolist(), wide=torch.float64)
-        if self._center:
-            for name, value in self._center.items():
-                result[name] = result[name] + rest * value.to(result[name])
+        for name, value in self._center.items():
+            result[name] = result[name] + rest * value.to(result[name])
         return result
 
     def move_towards(self, state: State, estimate_of: Any) -> State:

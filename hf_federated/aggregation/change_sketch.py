@@ -8,7 +8,7 @@ import torch
 
 from ..utils.random import derived_seed
 from ..utils.weighted_mean import Tensors
-from .lora_factors import change_factors, find_pairs
+from .lora_factors import change_factors, split_names
 
 
 # A prime number, so that the columns of a matrix do not fall on the same numbers of the sketch.
@@ -49,9 +49,7 @@ class ChangeSketch:
     def __init__(self, before: Tensors, seed: int) -> None:
         self._before = before
         self._seed = seed
-        self._pairs = find_pairs(before)
-        factors = {name for pair in self._pairs for name in (pair.a, pair.b)}
-        self._names = [name for name, value in before.items() if value.is_floating_point() and name not in factors]
+        self._names, self._pairs = split_names(before)
 
     @torch.no_grad()
     def __call__(self, state: Tensors) -> torch.Tensor:

@@ -105,15 +105,12 @@ class FedNova(Aggregation):
     name: ClassVar[str] = "fednova"
     needs_gradients: ClassVar[bool] = True
     client_part: ClassVar[type[ClientPart]] = NormalizerPart
+    disclosures = (Disclosure("normalizer of the local training", "client"),)
 
     def __init__(self, proximal_weight: float = 0.0, weighting: str = "examples") -> None:
         super().__init__(weighting)
         require("proximal_weight", proximal_weight, proximal_weight >= 0, "at least 0")
         self.proximal_weight = proximal_weight
-
-    @property
-    def disclosures(self) -> tuple[Disclosure, ...]:
-        return (Disclosure("normalizer of the local training", "client"),)
 
     def check_setup(self, args: Any, config: Any) -> None:
         if args.optim != "sgd":

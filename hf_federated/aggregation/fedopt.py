@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 from ..utils.weighted_mean import State
@@ -90,7 +91,6 @@ class FedOpt(Aggregation):
         weighting: str = "examples",
     ) -> None:
         super().__init__(weighting)
-        # Checks the arguments.
         self._optimizer = ServerOptimizer(
             server_optimizer,
             server_lr,
@@ -101,14 +101,8 @@ class FedOpt(Aggregation):
             server_lr_scheduler,
             server_warmup_rounds,
         )
-        self.server_optimizer = server_optimizer
-        self.server_lr = server_lr
-        self.server_momentum = server_momentum
-        self.server_betas = (float(server_betas[0]), float(server_betas[1]))
-        self.server_eps = server_eps
-        self.server_weight_decay = server_weight_decay
-        self.server_lr_scheduler = server_lr_scheduler
-        self.server_warmup_rounds = server_warmup_rounds
+        # The constructor of the optimizer has checked the settings.
+        vars(self).update(dataclasses.asdict(self._optimizer))
 
     @classmethod
     def diloco(cls, server_lr: float = 0.7, server_momentum: float = 0.9, weighting: str = "uniform") -> FedOpt:

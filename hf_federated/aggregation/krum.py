@@ -11,9 +11,9 @@ from ..methods import UpdateCollection
 from ..utils.arguments import require
 from ..utils.errors import RoundFailedError
 from ..utils.weighted_mean import State
-from .lora_factors import combined_factors
+from .lora_factors import combined_factors, split_names
 from .robust import RobustAggregation, check_num_hostile, count_hostile
-from .update_statistics import combine, gram_matrix, split_names, squared_distances
+from .update_statistics import combine, gram_matrix, squared_distances
 
 
 class Krum(RobustAggregation):
@@ -127,7 +127,7 @@ class Krum(RobustAggregation):
         result = combine(updates, coefficients.tolist()) | integers
         if self.num_selected == 1:
             selected_id = updates.client_ids[int(selected[0])]
-            for pair in split_names(updates)[1]:
+            for pair in split_names(updates.reference)[1]:
                 # A huge factor A with a tiny factor B has the product of honest factors, but breaks their training.
                 factors = combined_factors(updates, pair, {selected_id: 1.0})
                 result |= {name: value.to(result[name]) for name, value in factors.items()}

@@ -32,6 +32,11 @@ OTHER_FACTORS = ("lora_E", "hada_w1_a", "lokr_w1", "lokr_w1_a")
 # Up to this size of the smaller dimension, singular values are computed exactly.
 EXACT_SIZE = 1024
 
+# `B` and `A` of a module, or the left and the right factor of a change.
+Factors = tuple[torch.Tensor, torch.Tensor]
+# Maps values of all clients, of shape `(num_clients, num_values)`, to one value for each column.
+Statistic = Callable[[torch.Tensor], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class FactorPair:
@@ -46,11 +51,15 @@ class FactorPair:
     a: str
     b: str
 
-    def matrices(self, state: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    def matrices(self, state: Tensors) -> Factors:
         """Return `B` of shape `(out, r)` and `A` of shape `(r, in)` in float64, on the CPU."""
         return self.as_matrices(state[self.b], state[self.a])
 
-    def as_matrices(self, b: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, updates: UpdateCollection, client_id: str) -> Factors:
+        """Return the factors of a client, as [`~FactorPair.matrices`] does."""
+        return self.as_matrices(updates.read(client_id, self.b), updates.read(client_id, self.a))
+
+    def as_matrices(self, b: torch.Tensor, a: torch.Tensor) -> Factors:
         """Return the factors as matrices in float64, on the CPU. The factors of a convolution have more axes."""
         a, b = a.detach().cpu().double(), b.detach().cpu().double()
         return b.reshape(b.shape[0], -1), a.reshape(a.shape[0], -1)
@@ -86,6 +95,14 @@ def find_pairs(names: Iterable[str]) -> list[FactorPair]:
     return pairs
 
 
+def split_names(state: Tensors) -> tuple[list[str], list[FactorPair]]:
+    """Return the names of the floating tensors that are no LoRA factors, and the pairs of LoRA factors."""
+    floating = [name for name, value in state.items() if value.is_floating_point()]
+    pairs = find_pairs(floating)
+    factors = {name for pair in pairs for name in (pair.a, pair.b)}
+    return [name for name in floating if name not in factors], pairs
+
+
 def find_other_factors(names: Iterable[str]) -> str | None:
     """Return the name of a tensor of an adapter with more than two factors, such as AdaLoRA, or `None`."""
     return next((name for name in names if not set(OTHER_FACTORS).isdisjoint(name.split("."))), None)
@@ -94,28 +111,25 @@ def find_other_factors(names: Iterable[str]) -> str | None:
 # ---- Inner products
 
 
-def add_gram(gram: torch.Tensor, updates: UpdateCollection, pair: FactorPair, extra: Sequence[Tensors] = ()) -> None:
+def add_gram(gram: torch.Tensor, updates: UpdateCollection, pair: FactorPair) -> None:
     """
     Add the inner products of the changes of a module to a Gram matrix.
 
     Args:
-        gram (`torch.Tensor` of shape `(num_rows, num_rows)`, float64): Changed in place. The rows are the clients,
-            followed by `extra`.
+        gram (`torch.Tensor` of shape `(num_clients, num_clients)`, float64): Changed in place.
         updates ([`UpdateCollection`]): The updates.
         pair ([`FactorPair`]): The module.
-        extra (`Sequence[Mapping[str, torch.Tensor]]`, *optional*): Further states.
     """
-    before = pair.matrices(updates.reference)
-    num_rows = len(updates) + len(extra)
+    before, clients = pair.matrices(updates.reference), updates.client_ids
     rank, size = before[1].shape[0], before[0].shape[0] + before[1].shape[1]
     # Two groups of factors and two matrices of inner products of the factors are in memory.
     group = min(updates.block_bytes // (4 * 16 * rank * size), math.isqrt(updates.block_bytes // (64 * rank**2)))
-    group = max(1, min(num_rows, group))
-    for first in range(0, num_rows, group):
-        lefts, rights = _stack(updates, pair, extra, before, range(first, min(first + group, num_rows)))
+    group = max(1, min(len(clients), group))
+    for first in range(0, len(clients), group):
+        lefts, rights = _stack(updates, pair, before, clients[first : first + group])
         for second in range(0, first + 1, group):
-            others = range(second, min(second + group, num_rows))
-            left, right = (lefts, rights) if second == first else _stack(updates, pair, extra, before, others)
+            others = clients[second : second + group]
+            left, right = (lefts, rights) if second == first else _stack(updates, pair, before, others)
             inner = (lefts @ left.T) * (rights @ right.T)
             inner = inner.view(-1, 2 * rank, len(others), 2 * rank).sum((1, 3))
             gram[first : first + group, second : second + group] += inner
@@ -134,43 +148,26 @@ def add_products(products: torch.Tensor, updates: UpdateCollection, pair: Factor
         state (`Mapping[str, torch.Tensor]`, *optional*): The other state. Defaults to the client's own state.
     """
     before = pair.matrices(updates.reference)
-    num_rows = len(updates)
-    extra = [] if state is None else [state]
-    other = None if state is None else _stack(updates, pair, extra, before, range(num_rows, num_rows + 1))
-    for row in range(num_rows):
-        left, right = _stack(updates, pair, extra, before, range(row, row + 1))
+    other = None if state is None else change_factors(before, pair.matrices(state))
+    for row, client_id in enumerate(updates.client_ids):
+        left, right = change_factors(before, pair.read(updates, client_id))
         other_left, other_right = other or (left, right)
         products[row] += ((left @ other_left.T) * (right @ other_right.T)).sum()
 
 
-def _stack(
-    updates: UpdateCollection,
-    pair: FactorPair,
-    extra: Sequence[Tensors],
-    before: tuple[torch.Tensor, torch.Tensor],
-    rows: range,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _stack(updates: UpdateCollection, pair: FactorPair, before: Factors, client_ids: Sequence[str]) -> Factors:
     """
-    Return the [`change_factors`] of some rows.
+    Return the [`change_factors`] of some clients.
 
     Returns:
-        `tuple[torch.Tensor, torch.Tensor]`: Left factors of shape `(num_rows · 2r, out)` and right factors of shape
-            `(num_rows · 2r, in)`.
+        `tuple[torch.Tensor, torch.Tensor]`: Left factors of shape `(num_clients · 2r, out)` and right factors of shape
+            `(num_clients · 2r, in)`.
     """
-    clients = updates.client_ids
-    factors = []
-    for row in rows:
-        if row < len(clients):
-            after = pair.as_matrices(updates.read(clients[row], pair.b), updates.read(clients[row], pair.a))
-        else:
-            after = pair.matrices(extra[row - len(clients)])
-        factors.append(change_factors(before, after))
+    factors = [change_factors(before, pair.read(updates, client_id)) for client_id in client_ids]
     return torch.cat([left for left, _ in factors]), torch.cat([right for _, right in factors])
 
 
-def change_factors(
-    before: tuple[torch.Tensor, torch.Tensor], after: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def change_factors(before: Factors, after: Factors) -> Factors:
     """
     Write the change of a product as a product, `B' A' − B A = (B' − B) A' + B (A' − A) = Lᵀ R`.
 
@@ -204,7 +201,7 @@ def combined_factors(updates: UpdateCollection, pair: FactorPair, coefficients: 
     def factors() -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
         yield from terms
         for client_id, coefficient in coefficients.items():
-            yield *pair.as_matrices(updates.read(client_id, pair.b), updates.read(client_id, pair.a)), coefficient
+            yield *pair.read(updates, client_id), coefficient
 
     rank, num_out, num_in = a.shape[0], b.shape[0], a.shape[1]
     if num_terms * rank < min(num_out, num_in):
@@ -224,9 +221,7 @@ def combined_factors(updates: UpdateCollection, pair: FactorPair, coefficients: 
     return _to_pair(updates, pair, u, s, v)
 
 
-def coordinate_wise_factors(
-    updates: UpdateCollection, pair: FactorPair, statistic: Callable[[torch.Tensor], torch.Tensor]
-) -> State:
+def coordinate_wise_factors(updates: UpdateCollection, pair: FactorPair, statistic: Statistic) -> State:
     """
     Return the factors of a coordinate-wise statistic of the products, truncated to rank `r`.
 
@@ -245,7 +240,7 @@ def coordinate_wise_factors(
             part = product[top : top + rows, left : left + columns]
             block = torch.empty(len(updates), *part.shape, dtype=torch.float64)
             for matrix, client_id in zip(block, updates.client_ids, strict=True):
-                b_i, a_i = pair.as_matrices(updates.read(client_id, pair.b), updates.read(client_id, pair.a))
+                b_i, a_i = pair.read(updates, client_id)
                 torch.mm(b_i[top : top + rows], a_i[:, left : left + columns], out=matrix)
             part.copy_(statistic(block.view(len(updates), -1)).view(part.shape))
     return _to_pair(updates, pair, *_truncated_svd(product, a.shape[0]))

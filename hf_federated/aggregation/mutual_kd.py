@@ -158,9 +158,7 @@ class Mentor(ClientPart):
         self.memory["mentor"] = self._exchange.read()
         self.memory["optimizer"] = self._trainer.optimizer.state_dict()
         if self._projection is not None:
-            self.memory["projection"] = {
-                name: value.detach().clone() for name, value in self._projection.state_dict().items()
-            }
+            self.memory["projection"] = dict(copy.deepcopy(self._projection.state_dict()))
         return update
 
 
@@ -241,6 +239,12 @@ class MutualKD(Aggregation):
     trains_private_models: ClassVar[bool] = True
     client_part: ClassVar[type[ClientPart]] = Mentor
     update_content: ClassVar[str] = "changes"
+    disclosures = (
+        Disclosure(
+            "factors of the singular value decomposition of its change, or the change if it has fewer values",
+            "exchanged matrix",
+        ),
+    )
 
     def __init__(
         self,
@@ -262,11 +266,6 @@ class MutualKD(Aggregation):
         self.match_attention = match_attention
         self._num_rounds = 1
         self._round = 0
-
-    @property
-    def disclosures(self) -> tuple[Disclosure, ...]:
-        factors = "factors of the singular value decomposition of its change, or the change if it has fewer values"
-        return (Disclosure(factors, "exchanged matrix"),)
 
     def setup(self, num_rounds: int, num_clients: int) -> None:
         self._num_rounds = num_rounds

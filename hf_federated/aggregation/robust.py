@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -228,9 +229,7 @@ class ClippedMean(RobustAggregation):
             name: value if scale == 1.0 else torch.lerp(center[name], value, scale)
             for name, value in ((name, update.state[name].to(center[name].dtype)) for name in center)
         }
-        accumulator.mean.add(limited, self.weight(update))
-        if update.extra:
-            accumulator.extra.add(update.extra, 1.0)
+        Aggregation.accumulate(self, accumulator, dataclasses.replace(update, state=limited))
 
     @torch.no_grad()
     def aggregate(self, accumulator: Accumulator, state: State) -> State:

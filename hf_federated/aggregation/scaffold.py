@@ -114,6 +114,7 @@ class Scaffold(Aggregation):
     name: ClassVar[str] = "scaffold"
     needs_gradients: ClassVar[bool] = True
     client_part: ClassVar[type[ClientPart]] = ControlVariatePart
+    disclosures = (Disclosure("change of the control variate", "exchanged parameter"),)
 
     def __init__(self, server_lr: float = 1.0, weighting: str = "uniform") -> None:
         super().__init__(weighting)
@@ -121,10 +122,6 @@ class Scaffold(Aggregation):
         self.server_lr = server_lr
         self._num_clients = 0
         self._control: State = {}
-
-    @property
-    def disclosures(self) -> tuple[Disclosure, ...]:
-        return (Disclosure("change of the control variate", "exchanged parameter"),)
 
     def setup(self, num_rounds: int, num_clients: int) -> None:
         self._num_clients = num_clients

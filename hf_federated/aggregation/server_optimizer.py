@@ -6,6 +6,7 @@ The optimizers come from `torch.optim`. This module adds Yogi, which `torch.opti
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ SERVER_LR_SCHEDULERS = (
 )
 
 
+@dataclass(repr=False, eq=False)
 class ServerOptimizer:
     """
     An optimizer that moves the global state towards an estimate, such as the mean of the clients.
@@ -95,51 +97,38 @@ class ServerOptimizer:
     ```
     """
 
-    def __init__(
-        self,
-        server_optimizer: str = "momentum",
-        server_lr: float = 1.0,
-        server_momentum: float = 0.9,
-        server_betas: tuple[float, float] = (0.9, 0.99),
-        server_eps: float = 1e-3,
-        server_weight_decay: float = 0.0,
-        server_lr_scheduler: str = "constant",
-        server_warmup_rounds: int = 0,
-    ) -> None:
-        require_one_of("server_optimizer", server_optimizer, SERVER_OPTIMIZERS)
-        require("server_lr", server_lr, server_lr > 0, "positive")
-        require("server_momentum", server_momentum, 0 <= server_momentum < 1, "at least 0 and below 1")
-        require_one_of("server_lr_scheduler", server_lr_scheduler, SERVER_LR_SCHEDULERS)
-        if server_optimizer == "nesterov" and server_momentum == 0:
+    server_optimizer: str = "momentum"
+    server_lr: float = 1.0
+    server_momentum: float = 0.9
+    server_betas: tuple[float, float] = (0.9, 0.99)
+    server_eps: float = 1e-3
+    server_weight_decay: float = 0.0
+    server_lr_scheduler: str = "constant"
+    server_warmup_rounds: int = 0
+
+    def __post_init__(self) -> None:
+        require_one_of("server_optimizer", self.server_optimizer, SERVER_OPTIMIZERS)
+        require("server_lr", self.server_lr, self.server_lr > 0, "positive")
+        require("server_momentum", self.server_momentum, 0 <= self.server_momentum < 1, "at least 0 and below 1")
+        require_one_of("server_lr_scheduler", self.server_lr_scheduler, SERVER_LR_SCHEDULERS)
+        if self.server_optimizer == "nesterov" and self.server_momentum == 0:
             raise ValueError("`server_momentum` is 0, but 'nesterov' needs momentum. Set server_optimizer='sgd'.")
-        if server_optimizer == "yogi" and server_weight_decay:
+        if self.server_optimizer == "yogi" and self.server_weight_decay:
             raise ValueError(
                 "'yogi' does not support `server_weight_decay`. Set server_optimizer='adamw' for weight decay."
             )
-        if server_warmup_rounds and server_lr_scheduler == "constant":
+        if self.server_warmup_rounds and self.server_lr_scheduler == "constant":
             raise ValueError(
                 "`server_warmup_rounds` has no effect with server_lr_scheduler='constant'. Set a scheduler with "
                 "warm-up, such as 'constant_with_warmup'."
             )
-        self.server_optimizer = server_optimizer
-        self.server_lr = server_lr
-        self.server_momentum = server_momentum
-        self.server_betas = (float(server_betas[0]), float(server_betas[1]))
-        self.server_eps = server_eps
-        self.server_weight_decay = server_weight_decay
-        self.server_lr_scheduler = server_lr_scheduler
-        self.server_warmup_rounds = server_warmup_rounds
-        self._num_rounds = 0
-        self._parameters: dict[str, torch.nn.Parameter] = {}
-        self._optimizer: Optimizer | None = None
-        self._scheduler: Any = None
-        self._saved: dict[str, Any] = {}
+        self.server_betas = (float(self.server_betas[0]), float(self.server_betas[1]))
+        self.setup(0)
 
     def setup(self, num_rounds: int) -> None:
         """Reset the optimizer for a new run of `num_rounds` rounds."""
         self._num_rounds = num_rounds
-        self._parameters, self._optimizer, self._scheduler = {}, None, None
-        self._saved = {}
+        self.load_state_dict({})
 
     def _build(self, state: State) -> Optimizer:
         self._parameters = {
@@ -212,7 +201,9 @@ class ServerOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         # The next call of `step` restores the state, because it knows the device of the global state.
-        self._parameters, self._optimizer, self._scheduler = {}, None, None
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._optimizer: Optimizer | None = None
+        self._scheduler: Any = None
         self._saved = state
 
     @torch.no_grad()

@@ -7,20 +7,20 @@ use the product `B A` (see `lora_factors`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ..methods import UpdateCollection
 from ..utils.weighted_mean import PIECE, State, Tensors, WeightedMean, wide_dtype
 from .lora_factors import (
-    FactorPair,
+    Statistic,
     add_gram,
     add_products,
     change_factors,
     combined_factors,
     coordinate_wise_factors,
-    find_pairs,
+    split_names,
 )
 
 
@@ -28,38 +28,35 @@ from .lora_factors import (
 WEIGHT_BITS = 34
 
 
-def split_names(updates: UpdateCollection) -> tuple[list[str], list[FactorPair]]:
-    """Return the names of the floating tensors that are no LoRA factors, and the pairs of LoRA factors."""
-    pairs = find_pairs(updates.floating_names)
-    factors = {name for pair in pairs for name in (pair.a, pair.b)}
-    return [name for name in updates.floating_names if name not in factors], pairs
-
-
-def gram_matrix(updates: UpdateCollection, extra: Sequence[Tensors] = ()) -> torch.Tensor:
+def gram_matrix(updates: UpdateCollection, center: Tensors | None = None) -> torch.Tensor:
     """
     Inner products `⟨x_i − x, x_j − x⟩` of the changes of all clients.
 
     Args:
         updates ([`UpdateCollection`]): The updates.
-        extra (`Sequence[Mapping[str, torch.Tensor]]`, *optional*): Further states, whose rows follow the clients.
+        center (`Mapping[str, torch.Tensor]`, *optional*): A further state, whose row follows the clients. Only for
+            updates without LoRA modules.
 
     Returns:
         `torch.Tensor` of shape `(num_rows, num_rows)`, float64.
     """
-    num_rows = len(updates) + len(extra)
+    num_rows = len(updates) + (center is not None)
     gram = torch.zeros(num_rows, num_rows, dtype=torch.float64)
-    names, pairs = split_names(updates)
+    names, pairs = split_names(updates.reference)
     for name in names:
-        before = updates.reference[name].detach().cpu().reshape(-1)
-        others = [state[name].detach().cpu().reshape(-1) for state in extra]
         for start, stop, rows in updates.changes(name):
-            if others:
-                center = before[start:stop].double()
-                rows = torch.cat([rows, torch.stack([other[start:stop].double() - center for other in others])])
+            if center is not None:
+                rows = torch.cat([rows, _change(updates, center, name, start, stop)[None]])
             gram.addmm_(rows, rows.T)
     for pair in pairs:
-        add_gram(gram, updates, pair, extra)
+        add_gram(gram, updates, pair)
     return gram
+
+
+def _change(updates: UpdateCollection, state: Tensors, name: str, start: int, stop: int) -> torch.Tensor:
+    """Return the change of some values of another state, as [`UpdateCollection.changes`] does."""
+    new, old = (each[name].detach().reshape(-1)[start:stop].cpu().double() for each in (state, updates.reference))
+    return new - old
 
 
 def squared_norms(updates: UpdateCollection) -> torch.Tensor:
@@ -79,15 +76,13 @@ def products_with(updates: UpdateCollection, state: Tensors | None) -> torch.Ten
         `torch.Tensor` of shape `(num_clients,)`, float64.
     """
     products = torch.zeros(len(updates), dtype=torch.float64)
-    names, pairs = split_names(updates)
+    names, pairs = split_names(updates.reference)
     for name in names:
-        before = updates.reference[name].detach().cpu().reshape(-1)
         for start, stop, rows in updates.changes(name):
             if state is None:
                 products += torch.linalg.vecdot(rows, rows)
             else:
-                other = state[name].detach().cpu().reshape(-1)[start:stop].double()
-                products += rows @ (other - before[start:stop].double())
+                products += rows @ _change(updates, state, name, start, stop)
     for pair in pairs:
         add_products(products, updates, pair, state)
     return products
@@ -95,10 +90,8 @@ def products_with(updates: UpdateCollection, state: Tensors | None) -> torch.Ten
 
 def squared_norm(state: Tensors, before: Tensors) -> float:
     """Squared norm `‖y − x‖²` of the change of one state in memory. LoRA modules count by their product."""
-    pairs = find_pairs(before)
-    factors = {name for pair in pairs for name in (pair.a, pair.b)}
-    others = {name: value for name, value in before.items() if value.is_floating_point() and name not in factors}
-    total = float(distance(state, others)) ** 2
+    names, pairs = split_names(before)
+    total = float(distance(state, {name: before[name] for name in names})) ** 2
     for pair in pairs:
         left, right = change_factors(pair.matrices(before), pair.matrices(state))
         total += float(((left @ left.T) * (right @ right.T)).sum())
@@ -178,7 +171,7 @@ def combine(updates: UpdateCollection, coefficients: Sequence[float], wide: torc
     if list(used.values()) == [1.0]:
         (client_id,) = used
         return {name: _wide(updates.read(client_id, name), value, wide) for name, value in reference.items()}
-    names, pairs = split_names(updates)
+    names, pairs = split_names(reference)
     result: State = {name: updates.median_of_integers(name, list(used)) for name in updates.other_names}
     for name in names:
         before = reference[name].detach().cpu().reshape(-1)
@@ -195,7 +188,7 @@ def combine(updates: UpdateCollection, coefficients: Sequence[float], wide: torc
     return {name: _wide(result[name], value, wide) for name, value in reference.items()}
 
 
-def coordinate_wise(updates: UpdateCollection, statistic: Callable[[torch.Tensor], torch.Tensor]) -> State:
+def coordinate_wise(updates: UpdateCollection, statistic: Statistic) -> State:
     """
     A statistic of each coordinate over the clients.
 
@@ -209,7 +202,7 @@ def coordinate_wise(updates: UpdateCollection, statistic: Callable[[torch.Tensor
         `dict[str, torch.Tensor]`: The statistics in float32 or wider, on the devices of the global state.
     """
     reference = updates.reference
-    names, pairs = split_names(updates)
+    names, pairs = split_names(reference)
     result: State = {name: updates.median_of_integers(name) for name in updates.other_names}
     for name in names:
         total = torch.empty(reference[name].numel(), dtype=wide_dtype(reference[name].dtype))

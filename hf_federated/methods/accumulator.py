@@ -92,9 +92,7 @@ class Accumulator:
 
     def merge(self, other: Accumulator) -> None:
         """Add all updates of another accumulator of the same round."""
-        is_first = other.first_client is not None and self._is_first(other.first_client)
-        if is_first:
-            self.first_client = other.first_client
+        is_first = self._set_first(other.first_client)
         for name, mean in self.means.items():
             mean.merge(other.means[name], takes_others=is_first)
         for name, collection in self.collections.items():
@@ -107,9 +105,7 @@ class Accumulator:
 
     def add(self, update: ClientUpdate) -> None:
         """Add the update of one client."""
-        is_first = self._is_first(update.client_id)
-        if is_first:
-            self.first_client = update.client_id
+        is_first = self._set_first(update.client_id)
         for mean in self.means.values():
             mean.takes_others = is_first
         self._algorithm.accumulate(self, update)
@@ -192,12 +188,12 @@ class Accumulator:
                 )
         return ""
 
-    def _is_first(self, client_id: str) -> bool:
-        """Whether a client precedes all clients whose updates were added."""
-        if self.first_client is None:
-            return True
-        last = len(self.order)
-        return self.order.get(client_id, last) < self.order.get(self.first_client, last)
+    def _set_first(self, client_id: str | None) -> bool:
+        """Set `first_client` if a client precedes all clients whose updates were added, and return whether it does."""
+        before = self.first_client
+        clients = [each for each in (before, client_id) if each is not None]
+        self.first_client = min(clients, key=lambda each: self.order.get(each, len(self.order)), default=None)
+        return self.first_client != before
 
 
 def _center(name: str, reference: State | None) -> State | None:

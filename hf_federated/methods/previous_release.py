@@ -75,20 +75,12 @@ class HookPart(ClientPart):
 
     def receive(self, message: Fit) -> None:
         self._hook = self.method.local_hook(message, self.memory.get("kept"))
-        if self._hook is not None and self.context.open_private_model is not None:
+        if self._hook is None:
+            return
+        if self.context.open_private_model is not None:
             self._hook.start(*self.context.open_private_model(), self.context.model.trainer.model)
-
-    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        return self._hook.inputs(inputs)
-
-    def loss(self, loss: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-        return self._hook.loss(loss, outputs, inputs)
-
-    def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._hook.on_gradients(parameters)
-
-    def on_step(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        self._hook.on_step(param_groups)
+        for name in ("inputs", "loss", "on_gradients", "on_step"):
+            setattr(self, name, getattr(self._hook, name))
 
     def send(self, update: ClientUpdate) -> ClientUpdate:
         if self._hook is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -66,12 +67,9 @@ class UpdateCollection:
         # The place of each client's state in the file, and its weight.
         self._slots: dict[str, int] = {}
         self._weights: dict[str, float] = {}
-        self._offsets: dict[str, int] = {}
-        position = 0
-        for name, value in self.reference.items():
-            self._offsets[name] = position
-            position += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
-        self.state_bytes = position
+        sizes = [-(-value.nbytes // ALIGNMENT) * ALIGNMENT for value in self.reference.values()]
+        *offsets, self.state_bytes = accumulate(sizes, initial=0)
+        self._offsets = dict(zip(self.reference, offsets, strict=True))
 
     def __len__(self) -> int:
         return len(self._slots)
