@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 
@@ -15,11 +16,7 @@ def pack_mask(attention_mask: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.Tensor`: Shape `(batch, ceil(width / 8))`, uint8. The first position is the highest bit.
     """
-    batch, width = attention_mask.shape
-    bits = torch.zeros(batch, -(-width // 8) * 8, dtype=torch.uint8)
-    bits[:, :width] = (attention_mask != 0).cpu()
-    weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
-    return (bits.view(batch, -1, 8) * weights).sum(-1, dtype=torch.uint8)
+    return torch.from_numpy(np.packbits((attention_mask != 0).cpu().numpy(), axis=1))
 
 
 def unpack_mask(bits: torch.Tensor, width: int) -> torch.Tensor:
@@ -33,5 +30,4 @@ def unpack_mask(bits: torch.Tensor, width: int) -> torch.Tensor:
     Returns:
         `torch.Tensor`: Shape `(batch, width)`, int64, zeros and ones.
     """
-    shifts = torch.arange(7, -1, -1, dtype=torch.uint8)
-    return ((bits.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, :width].long()
+    return torch.from_numpy(np.unpackbits(bits.cpu().numpy(), axis=1)[:, :width]).long()

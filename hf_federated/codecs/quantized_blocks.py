@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from ..utils.arguments import require
 from ..utils.weighted_mean import Tensors
 from .base import Codec, Layout, Shapes
 from .row_bytes import num_row_bytes, pack_rows, unpack_rows
@@ -52,8 +53,7 @@ class QuantizedBlocks(Codec):
     bits: int = 8
 
     def __post_init__(self) -> None:
-        if self.bits not in (8, 4):
-            raise ValueError(f"`bits` is {self.bits}; it must be 8 or 4.")
+        require("bits", self.bits, self.bits in (8, 4), "8 or 4")
 
     def layout(self, shapes: Shapes) -> Layout:
         layout: Layout = {}

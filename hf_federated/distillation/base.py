@@ -308,12 +308,11 @@ class Distillation(LossMethods, Settings, Method):
         logs = self.train_server(ensemble, cohort.round, server)
         targets = self.broadcast(ensemble, server)
         if targets is not None:
-            epochs_of_run = server.num_rounds * self.client_epochs
             losses = cohort.distill(
                 server.all_rows,
                 self.alignment.encode_targets(targets, self.encoding),
                 self.client_epochs,
-                epochs_of_run,
+                server.num_rounds * self.client_epochs,
             )
             logs["client_distillation_loss"] = sum(losses.values()) / len(losses)
         return logs

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,12 @@ from .client import DistillationPart
 
 
 NUM_EXAMPLES_PER_CLASS = Disclosure("number of examples", per="class")
+
+
+def reported_class_counts(metrics: Mapping[str, float]) -> list[float]:
+    """The numbers of examples of each class in the metrics of an update. A missing number becomes NaN."""
+    num_classes = sum(name.startswith(CLASS_COUNT) for name in metrics)
+    return [metrics.get(f"{CLASS_COUNT}{label}", math.nan) for label in range(num_classes)]
 
 
 class ReportClassCounts(DistillationPart):

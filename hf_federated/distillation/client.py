@@ -119,7 +119,8 @@ class DistillationPart(ClientPart):
         if student.positions is None:
             targets: Targets = self.encoding.decode_targets(message.targets, student.num_classes)
         else:
-            targets = self.encoding.unpack_targets(_targets(message, student), student.num_classes)
+            encoded = _targets(message, student.positions, rows)
+            targets = self.encoding.unpack_targets(encoded, student.num_classes)
             _check_count(targets, student.positions, rows)
         with model.restore_on_failure():
             loss = student.fit(
@@ -140,20 +141,16 @@ class DistillationPart(ClientPart):
         """
         student.prepare(message.num_training_steps, message.step)
         pending, model.pending = model.pending, None
-        if student.positions is not None:
+        positions, rows = student.positions, rows_of(message, student)
+        if positions is not None:
             # As in the prediction, use all positions that the client's tokenizer keeps.
-            student.positions.agree(rows_of(message, student))
-        if pending is not None and pending[0] == _place(message):
-            logits = pending[1]
-        else:
-            logits = _training_forward(message, student)
-        if student.positions is not None:
-            rows = rows_of(message, student)
-            message = dataclasses.replace(message, targets=_targets(message, student))
-            logits = logits[student.positions.agreed_among_seen(rows).to(logits.device)]
+            positions.agree(rows)
+        logits = pending[1] if pending and pending[0] == _place(message) else _training_forward(message, student)
+        if positions is not None:
+            message = dataclasses.replace(message, targets=_targets(message, positions, rows))
+            logits = logits[positions.agreed_among_seen(rows).to(logits.device)]
         loss = student.learn(lambda: self.feedback_loss(logits, message))
-        num_rows = message.stop - message.start
-        return Metrics(message.round, message.client_id, num_examples=num_rows, metrics={"distillation_loss": loss})
+        return Metrics(message.round, message.client_id, num_examples=len(rows), metrics={"distillation_loss": loss})
 
 
 def rows_of(message: PublicRowsMessage, student: Student) -> torch.Tensor:
@@ -187,13 +184,10 @@ def _training_forward(message: PublicRowsMessage, student: Student) -> torch.Ten
         return student.forward(student.inputs(rows))
 
 
-def _targets(message: Distill | Feedback, student: Student) -> dict[str, torch.Tensor]:
+def _targets(message: Distill | Feedback, positions: Positions, rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """The encoded targets of a message. Positions that the targets leave out are excluded from the exchange."""
-    if student.positions is None:
-        return message.targets
-    rows = rows_of(message, student)
-    targets, absent = student.positions.take_absent(rows, message.targets)
-    student.positions.agree(rows, absent)
+    targets, absent = positions.take_absent(rows, message.targets)
+    positions.agree(rows, absent)
     return targets
 
 

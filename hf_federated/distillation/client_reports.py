@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..messages import CLASS_COUNT
 from ..utils.weighted_mean import Tensors
+from .class_counts import reported_class_counts
 from .cohort import Cohort
 
 
@@ -110,28 +110,21 @@ def reports(
     Returns:
         `list[ClientReport]`: One report per client.
     """
-    found = []
-    for client_id, row in cohort.metrics.items():
-        found.append(
-            ClientReport(
-                client_id,
-                num_examples=int(row["num_examples"]),
-                min_epoch_loss=row.get("min_epoch_loss", math.nan),
-                f1=None if evaluations is None else _f1(evaluations[client_id]),
-                class_counts=_class_counts(row),
-                **({} if predictions is None else summarize_logits(predictions[client_id])),
-            )
+    return [
+        ClientReport(
+            client_id,
+            num_examples=int(row["num_examples"]),
+            min_epoch_loss=row.get("min_epoch_loss", math.nan),
+            f1=None if evaluations is None else _f1(evaluations[client_id]),
+            class_counts=_class_counts(row),
+            **({} if predictions is None else summarize_logits(predictions[client_id])),
         )
-    return found
+        for client_id, row in cohort.metrics.items()
+    ]
 
 
 def _class_counts(metrics: Mapping[str, float]) -> tuple[int, ...] | None:
     """Return the number of examples per class, or `None` if the metrics contain no complete histogram."""
-    counts = {name: value for name, value in metrics.items() if name.startswith(CLASS_COUNT)}
-    values: list[int] = []
-    for label in range(len(counts)):
-        value = counts.get(f"{CLASS_COUNT}{label}")
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            return None
-        values.append(int(value))
-    return tuple(values) or None
+    counts = reported_class_counts(metrics)
+    is_complete = all(isinstance(count, (int, float)) and math.isfinite(count) for count in counts)
+    return tuple(map(int, counts)) if counts and is_complete else None

@@ -9,10 +9,12 @@ on their predictions. A client that reports a small loss is trusted.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from ..utils.arguments import require
 from ..utils.weighted_mean import Tensors
 from .client_reports import ClientReport
 from .cohort import Cohort
@@ -99,8 +101,7 @@ def enwc(reports: Sequence[ClientReport], beta: float = 5.0) -> dict[str, float]
     Raises:
         ValueError: If there is no report, a client reports twice, or a loss or `beta` is negative, NaN or infinite.
     """
-    if not (math.isfinite(beta) and beta >= 0):
-        raise ValueError(f"`beta` is {beta}; it must be finite and not negative.")
+    require("beta", beta, math.isfinite(beta) and beta >= 0, "finite and not negative")
     losses = _losses(reports)
     smallest = min(losses, default=0.0)
     return _normalized(reports, [math.exp(-beta * (loss - smallest)) for loss in losses])
@@ -173,11 +174,9 @@ def num_examples_by_client(cohort: Cohort) -> dict[str, float]:
 def _check_cohort(reports: Sequence[ClientReport]) -> None:
     if not reports:
         raise ValueError("There are no clients to weigh; pass at least one report.")
-    seen: set[str] = set()
-    for report in reports:
-        if report.client_id in seen:
-            raise ValueError(f"Client {report.client_id!r} reports twice; pass one report for each client.")
-        seen.add(report.client_id)
+    for client_id, number in Counter(report.client_id for report in reports).items():
+        if number > 1:
+            raise ValueError(f"Client {client_id!r} reports twice; pass one report for each client.")
 
 
 def _losses(reports: Sequence[ClientReport]) -> list[float]:

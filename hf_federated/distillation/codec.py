@@ -16,6 +16,7 @@ import torch
 
 from ..codecs import Codec, Layout, Shapes
 from ..codecs.quantization import TRAVEL_DTYPES, dequantize_rows, quantize_rows
+from ..utils.arguments import require
 from ..utils.weighted_mean import Tensors
 
 
@@ -79,8 +80,8 @@ class PredictionCodec(Codec):
     def __post_init__(self) -> None:
         if self.dtype not in TRAVEL_DTYPES:
             raise ValueError(f"`dtype` is {self.dtype!r}; allowed are {', '.join(TRAVEL_DTYPES)}.")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"`top_k` is {self.top_k}; it must be at least 1, or `None` to send every class.")
+        is_allowed = self.top_k is None or self.top_k >= 1
+        require("top_k", self.top_k, is_allowed, "at least 1, or `None` to send every class")
 
     @property
     def dense(self) -> PredictionCodec:
@@ -206,10 +207,8 @@ def _num_rows(encoded: object) -> int:
 
 def _index_dtype(num_classes: int) -> torch.dtype:
     """The narrowest dtype that holds every class index and that safetensors supports."""
-    for dtype in (torch.uint8, torch.uint16):
-        if num_classes - 1 <= torch.iinfo(dtype).max:
-            return dtype
-    return torch.int32
+    dtypes = (torch.uint8, torch.uint16, torch.int32)
+    return next(dtype for dtype in dtypes if num_classes - 1 <= torch.iinfo(dtype).max)
 
 
 def _check_indices(indices: torch.Tensor, num_classes: int) -> None:

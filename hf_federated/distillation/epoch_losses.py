@@ -32,14 +32,10 @@ class EpochLosses(TrainerCallback):
         self._scale: float | None = None
         self._is_tested = False
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         self._num_batches += 1
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         self._num_batches += 1
         self._num_steps += 1
 

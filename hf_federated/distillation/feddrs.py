@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
-from ..messages import ClientUpdate, Disclosure, Fit
+from ..messages import ClientUpdate, Fit
 from ..methods import ClientPart, Round
 from ..utils.random import derived_seed
 from .base import Distillation
@@ -160,6 +160,7 @@ class FedDRS(Distillation):
     name: ClassVar[str] = "feddrs"
     parameters: ClassVar[str] = "averaged"
     needs_teachers: ClassVar[bool] = True
+    disclosures = (NUM_EXAMPLES_PER_CLASS,)
     reports_class_counts = True
     client_part: ClassVar[type[ClientPart]] = FedDRSPart
     ignores: ClassVar[tuple[str, ...]] = (
@@ -219,10 +220,6 @@ class FedDRS(Distillation):
     def requirements(self) -> Requirements:
         return dataclasses.replace(super().requirements, public_dataset=False, unscaled_gradients=True)
 
-    @property
-    def disclosures(self) -> tuple[Disclosure, ...]:
-        return (NUM_EXAMPLES_PER_CLASS,)
-
     def class_counts(self, dataset: Any, num_classes: int, tokenizer: Any) -> list[int]:
         return count_classes(dataset, num_classes, self.label_sequences(tokenizer))
 
@@ -261,37 +258,32 @@ class FedDRS(Distillation):
         super().after(round)
 
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
-        teachers = cohort.teachers
-        if teachers is None:  # A dry round keeps no models, and the samples cause no messages.
+        if cohort.teachers is None:  # A dry round keeps no models, and the samples cause no messages.
             return {}
         logs: dict[str, float] = {}
-        sampler = PseudoSampler(self, server, self._num_steps_of_run(server))
+        sampler = PseudoSampler(self, server, cohort.teachers, self._num_steps_of_run(server))
         if not self.post_only:
             for iteration in range(self.num_iterations):
                 purpose = ("round", cohort.round, iteration)
-                loss = self._iterate(cohort, teachers, sampler, cohort.client_ids, self.adversarial_weight, purpose)
+                loss = self._iterate(cohort, sampler, cohort.client_ids, self.adversarial_weight, purpose)
                 logs["server_distillation_loss"] = loss
         if cohort.round == server.num_rounds - 1 and self.post_num_iterations:
-            logs |= self._post_process(cohort, teachers, sampler)
+            logs |= self._post_process(cohort, sampler)
         if not self._keeps_teachers(server):
-            teachers.clear()
+            cohort.teachers.clear()
         return logs
 
-    def _post_process(self, cohort: Cohort, teachers: Teachers, sampler: PseudoSampler) -> dict[str, float]:
-        client_ids = [client_id for client_id in teachers.client_ids() if client_id not in cohort.rejected]
+    def _post_process(self, cohort: Cohort, sampler: PseudoSampler) -> dict[str, float]:
+        teachers, place = sampler.teachers, "models before their mean"
         # Checked before averaging, because a mean does not show which client's model was invalid.
-        self._for_each_client(
-            cohort, teachers, "models before their mean", client_ids, partial(sampler.check, teachers)
-        )
-        client_ids = [client_id for client_id in client_ids if client_id not in cohort.rejected]
+        client_ids = list(self._for_each_client(cohort, teachers, place, teachers.client_ids(), sampler.check))
         mean = teachers.mean(client_ids) | self._frozen_server_values(sampler.server, cohort.round)
         sampler.server.exchange.write(mean)
         weight = self.adversarial_weight if self.post_adversarial_weight is None else self.post_adversarial_weight
         loss = 0.0
         for iteration in range(self.post_num_iterations):
-            loss = self._iterate(cohort, teachers, sampler, client_ids, weight, ("post", cohort.round, iteration))
-        num_left = len([client_id for client_id in client_ids if client_id not in cohort.rejected])
-        return {"post_distillation_loss": loss, "post_num_clients": num_left}
+            loss = self._iterate(cohort, sampler, client_ids, weight, ("post", cohort.round, iteration))
+        return {"post_distillation_loss": loss, "post_num_clients": len({*client_ids} - cohort.rejected.keys())}
 
     def _frozen_server_values(self, server: DistillationServer, round: int) -> dict[str, torch.Tensor]:
         """
@@ -306,7 +298,6 @@ class FedDRS(Distillation):
     def _iterate(
         self,
         cohort: Cohort,
-        teachers: Teachers,
         sampler: PseudoSampler,
         client_ids: Sequence[str],
         weight: float,
@@ -322,9 +313,9 @@ class FedDRS(Distillation):
 
         def sample(client_id: str) -> Samples:
             client_seed = derived_seed(seed, "pseudo-samples", client_id, *purpose)
-            return sampler.sample(teachers, client_id, weight, client_seed)
+            return sampler.sample(client_id, weight, client_seed)
 
-        samples = self._for_each_client(cohort, teachers, f"pseudo-samples {purpose}", client_ids, sample)
+        samples = self._for_each_client(cohort, sampler.teachers, f"pseudo-samples {purpose}", client_ids, sample)
         self.samples = samples if self.keeps_samples else {}
         return sampler.learn(list(samples.values()), derived_seed(seed, "pseudo-samples' order", *purpose))
 
@@ -334,8 +325,8 @@ class FedDRS(Distillation):
         teachers: Teachers,
         place: str,
         client_ids: Sequence[str],
-        make: Callable[[str], dict[str, torch.Tensor]],
-    ) -> dict[str, dict[str, torch.Tensor]]:
+        make: Callable[[str], Samples],
+    ) -> dict[str, Samples]:
         """
         Call a function for each client's model, on the process that stores the model.
 
@@ -405,7 +396,4 @@ class FedDRS(Distillation):
         if tokenizer is None:
             raise ValueError("`label_texts` needs a tokenizer, but there is none. Pass `processing_class`.")
         rows = tokenizer(text_target=list(self.label_texts))["input_ids"]
-        table = torch.full((len(rows), max(map(len, rows))), IGNORED)
-        for number, row in enumerate(rows):
-            table[number, : len(row)] = torch.tensor(row)
-        return table
+        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=IGNORED)

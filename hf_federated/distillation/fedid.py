@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -245,8 +245,10 @@ class FedID(Distillation):
         # Decode the encoded targets, so that the server and the clients use the same numbers.
         ensemble = self.encoding.decode_targets(targets, server.student.num_classes)
         seed = derived_seed(server.seed, "pseudo-labels", *purpose)
-        step = _ServerStep(self, server, rows, ensemble, purpose, seed)
-        feedback = step.take(predictions, weights)
+        inputs = server.student.inputs(server.student.with_positions(server.numbers_of(rows)))
+        ensemble = ensemble.to(server.student.device)
+        step = _ServerStep(self, server, inputs, ensemble, predictions, weights, purpose, seed)
+        feedback = step.take()
         cohort.send_feedback(
             rows,
             targets,
@@ -281,6 +283,7 @@ def _exponent(gradient: torch.Tensor) -> int:
     return math.frexp(largest)[1] if math.isfinite(largest) else 0
 
 
+@dataclass(eq=False)
 class _ServerStep:
     """
     The server's step on one mini-batch, and its feedback to the clients.
@@ -288,98 +291,89 @@ class _ServerStep:
     Args:
         algorithm ([`FedID`]): The settings.
         server ([`DistillationServer`]): The server's model and examples.
-        rows ([`PublicRows`]): The mini-batch.
+        inputs (`dict[str, Any]`): The mini-batch, as inputs of the server's model.
         ensemble (`torch.Tensor`): `q`, of shape `(rows, classes)`.
+        predictions (`Mapping[str, torch.Tensor]`): Logits by client.
+        weights (`Mapping[str, float]`): Number of examples of each client.
         purpose (`tuple[int, ...]`): Round, epoch and number of the mini-batch.
         seed (`int`): Seed of the labels that are drawn from `q`.
     """
 
-    def __init__(
-        self,
-        algorithm: FedID,
-        server: DistillationServer,
-        rows: PublicRows,
-        ensemble: torch.Tensor,
-        purpose: tuple[int, ...],
-        seed: int,
-    ) -> None:
-        self._algorithm = algorithm
-        self._server = server
-        self._inputs = server.student.inputs(server.student.with_positions(server.numbers_of(rows)))
-        self._ensemble = ensemble.to(server.student.device)
-        self._purpose = purpose
-        self._seed = seed
-        # L_old - L_new, for "mpl" and "mpl_sampled".
-        self.improvement = 0.0
-        # `∂L_val/∂q` is sent divided by 2 to this power, so that `float16` keeps small numbers. The division is exact.
-        self.exponent = 0
-        # The server's loss, and the norms of the gradients of feedback and distillation, summed over all clients.
-        self.loss = torch.tensor(0.0)
-        self.gradient_norms = (0.0, 0.0)
+    algorithm: FedID
+    server: DistillationServer
+    inputs: dict[str, Any]
+    ensemble: torch.Tensor
+    predictions: ClientLogits
+    weights: Mapping[str, float]
+    purpose: tuple[int, ...]
+    seed: int
+    # L_old - L_new, for "mpl" and "mpl_sampled".
+    improvement: float = 0.0
+    # `∂L_val/∂q` is sent divided by 2 to this power, so that `float16` keeps small numbers. The division is exact.
+    exponent: int = 0
+    # The server's loss, and the norms of the gradients of feedback and distillation, summed over all clients.
+    loss: torch.Tensor = field(init=False)
+    gradient_norms: tuple[float, float] = (0.0, 0.0)
 
-    def take(self, predictions: ClientLogits, weights: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    def take(self) -> dict[str, torch.Tensor]:
         """Take the server's step and return the feedback for all clients."""
-        method = self._algorithm.feedback
+        method = self.algorithm.feedback
         feedback: dict[str, torch.Tensor] = {}
         if method in ("chain_rule", "per_example"):
-            step_size = self._algorithm.feedback_step_size
-            gradient = self._server.ensemble_gradient(self._inputs, self._ensemble, self._labeled_loss, step_size)
+            step_size = self.algorithm.feedback_step_size
+            gradient = self.server.ensemble_gradient(self.inputs, self.ensemble, self._labeled_loss, step_size)
             if method == "chain_rule":
                 self.exponent = _exponent(gradient)
                 scaled = torch.ldexp(gradient, torch.tensor(-self.exponent, device=gradient.device))
-                feedback = self._algorithm.encoding.codec.dense.encode({"gradient": scaled})
+                feedback = self.algorithm.encoding.codec.dense.encode({"gradient": scaled})
                 if not gradient.is_meta:
-                    self.gradient_norms = self._gradient_norms(gradient, predictions, weights)
+                    self.gradient_norms = self._gradient_norms(gradient)
             else:
                 feedback = {"rewards": to_cpu(per_example_feedback(gradient, self._labels).float())}
         sends_improvement = method in ("mpl", "mpl_sampled")
-        before = self._server.evaluate_loss(self._labeled_loss) if sends_improvement else 0.0
-        self.loss = self._server.train_step(
-            self._inputs, lambda logits: self._loss(logits, predictions, weights), self._purpose
-        )
+        before = self.server.evaluate_loss(self._labeled_loss) if sends_improvement else 0.0
+        self.loss = self.server.train_step(self.inputs, self._loss, self.purpose)
         if sends_improvement:
-            self.improvement = before - self._server.evaluate_loss(self._labeled_loss)
+            self.improvement = before - self.server.evaluate_loss(self._labeled_loss)
         return feedback
 
-    def _gradient_norms(
-        self, gradient: torch.Tensor, predictions: ClientLogits, weights: Mapping[str, float]
-    ) -> tuple[float, float]:
-        total = sum(weights[client_id] for client_id in predictions)
+    def _gradient_norms(self, gradient: torch.Tensor) -> tuple[float, float]:
+        total = sum(self.weights.values())
         feedback_norm = distillation_norm = 0.0
-        for client_id, logits in predictions.items():
+        for client_id, logits in self.predictions.items():
             own = logits.softmax(-1).to(gradient)
-            feedback_norm += float(logit_feedback(own, gradient).norm()) * weights[client_id] / total
-            distillation_norm += float((own - self._ensemble.to(own)).norm()) / max(1, len(own))
+            feedback_norm += float(logit_feedback(own, gradient).norm()) * self.weights[client_id] / total
+            distillation_norm += float((own - self.ensemble.to(own)).norm()) / max(1, len(own))
         return feedback_norm, distillation_norm
 
-    def _loss(self, logits: torch.Tensor, predictions: ClientLogits, weights: Mapping[str, float]) -> torch.Tensor:
-        if self._algorithm.feedback == "mpl_sampled":
+    def _loss(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.algorithm.feedback == "mpl_sampled":
             return F.cross_entropy(logits, self._labels)
-        if self._algorithm.feedback == "mpl":
-            total = sum(weights[client_id] for client_id in predictions)
+        if self.algorithm.feedback == "mpl":
+            total = sum(self.weights.values())
             losses = [
-                F.cross_entropy(logits, client_logits.argmax(-1).to(logits.device)) * (weights[client_id] / total)
-                for client_id, client_logits in predictions.items()
+                F.cross_entropy(logits, client_logits.argmax(-1).to(logits.device)) * (self.weights[client_id] / total)
+                for client_id, client_logits in self.predictions.items()
             ]
             return torch.stack(losses).sum()
-        return soft_cross_entropy(logits, self._ensemble)
+        return soft_cross_entropy(logits, self.ensemble)
 
     @cached_property
     def _labels(self) -> torch.Tensor:
-        return _draw_labels(self._ensemble, self._seed)
+        return _draw_labels(self.ensemble, self.seed)
 
     @cached_property
     def _labeled(self) -> dict[str, Any]:
         """The labeled examples of this step. Only a method with feedback reads them."""
-        return self._server.labeled_batch(self._server.batch_size, *self._purpose)
+        return self.server.labeled_batch(self.server.batch_size, *self.purpose)
 
     def _labeled_loss(self) -> torch.Tensor:
-        if self._server.student.positions is not None:
+        if self.server.student.positions is not None:
             # The model's own loss covers the words or tokens that have labels.
-            loss = self._server.student.loss(self._labeled)
+            loss = self.server.student.loss(self._labeled)
         else:
             inputs = {name: value for name, value in self._labeled.items() if name != "labels"}
-            loss = F.cross_entropy(self._server.student.forward(inputs), self._labeled["labels"])
+            loss = F.cross_entropy(self.server.student.forward(inputs), self._labeled["labels"])
         if not bool(loss.detach().isfinite()):
             raise FloatingPointError(
                 f"The server's loss on a batch of its labeled examples is {float(loss.detach())}: no example of the "

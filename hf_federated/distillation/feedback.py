@@ -35,6 +35,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import get_total_norm
 
+from ..utils.arguments import require
 from ..utils.weighted_mean import Tensors
 
 
@@ -173,10 +174,8 @@ def directional_derivative(
         ValueError: If `direction` has an unknown name or a wrong shape, the logits have a wrong shape, an option is
             unknown, or the parameters are in half precision (`"finite_difference"`).
     """
-    if of not in ("log_probabilities", "logits"):
-        raise ValueError(f"`of` is {of!r}; it must be 'log_probabilities' or 'logits'.")
-    if method not in ("jvp", "finite_difference"):
-        raise ValueError(f"`method` is {method!r}; it must be 'jvp' or 'finite_difference'.")
+    require("of", of, of in ("log_probabilities", "logits"), "'log_probabilities' or 'logits'")
+    require("method", method, method in ("jvp", "finite_difference"), "'jvp' or 'finite_difference'")
     parameters = dict(model.named_parameters())
     _check_names(direction, parameters)
 

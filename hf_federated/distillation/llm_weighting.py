@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..utils.arguments import require
 from .client_reports import ClientReport
 from .client_weights import enwc
 
@@ -80,8 +81,7 @@ class LLMWeighting:
     """
 
     def __init__(self, generate: Callable[[str], str], retries: int = 2, beta: float = 5.0) -> None:
-        if retries < 0:
-            raise ValueError(f"`retries` is {retries}; it must be 0 or more.")
+        require("retries", retries, retries >= 0, "0 or more")
         self.generate = generate
         self.retries = retries
         self.beta = beta
@@ -135,16 +135,15 @@ def weighting_prompt(reports: Sequence[ClientReport]) -> str:
     """
     lines = []
     for number, report in enumerate(reports, start=1):
-        parts = [f"training loss={report.min_epoch_loss:.4g}"]
-        if report.f1 is not None:
-            parts.append(f"F1={report.f1:.4g}")
-        if report.mean_logits is not None:
-            parts.append(f"mean logits per class={_rounded(report.mean_logits)}")
-        if report.std_logits is not None:
-            parts.append(f"standard deviation of logits per class={_rounded(report.std_logits)}")
-        if report.mean_entropy is not None:
-            parts.append(f"logits entropy={report.mean_entropy:.4g}")
-        lines.append(f"Client {number}: {', '.join(parts)}")
+        values = {
+            "training loss": report.min_epoch_loss,
+            "F1": report.f1,
+            "mean logits per class": report.mean_logits,
+            "standard deviation of logits per class": report.std_logits,
+            "logits entropy": report.mean_entropy,
+        }
+        known = [f"{name}={_rounded(value)}" for name, value in values.items() if value is not None]
+        lines.append(f"Client {number}: {', '.join(known)}")
     return "\n".join([INSTRUCTION, "", *lines, "", REQUEST])
 
 
@@ -200,8 +199,8 @@ def text_generation(pipeline: Any, **generate_kwargs: Any) -> Callable[[str], st
     return generate
 
 
-def _rounded(values: Sequence[float]) -> str:
-    return f"[{', '.join(f'{value:.4g}' for value in values)}]"
+def _rounded(value: float | Sequence[float]) -> str:
+    return f"{value:.4g}" if isinstance(value, (int, float)) else f"[{', '.join(map(_rounded, value))}]"
 
 
 def _quoted(introduction: str, text: str) -> str:

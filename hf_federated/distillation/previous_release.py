@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from datasets import Dataset
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ..messages import ClientUpdate, Distill, Feedback, Fit, Message, Metrics, Predict, Predictions
-from ..methods import ClientContext, Round
+from ..methods import ClientContext
 from ..methods.previous_release import warn_of
-from ..utils.weighted_mean import State
 from .client import DistillationPart
 
 
@@ -37,10 +35,10 @@ def adapt_distillation(cls: Any) -> None:
         cls.client_part = _loss_part(cls)
     if "expected_extra" in own:
         warn_of(cls, "expected_extra", "Override `update_extra`.")
-        cls.update_extra = _update_extra
+        cls.update_extra = lambda self, state: self.expected_extra(self.server)
     if "on_update" in own:
         warn_of(cls, "on_update", "Override `accept`.")
-        cls.accept = _accept
+        cls.accept = lambda self, round, update: self.on_update(update, self.server)
 
 
 def read_former_name(method: Any) -> None:
@@ -61,36 +59,22 @@ def _warn_of_spelling(name: str, stacklevel: int = 3) -> None:
     warnings.warn(f"`{name}` will be removed in version 1.0. Use `{new}`.", FutureWarning, stacklevel=stacklevel)
 
 
+def _former(name: str) -> Any:
+    """Return a property that warns of its spelling and has the value of the attribute with the new spelling."""
+
+    def value(self: Any) -> Any:
+        _warn_of_spelling(name)
+        return getattr(self, name.replace("labelled", "labeled"))
+
+    return property(value)
+
+
 class FormerServerNames:
     """The names of `DistillationServer` in version 0.1."""
 
-    labeled: Dataset | None
-    fit_labeled: Callable[..., float]
-    labeled_batch: Callable[..., dict[str, Any]]
-
-    @property
-    def labelled(self) -> Dataset | None:
-        """The server's labeled examples."""
-        _warn_of_spelling("labelled")
-        return self.labeled
-
-    def fit_labelled(self, num_epochs: int, round: int) -> float:
-        """As `fit_labeled`."""
-        _warn_of_spelling("fit_labelled")
-        return self.fit_labeled(num_epochs, round)
-
-    def labelled_batch(self, size: int, *purpose: str | int) -> dict[str, Any]:
-        """As `labeled_batch`."""
-        _warn_of_spelling("labelled_batch")
-        return self.labeled_batch(size, *purpose)
-
-
-def _update_extra(self: Any, state: State) -> State:
-    return self.expected_extra(self.server)
-
-
-def _accept(self: Any, round: Round, update: ClientUpdate) -> None:
-    self.on_update(update, self.server)
+    labelled = _former("labelled")
+    fit_labelled = _former("fit_labelled")
+    labelled_batch = _former("labelled_batch")
 
 
 class LocalDistillation:
@@ -182,8 +166,7 @@ class ClientClassPart(DistillationPart):
     _local: LocalDistillation
 
     def __init__(self, context: ClientContext, method: Any = None) -> None:
-        fields = {item.name: getattr(context, item.name) for item in dataclasses.fields(context)}
-        super().__init__(PreviousContext(**fields), method)
+        super().__init__(PreviousContext(**vars(context)), method)
         self._client = self.build(method)
 
     def receive(self, message: Fit) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,15 +58,19 @@ class PseudoSampler:
     Args:
         algorithm ([`FedDRS`]): The settings.
         server ([`DistillationServer`]): The server's model.
+        teachers ([`Teachers`]): The clients' models.
         num_training_steps (`int`): Number of optimizer steps of the server over the run.
 
     Raises:
         ValueError: If `pin_cls=True` and there is no tokenizer with a `[CLS]` token.
     """
 
-    def __init__(self, algorithm: SamplingSettings, server: DistillationServer, num_training_steps: int) -> None:
+    def __init__(
+        self, algorithm: SamplingSettings, server: DistillationServer, teachers: Teachers, num_training_steps: int
+    ) -> None:
         self._algorithm = algorithm
         self.server = server
+        self.teachers = teachers
         self._student = server.student
         # The optimizer is created without the word embeddings, so that weight decay does not change them.
         with frozen(word_embeddings(server.student.model)):
@@ -77,11 +82,9 @@ class PseudoSampler:
         sequences = algorithm.label_sequences(tokenizer)
         # Labels of each class, as inputs of the model.
         self._labels = torch.arange(self._student.num_classes) if sequences is None else sequences
-        self._cls = None
-        if algorithm.pin_cls:
-            self._cls = None if tokenizer is None else tokenizer.cls_token_id
-            if self._cls is None:
-                raise ValueError("pin_cls=True needs a `processing_class` with a [CLS] token.")
+        self._cls = tokenizer.cls_token_id if algorithm.pin_cls and tokenizer is not None else None
+        if algorithm.pin_cls and self._cls is None:
+            raise ValueError("pin_cls=True needs a `processing_class` with a [CLS] token.")
 
     def _logits(self, model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         def logits(embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -93,8 +96,8 @@ class PseudoSampler:
 
         return logits
 
-    def _class_counts(self, teachers: Teachers, client_id: str) -> list[float]:
-        counts = teachers.class_counts(client_id)
+    def _class_counts(self, client_id: str) -> list[float]:
+        counts = self.teachers.class_counts(client_id)
         if len(counts) != len(self._labels):
             raise ValueError(f"its label histogram has {len(counts)} classes, but the server has {len(self._labels)}.")
         missing = [label for label, count in enumerate(counts) if math.isnan(count)]
@@ -102,12 +105,11 @@ class PseudoSampler:
             raise ValueError(f"its label histogram has no number for the classes {missing}.")
         return counts
 
-    def check(self, teachers: Teachers, client_id: str) -> dict[str, torch.Tensor]:
+    def check(self, client_id: str) -> Samples:
         """
         Run a client's model once, before its parameters are averaged with those of other clients.
 
         Args:
-            teachers ([`Teachers`]): The clients' models.
             client_id (`str`): Id of the client.
 
         Returns:
@@ -116,8 +118,8 @@ class PseudoSampler:
         Raises:
             ValueError: If the client's histogram does not fit the classes, or its model gives NaN or infinite values.
         """
-        labels = draw_labels(self._class_counts(teachers, client_id), self._algorithm.num_samples, torch.Generator())
-        if not self._is_finite(teachers.open(client_id), self._labels[labels].to(self._student.device)):
+        labels = draw_labels(self._class_counts(client_id), self._algorithm.num_samples, torch.Generator())
+        if not self._is_finite(self.teachers.open(client_id), self._labels[labels].to(self._student.device)):
             raise ValueError("its model gives NaN or infinite values on its own word embeddings.")
         return {}
 
@@ -150,12 +152,11 @@ class PseudoSampler:
         )
         raise ValueError(f"its model gives NaN or infinite values on {kind} pseudo-samples.{advice}")
 
-    def sample(self, teachers: Teachers, client_id: str, weight: float, seed: int) -> Samples:
+    def sample(self, client_id: str, weight: float, seed: int) -> Samples:
         """
         Make samples of all kinds from a client's model.
 
         Args:
-            teachers ([`Teachers`]): The clients' models.
             client_id (`str`): Id of the client.
             weight (`float`): `λ`.
             seed (`int`): Seed of labels and initial embeddings.
@@ -169,27 +170,35 @@ class PseudoSampler:
             ValueError: If the client's histogram does not fit the classes, or its model gives NaN or infinite values.
             FloatingPointError: If the server's model gives NaN or infinite values and the client's model does not.
         """
-        counts = self._class_counts(teachers, client_id)
+        algorithm, student = self._algorithm, self._student.model
+        counts = self._class_counts(client_id)
         generator = torch.Generator().manual_seed(seed)
-        student = self._student.model
-        teacher = teachers.open(client_id)
+        teacher = self.teachers.open(client_id)
         teacher_logits, student_logits = self._logits(teacher), self._logits(student)
         parts: list[Samples] = []
         with evaluation_mode(student):
-            for kind in self._algorithm.sampling:
-                labels = self._labels[draw_labels(counts, self._algorithm.num_samples, generator)]
+            for kind in algorithm.sampling:
+                labels = self._labels[draw_labels(counts, algorithm.num_samples, generator)]
                 labels = labels.to(self._student.device)
                 starts = embeddings = self._begin(teacher, generator)
                 if kind != "random":
-                    strength = weight if kind == "adversarial" else 0.0
-                    embeddings = self._descend(embeddings, labels, teacher_logits, student_logits, strength)
+                    loss = functools.partial(
+                        adversarial_loss,
+                        labels=labels,
+                        teacher=teacher_logits,
+                        student=student_logits,
+                        weight=weight if kind == "adversarial" else 0.0,
+                        adversary=algorithm.adversary,
+                    )
+                    num_pinned = 0 if self._cls is None else 1
+                    embeddings = descend(starts, loss, algorithm.num_steps, algorithm.step_size, num_pinned)
                 with torch.no_grad():
                     logits = teacher_logits(embeddings, labels)
                 if not bool(logits.isfinite().all()) or not bool(embeddings.isfinite().all()):
                     self._raise_non_finite(teacher, labels, kind)
                 # Logits over a vocabulary take most of the memory, so only labeled positions are kept.
                 part = {"embeddings": embeddings, "labels": labels, "logits": labeled_positions(logits, labels)}
-                if self._algorithm.keeps_samples:
+                if algorithm.keeps_samples:
                     part["starts"] = starts
                 parts.append({name: value.cpu() for name, value in part.items()})
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -208,18 +217,6 @@ class PseudoSampler:
         self, weight: torch.Tensor, shape: tuple[int, int], generator: torch.Generator, gaussian: bool = False
     ) -> torch.Tensor:
         return initial_embeddings(weight, shape, generator, self._special_ids, gaussian, self._num_tokens)
-
-    def _descend(
-        self, embeddings: torch.Tensor, labels: torch.Tensor, teacher: Any, student: Any, weight: float
-    ) -> torch.Tensor:
-        algorithm = self._algorithm
-        return descend(
-            embeddings,
-            lambda moved: adversarial_loss(moved, labels, teacher, student, weight, algorithm.adversary),
-            algorithm.num_steps,
-            algorithm.step_size,
-            num_pinned=0 if self._cls is None else 1,
-        )
 
     def learn(self, samples: Sequence[Samples], seed: int) -> float:
         """

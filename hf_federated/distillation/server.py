@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .teachers import Teachers
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+@dataclass(repr=False, eq=False)
 class DistillationServer(FormerServerNames):
     """
     The server's side of a distillation: a model to train, public examples and, optionally, labeled examples.
@@ -43,29 +45,19 @@ class DistillationServer(FormerServerNames):
     Example: [`Distillation`].
     """
 
-    def __init__(
-        self,
-        student: Student,
-        seed: int,
-        num_rounds: int,
-        exchange: Exchange,
-        num_clients: int,
-        clients_per_round: int,
-        labeled: Dataset | None = None,
-        teachers: Teachers | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        self.student = student
-        self.seed = seed
-        self.num_rounds = num_rounds
-        self.exchange = exchange
-        self.num_clients = num_clients
-        self.clients_per_round = clients_per_round
-        self.labeled = labeled
-        self.teachers = teachers
-        self.device = device
-        self.num_rows = student.num_rows
-        self.batch_size = student.batch_size
+    student: Student
+    seed: int
+    num_rounds: int
+    exchange: Exchange
+    num_clients: int
+    clients_per_round: int
+    labeled: Dataset | None = None
+    teachers: Teachers | None = None
+    device: torch.device | None = None
+
+    def __post_init__(self) -> None:
+        self.num_rows = self.student.num_rows
+        self.batch_size = self.student.batch_size
 
     def read(self) -> State:
         """Copy the exchanged parameters of the server's model to `device`."""

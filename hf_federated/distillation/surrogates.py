@@ -35,6 +35,8 @@ from typing import Literal
 import torch
 from torch.nn import functional as F
 
+from ..utils.arguments import require
+
 
 Averaged = Literal["probabilities", "logits"]
 
@@ -193,8 +195,7 @@ def _log_likelihoods(
     averaged: Averaged,
 ) -> torch.Tensor:
     """`log q_{i, ŷ_i}`, of shape `(B,)`, at the ensemble's values and with the gradient of the client's share."""
-    if averaged not in ("probabilities", "logits"):
-        raise ValueError(f"`averaged` is {averaged!r}; it must be 'probabilities' or 'logits'.")
+    require("averaged", averaged, averaged in ("probabilities", "logits"), "'probabilities' or 'logits'")
     shared = ensemble.detach() + weight * (predictions - predictions.detach())
     labels = pseudo_labels.unsqueeze(1)
     if averaged == "logits":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,10 @@ from torch import nn
 
 from ..adapters import Exchange, copy_model
 from ..clients.store import ClientStore
-from ..messages import CLASS_COUNT, ClientUpdate
+from ..messages import ClientUpdate
 from ..utils.selection import Selection
 from ..utils.weighted_mean import State, WeightedMean
+from .class_counts import reported_class_counts
 
 
 # `gather(label, tree)` returns the trees of all processes, in the order of their ranks.
@@ -55,9 +55,8 @@ class Teachers:
 
     def keep(self, update: ClientUpdate) -> None:
         """Store an accepted update. It replaces the previous update of the client."""
-        counts = {name: value for name, value in update.metrics.items() if name.startswith(CLASS_COUNT)}
-        # A missing count becomes NaN. `PseudoSampler` raises an error for it.
-        histogram = [counts.get(f"{CLASS_COUNT}{label}", math.nan) for label in range(len(counts))]
+        # `PseudoSampler` raises an error for a missing number.
+        histogram = reported_class_counts(update.metrics)
         self._store.set(update.client_id, {"state": update.state, "class_counts": histogram})
         self._histograms[update.client_id] = histogram
         self._received_this_round.add(update.client_id)

@@ -8,6 +8,7 @@ import torch
 
 from ..messages import ClientUpdate, Fit
 from ..messages.validation import InvalidUpdateError
+from ..utils.arguments import require
 from ..utils.weighted_mean import Tensors
 from .base import Memory, Postprocessor
 
@@ -49,8 +50,7 @@ class ClipUpdate(Postprocessor):
     """
 
     def __init__(self, max_norm: float) -> None:
-        if not max_norm > 0:
-            raise ValueError(f"`max_norm` is {max_norm}; it must be positive.")
+        require("max_norm", max_norm, max_norm > 0, "positive")
         self.max_norm = max_norm
 
     def client_send(self, update: ClientUpdate, message: Fit, memory: Memory) -> ClientUpdate:

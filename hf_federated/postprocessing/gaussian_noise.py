@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..messages import ClientUpdate, Fit
+from ..utils.arguments import require
 from .base import Memory, Postprocessor
 
 
@@ -52,8 +53,7 @@ class GaussianNoise(Postprocessor):
     adds_noise: ClassVar[bool] = True
 
     def __init__(self, std: float, reproducible: bool = False) -> None:
-        if not std > 0:
-            raise ValueError(f"`std` is {std}; it must be positive.")
+        require("std", std, std > 0, "positive")
         self.std = std
         self.reproducible = reproducible
 

@@ -53,9 +53,9 @@ def sampling_calls(monkeypatch):
     calls: list[tuple[str, float]] = []
     sample = PseudoSampler.sample
 
-    def recorded(self, teachers, client_id, weight, seed):
+    def recorded(self, client_id, weight, seed):
         calls.append((client_id, weight))
-        return sample(self, teachers, client_id, weight, seed)
+        return sample(self, client_id, weight, seed)
 
     monkeypatch.setattr(PseudoSampler, "sample", recorded)
     return calls
