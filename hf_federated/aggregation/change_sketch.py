@@ -67,8 +67,7 @@ class ChangeSketch:
         position = 0
         for number, piece in enumerate(self._pieces(state)):
             generator.manual_seed(derived_seed(self._seed, "sketch", number))
-            signs = torch.randint(2, piece.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
-            values = piece * signs
+            values = piece * torch.randint(2, piece.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
             # Positions count over all pieces. Otherwise, the values of small tensors would fall on the same numbers.
             before = position % SKETCH_SIZE
             position += len(values)

@@ -82,15 +82,13 @@ class FedExP(Aggregation):
 
     @torch.no_grad()
     def aggregate(self, accumulator: Accumulator, state: State) -> State:
-        return step_towards(accumulator.mean, state, self._step(accumulator))
-
-    def _step(self, accumulator: Accumulator) -> float:
-        """Return `η_g`."""
         center, mean = _floating(accumulator.reference), accumulator.mean
         # One wide tensor at a time.
         parts = [distance({name: mean.mean_of(name, wide=True)}, {name: center[name]}).square() for name in center]
         squared = float(rounded(torch.stack(parts).sum()))
-        return max(1.0, float(accumulator.means[SQUARED_NORM].mean_of(SQUARED_NORM)) / (2 * (squared + self.epsilon)))
+        mean_square = float(accumulator.means[SQUARED_NORM].mean_of(SQUARED_NORM))
+        # The step is `η_g`.
+        return step_towards(mean, state, max(1.0, mean_square / (2 * (squared + self.epsilon))))
 
 
 def _floating(state: State) -> State:

@@ -23,12 +23,9 @@ NORMALIZER = "normalizer"
 class NormalizerPart(ProximalPart):
     """Add the proximal gradient and compute the normalizer of this local training."""
 
+    changes_gradients = True
     _normalizer = 0.0
     _momentum_buffer = 0.0
-
-    @property
-    def changes_gradients(self) -> bool:
-        return True
 
     def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         if self._weight > 0:

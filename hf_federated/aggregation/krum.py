@@ -100,8 +100,7 @@ class Krum(RobustAggregation):
     def _count_hostile(self, num_clients: int) -> int:
         """Return `f`. A share is limited to what 2f + 3 updates allow, so that a rejected update fails no round."""
         num_hostile = count_hostile(self.num_hostile, num_clients)
-        is_count = isinstance(self.num_hostile, int)
-        return num_hostile if is_count else min(num_hostile, max((num_clients - 3) // 2, 0))
+        return num_hostile if isinstance(self.num_hostile, int) else min(num_hostile, max((num_clients - 3) // 2, 0))
 
     def check_cohort(self, num_clients: int, error: type[Exception]) -> None:
         is_round = error is RoundFailedError
@@ -117,8 +116,7 @@ class Krum(RobustAggregation):
                 )
 
     def estimate(self, updates: UpdateCollection) -> State:
-        num_hostile = self._count_hostile(len(updates))
-        scores = krum_scores(squared_distances(gram_matrix(updates)), num_hostile)
+        scores = krum_scores(squared_distances(gram_matrix(updates)), self._count_hostile(len(updates)))
         selected = torch.sort(scores, stable=True).indices[: self.num_selected]
         coefficients = torch.zeros(len(updates), dtype=torch.float64)
         coefficients[selected] = 1 / self.num_selected
@@ -126,10 +124,9 @@ class Krum(RobustAggregation):
         integers = {name: updates.median_of_integers(name) for name in updates.other_names}
         result = combine(updates, coefficients.tolist()) | integers
         if self.num_selected == 1:
-            selected_id = updates.client_ids[int(selected[0])]
             for pair in split_names(updates.reference)[1]:
                 # A huge factor A with a tiny factor B has the product of honest factors, but breaks their training.
-                factors = combined_factors(updates, pair, {selected_id: 1.0})
+                factors = combined_factors(updates, pair, {updates.client_ids[int(selected[0])]: 1.0})
                 result |= {name: value.to(result[name]) for name, value in factors.items()}
         return result
 

@@ -177,8 +177,7 @@ def change_factors(before: Factors, after: Factors) -> Factors:
     Returns:
         `tuple[torch.Tensor, torch.Tensor]`: `L` of shape `(2r, out)` and `R` of shape `(2r, in)`.
     """
-    left = torch.cat([(after[0] - before[0]).T, before[0].T])
-    return left, torch.cat([after[1], after[1] - before[1]])
+    return torch.cat([(after[0] - before[0]).T, before[0].T]), torch.cat([after[1], after[1] - before[1]])
 
 
 # ---- New factors
@@ -205,10 +204,7 @@ def combined_factors(updates: UpdateCollection, pair: FactorPair, coefficients: 
 
     rank, num_out, num_in = a.shape[0], b.shape[0], a.shape[1]
     if num_terms * rank < min(num_out, num_in):
-        lefts, rights = [], []
-        for left, right, coefficient in factors():
-            lefts.append(coefficient * left)
-            rights.append(right)
+        lefts, rights = zip(*((coefficient * left, right) for left, right, coefficient in factors()), strict=True)
         left_basis, left_rest = torch.linalg.qr(torch.cat(lefts, 1))
         right_basis, right_rest = torch.linalg.qr(torch.cat(rights).T)
         u, s, v = _truncated_svd(left_rest @ right_rest.T, rank)

@@ -275,8 +275,7 @@ class MutualKD(Aggregation):
         return [LowRankUpdates()]
 
     def fit_settings(self) -> dict[str, Any]:
-        energy = energy_schedule(self._round, self._num_rounds, self.energy_start, self.energy_end)
-        return {"low_rank_energy": energy}
+        return {"low_rank_energy": energy_schedule(self._round, self._num_rounds, self.energy_start, self.energy_end)}
 
     def aggregate(self, accumulator: Accumulator, state: State) -> State:
         self._round += 1
@@ -376,10 +375,8 @@ def attention_loss(
     """
     losses = []
     batch_size, _, num_queries, num_keys = small[0].shape
-    queries, keys = (
-        unpadded_positions(mask, torch.Size([batch_size, number]), small[0].device)
-        for number in (num_queries, num_keys)
-    )
+    queries = unpadded_positions(mask, torch.Size([batch_size, num_queries]), small[0].device)
+    keys = unpadded_positions(mask, torch.Size([batch_size, num_keys]), small[0].device)
     pairs = (queries[:, :, None] & keys[:, None, :])[:, None]
     for layer, mentee_map in enumerate(small):
         mentor_map = large[round((layer + 1) * len(large) / len(small)) - 1]

@@ -26,13 +26,11 @@ class ControlVariatePart(ClientPart):
     _num_steps = 0
 
     def receive(self, message: Fit) -> None:
-        own = self.memory.get("control")
         self._server = message.extra
-        self._own = {
-            name: torch.zeros_like(value) if own is None else own[name].to(value)
-            for name, value in message.extra.items()
-        }
-        self._sum = {name: torch.zeros_like(value) for name, value in message.extra.items()}
+        zeros = {name: torch.zeros_like(value) for name, value in message.extra.items()}
+        own = self.memory.get("control", zeros)
+        self._own = {name: own[name].to(value) for name, value in zeros.items()}
+        self._sum = {name: value.clone() for name, value in zeros.items()}
 
     @torch.no_grad()
     def on_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -128,14 +126,13 @@ class Scaffold(Aggregation):
         self._control = {}
 
     def fit_extra(self, state: State) -> State:
-        if not self._control:
-            self._control = {
-                name: torch.zeros_like(value, dtype=wide_dtype(value.dtype))
-                for name, value in state.items()
-                if value.is_floating_point()
-            }
+        kept = self._control
         # Tensors restored from a checkpoint are on the CPU.
-        self._control = {name: value.to(state[name].device) for name, value in self._control.items()}
+        self._control = {
+            name: kept[name].to(value.device) if kept else torch.zeros_like(value, dtype=wide_dtype(value.dtype))
+            for name, value in state.items()
+            if value.is_floating_point()
+        }
         return dict(self._control)
 
     def expected_extra(self, state: State) -> State:

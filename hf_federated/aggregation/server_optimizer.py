@@ -128,7 +128,10 @@ class ServerOptimizer:
     def setup(self, num_rounds: int) -> None:
         """Reset the optimizer for a new run of `num_rounds` rounds."""
         self._num_rounds = num_rounds
-        self.load_state_dict({})
+        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._optimizer: Optimizer | None = None
+        self._scheduler: Any = None
+        self._saved: dict[str, Any] = {}
 
     def _build(self, state: State) -> Optimizer:
         self._parameters = {
@@ -156,6 +159,13 @@ class ServerOptimizer:
             num_warmup_steps=self.server_warmup_rounds,
             num_training_steps=self._num_rounds,
         )
+        if saved := self._saved:
+            for name, parameter in self._parameters.items():
+                parameter.copy_(saved["parameters"][name])
+            optimizer.load_state_dict(saved["optimizer"])
+            self._scheduler.last_epoch = saved["scheduler"]["last_epoch"]
+            set_last_lr(self._scheduler, saved["scheduler"]["last_lr"])
+            self._saved = {}
         return optimizer
 
     @torch.no_grad()
@@ -173,8 +183,6 @@ class ServerOptimizer:
         """
         if self._optimizer is None:
             self._optimizer = self._build(state)
-            if self._saved:
-                self._restore(self._optimizer, self._saved)
         for name, parameter in self._parameters.items():
             # A change of the global state between rounds, such as a distillation, overrides the wide copy.
             if state[name].is_meta or not torch.equal(parameter.to(state[name].dtype), state[name]):
@@ -201,16 +209,5 @@ class ServerOptimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         # The next call of `step` restores the state, because it knows the device of the global state.
-        self._parameters: dict[str, torch.nn.Parameter] = {}
-        self._optimizer: Optimizer | None = None
-        self._scheduler: Any = None
+        self.setup(self._num_rounds)
         self._saved = state
-
-    @torch.no_grad()
-    def _restore(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.copy_(saved["parameters"][name])
-        optimizer.load_state_dict(saved["optimizer"])
-        self._scheduler.last_epoch = saved["scheduler"]["last_epoch"]
-        set_last_lr(self._scheduler, saved["scheduler"]["last_lr"])
-        self._saved = {}

@@ -138,10 +138,8 @@ def distance(state: Tensors, center: Tensors) -> torch.Tensor:
     return total.sqrt()
 
 
-def clipping_scales(norms: torch.Tensor, largest: float | None) -> torch.Tensor:
-    """Return `min(1, largest / norm)` for each norm. `None` is no limit."""
-    if largest is None:
-        return torch.ones_like(norms)
+def clipping_scales(norms: torch.Tensor, largest: float) -> torch.Tensor:
+    """Return `min(1, largest / norm)` for each norm."""
     return rounded((largest / norms).clamp(max=1.0).nan_to_num(nan=1.0))
 
 
@@ -160,11 +158,7 @@ def combine(updates: UpdateCollection, coefficients: Sequence[float], wide: torc
     Returns:
         `dict[str, torch.Tensor]`: The sum in `wide` or a wider dtype, on the devices of the global state.
     """
-    used = {
-        client_id: float(value)
-        for client_id, value in zip(updates.client_ids, coefficients, strict=True)
-        if float(value) != 0
-    }
+    used = {client_id: value for client_id, value in zip(updates.client_ids, coefficients, strict=True) if value}
     reference = updates.reference
     if not used:
         return {name: _wide(value, value, wide) for name, value in reference.items()}

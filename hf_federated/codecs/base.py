@@ -157,13 +157,10 @@ class Codec(ABC):
                 f"{self._describe(shapes)}."
             )
         for name, (dtype, shape) in layout.items():
-            given = encoded[name]
-            if isinstance(given, torch.Tensor):
-                if given.dtype == dtype and tuple(given.shape) == shape:
-                    continue
-                found = f"{given.dtype} of shape {tuple(given.shape)}"
-            else:
-                found = f"a {type(given).__name__}"
+            given, is_tensor = encoded[name], isinstance(encoded[name], torch.Tensor)
+            if is_tensor and given.dtype == dtype and tuple(given.shape) == shape:
+                continue
+            found = f"{given.dtype} of shape {tuple(given.shape)}" if is_tensor else f"a {type(given).__name__}"
             raise ValueError(
                 f"{name!r} of encoded {self.content} is {found}; {self} sends {dtype} of shape {shape} for "
                 f"{self._describe(shapes)}."

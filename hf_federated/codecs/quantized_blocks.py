@@ -56,11 +56,12 @@ class QuantizedBlocks(Codec):
         require("bits", self.bits, self.bits in (8, 4), "8 or 4")
 
     def layout(self, shapes: Shapes) -> Layout:
-        layout: Layout = {}
-        for name, shape in shapes.items():
-            num_rows, width = _blocks(shape)
-            layout[name] = (torch.uint8, (num_rows, num_row_bytes(self._dtype, width)))
-        return layout
+        return {name: (torch.uint8, self._byte_shape(shape)) for name, shape in shapes.items()}
+
+    def _byte_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the number of blocks of a tensor and the number of bytes of a block."""
+        num_rows, width = _blocks(shape)
+        return num_rows, num_row_bytes(self._dtype, width)
 
     def compress(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         return {name: self._compress(value) for name, value in tensors.items()}
@@ -68,7 +69,7 @@ class QuantizedBlocks(Codec):
     def _compress(self, value: torch.Tensor) -> torch.Tensor:
         num_rows, width = _blocks(value.shape)
         if not num_rows:
-            return torch.empty(0, num_row_bytes(self._dtype, width), dtype=torch.uint8)
+            return torch.empty(self._byte_shape(value.shape), dtype=torch.uint8)
         # The repeated last value does not change the range of the last block.
         padding = num_rows * width - value.numel()
         values = functional.pad(value.float().reshape(1, -1), (0, padding), mode="replicate")

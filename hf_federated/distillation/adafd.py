@@ -9,6 +9,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from ..methods import ClientPart
 from .base import ClientLogits, Distillation
 from .client import DistillationPart
 from .client_reports import ClientReport, reports
-from .client_weights import WEIGHTINGS, enwc, weighted_mean
+from .client_weights import WEIGHTINGS, Weighting, enwc, weighted_mean
 from .cohort import Cohort
 from .epoch_losses import EpochLosses
 from .llm_weighting import LLMWeighting, text_generation
@@ -55,8 +56,7 @@ class ReportEpochLosses(DistillationPart):
     def send(self, update: ClientUpdate) -> ClientUpdate:
         if self._losses is None:
             return update
-        history = self.context.local_trainer.state.log_history
-        losses = [float(entry["loss"]) for entry in history if "loss" in entry]
+        losses = [float(entry["loss"]) for entry in self.context.local_trainer.state.log_history if "loss" in entry]
         reported = {"loss": statistics.fmean(losses), "min_epoch_loss": min(self._losses.mean_batch_losses(losses))}
         return dataclasses.replace(update, metrics={**update.metrics, **reported})
 
@@ -159,7 +159,6 @@ class AdaFD(Distillation):
             self._refuse_without_effect("beta", given=f"weighting={self.weighting!r}")
         self.ensembles_rows_independently = self.weighting != LLM
         self._fell_back = False
-        self._llm: LLMWeighting | None = None
 
     @property
     def requirements(self) -> Requirements:
@@ -167,19 +166,17 @@ class AdaFD(Distillation):
 
     @property
     def disclosures(self) -> tuple[Disclosure, ...]:
-        found = []
-        if self.uses_losses:
-            found.append(Disclosure("smallest mean training loss of an epoch", "client"))
-        if self.clients_evaluate:
-            found.append(Disclosure("metrics of the client's model on its own evaluation examples", "client"))
-        if self.weighting == LLM:
-            # The prompt does not contain the clients' ids.
-            found.append(Disclosure("training loss", "client", LANGUAGE_MODEL))
-            if self.clients_evaluate:
-                found.append(Disclosure("F1, if the metrics have one", "client", LANGUAGE_MODEL))
-            found.append(Disclosure("mean and standard deviation of the logits", "class", LANGUAGE_MODEL))
-            found.append(Disclosure("mean entropy of the predictions", "client", LANGUAGE_MODEL))
-        return tuple(found)
+        asks, evaluates = self.weighting == LLM, self.clients_evaluate
+        # The prompt of the language model does not contain the clients' ids.
+        found = {
+            Disclosure("smallest mean training loss of an epoch", "client"): self.uses_losses,
+            Disclosure("metrics of the client's model on its own evaluation examples", "client"): evaluates,
+            Disclosure("training loss", "client", LANGUAGE_MODEL): asks,
+            Disclosure("F1, if the metrics have one", "client", LANGUAGE_MODEL): asks and evaluates,
+            Disclosure("mean and standard deviation of the logits", "class", LANGUAGE_MODEL): asks,
+            Disclosure("mean entropy of the predictions", "client", LANGUAGE_MODEL): asks,
+        }
+        return tuple(disclosure for disclosure, applies in found.items() if applies)
 
     @property
     def uses_losses(self) -> bool:
@@ -224,17 +221,20 @@ class AdaFD(Distillation):
         Returns:
             `dict[str, float]`: Weights by client. They sum to 1.
         """
-        if self.generate is not None:  # exactly if the weighting is "llm"
+        if self.weighting == LLM:
             client_reports = reports(cohort, predictions, cohort.evaluate() if self.clients_evaluate else None)
-            return self._ask_model(self.generate, client_reports, cohort)
-        client_reports = reports(cohort)
-        return (
-            enwc(client_reports, self.beta) if self.weighting == "enwc" else WEIGHTINGS[self.weighting](client_reports)
-        )
+            return self._ask_model(client_reports, cohort)
+        weigh: Weighting = partial(enwc, beta=self.beta) if self.weighting == "enwc" else WEIGHTINGS[self.weighting]
+        return weigh(reports(cohort))
 
-    def _ask_model(
-        self, generate: Callable[[str], str] | str, client_reports: list[ClientReport], cohort: Cohort
-    ) -> dict[str, float]:
+    @cached_property
+    def _llm(self) -> LLMWeighting:
+        generate: Any = self.generate
+        if isinstance(generate, str):
+            generate = text_generation(pipeline("text-generation", generate))
+        return LLMWeighting(generate, beta=self.beta)
+
+    def _ask_model(self, client_reports: list[ClientReport], cohort: Cohort) -> dict[str, float]:
         """
         Ask the language model for weights, on the main process only.
 
@@ -242,11 +242,6 @@ class AdaFD(Distillation):
         """
 
         def find() -> dict[str, Any]:
-            if self._llm is None:
-                answer = (
-                    text_generation(pipeline("text-generation", generate)) if isinstance(generate, str) else generate
-                )
-                self._llm = LLMWeighting(answer, beta=self.beta)
             return {"weights": self._llm(client_reports), "fell_back": self._llm.fell_back}
 
         answer = cohort.run_on_main(f"weights of a language model, round {cohort.round}", find)

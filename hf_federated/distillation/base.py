@@ -151,8 +151,7 @@ class Distillation(LossMethods, Settings, Method):
     def __post_init__(self) -> None:
         read_former_name(self)
         self._require(("server_epochs", "client_epochs"), lambda value: value >= 1, "at least 1")
-        rates = ("temperature", "server_lr", "client_lr")
-        self._require(rates, lambda value: value > 0, "positive", optional=True)
+        self._require(("temperature", "server_lr", "client_lr"), lambda value: value > 0, "positive", optional=True)
         self._refuse_without_effect(*self.ignores)
         self.encoding = Encoding(PredictionCodec(self.prediction_dtype, self.top_k), self.broadcasts)
         self._server: DistillationServer | None = None
@@ -306,8 +305,7 @@ class Distillation(LossMethods, Settings, Method):
         """
         ensemble = self._ensemble_of_all(cohort, server)
         logs = self.train_server(ensemble, cohort.round, server)
-        targets = self.broadcast(ensemble, server)
-        if targets is not None:
+        if (targets := self.broadcast(ensemble, server)) is not None:
             losses = cohort.distill(
                 server.all_rows,
                 self.alignment.encode_targets(targets, self.encoding),

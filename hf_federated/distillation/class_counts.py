@@ -81,8 +81,7 @@ def _count_sequences(labels: Any, sequences: torch.Tensor) -> list[int]:
     classes = {tuple(row[row >= 0].tolist()): number for number, row in enumerate(sequences)}
     counts = [0] * len(sequences)
     for row, tokens in enumerate(labels):
-        found = classes.get(tuple(token for token in tokens if token >= 0))
-        if found is None:
+        if (found := classes.get(tuple(token for token in tokens if token >= 0))) is None:
             raise ValueError(
                 f"Row {row} has a label with the tokens {list(tokens)[:8]}, which differ from the tokens of all "
                 f"{len(counts)} `label_texts` of the distillation. Add the missing text to `label_texts`."

@@ -119,9 +119,13 @@ class DistillationPart(ClientPart):
         if student.positions is None:
             targets: Targets = self.encoding.decode_targets(message.targets, student.num_classes)
         else:
-            encoded = _targets(message, student.positions, rows)
-            targets = self.encoding.unpack_targets(encoded, student.num_classes)
-            _check_count(targets, student.positions, rows)
+            targets = self.encoding.unpack_targets(_targets(message, student.positions, rows), student.num_classes)
+            if len(targets) != (expected := len(student.positions.agreed_of(rows))):
+                raise ValueError(
+                    f"The message has targets for {len(targets)} positions, but its {len(rows)} examples have "
+                    f"{expected} positions. Give the server and the clients the same `public_dataset` and, if they "
+                    "predict tokens, the same tokenizer."
+                )
         with model.restore_on_failure():
             loss = student.fit(
                 rows,
@@ -189,12 +193,3 @@ def _targets(message: Distill | Feedback, positions: Positions, rows: torch.Tens
     targets, absent = positions.take_absent(rows, message.targets)
     positions.agree(rows, absent)
     return targets
-
-
-def _check_count(targets: Targets, positions: Positions, rows: torch.Tensor) -> None:
-    if len(targets) != (expected := len(positions.agreed_of(rows))):
-        raise ValueError(
-            f"The message has targets for {len(targets)} positions, but its {len(rows)} examples have {expected} "
-            "positions. Give the server and the clients the same `public_dataset` and, if they predict tokens, the "
-            "same tokenizer."
-        )

@@ -124,19 +124,17 @@ class PredictionCodec(Codec):
         rows = predictions.detach().float()
         num_classes = rows.shape[1]
         kept = self._num_kept(num_classes)
+        values = rows
         encoded: dict[str, torch.Tensor] = {}
         if kept < num_classes:
             values, indices = rows.topk(kept, dim=1)
             rest = rows.scatter(1, indices, -torch.inf).logsumexp(dim=1) - math.log(num_classes - kept)
             encoded.update(indices=indices.cpu().to(_index_dtype(num_classes)), rest=rest)
             values = values - self._base(rest)
+        if self.dtype == "int8":
+            encoded |= quantize_rows(values)
         else:
-            values = rows
-        encoded.update(
-            quantize_rows(values)
-            if self.dtype == "int8"
-            else {"values": values.to(TRAVEL_DTYPES[self.dtype], copy=True)}
-        )
+            encoded["values"] = values.to(TRAVEL_DTYPES[self.dtype], copy=True)
         return {name: encoded[name].cpu() for name in self.layout({"": (0, num_classes)})}
 
     def decode(self, encoded: Tensors, reference: Tensors) -> dict[str, torch.Tensor]:

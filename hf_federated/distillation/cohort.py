@@ -293,30 +293,22 @@ class Cohort:
         A prediction and the feedback on it have the same seed.
         """
         seed = self.seed_of(client_id, *(purpose or ("public", rows.order or 0, rows.start)))
-        return {
-            "round": self.round,
-            "client_id": client_id,
-            "order": rows.order,
-            "start": rows.start,
-            "stop": rows.stop,
-            "seed": seed,
-        }
+        return {"round": self.round, "client_id": client_id, "seed": seed, **vars(rows)}
 
     def _losses(self, phase: str, message: Callable[[str], Message]) -> dict[str, float]:
         losses: dict[str, float] = {}
         for client_id, reply in self._send(phase, message, Metrics).items():
-            where = f"Client {client_id!r}, round {self.round + 1}, {phase}"
             loss = reply.metrics.get("distillation_loss")
-            if loss is None:
-                self.exclude(
-                    client_id,
-                    f"{where}: the reply has no number `distillation_loss`. The client side of the distillation must "
-                    "add it to the metrics.",
-                )
-            elif not abs(loss) <= MAX_LOSS:  # Also NaN.
-                self.exclude(client_id, f"{where}: `distillation_loss` is {loss:g}, expected a finite number.")
-            else:
+            if loss is not None and abs(loss) <= MAX_LOSS:  # Not NaN.
                 losses[client_id] = float(loss)
+                continue
+            problem = (
+                "the reply has no number `distillation_loss`. The client side of the distillation must add it to the "
+                "metrics."
+                if loss is None
+                else f"`distillation_loss` is {loss:g}, expected a finite number."
+            )
+            self.exclude(client_id, f"Client {client_id!r}, round {self.round + 1}, {phase}: {problem}")
         self.check_enough()
         return losses
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from .._compat import prepare_inputs
 from ..utils.random import isolated_rng
@@ -39,19 +39,10 @@ class EpochLosses(TrainerCallback):
         self._num_batches += 1
         self._num_steps += 1
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         control.should_log = state.global_step < state.max_steps
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, *args: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
             self._batches_per_step.append(self._num_batches / max(1, self._num_steps))
             self._num_batches = self._num_steps = 0

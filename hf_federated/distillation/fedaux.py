@@ -69,16 +69,14 @@ class FedAUXPart(DistillationPart):
         own, public = scale_into_unit_ball(own, public)
         weights = fit_certainty(own, public, algorithm.regularization)
         if algorithm.dp_epsilon is not None:
-            num_examples = len(own) + len(public)
-            std = noise_std(num_examples, algorithm.regularization, algorithm.dp_epsilon, algorithm.dp_delta)
+            std = noise_std(len(own) + len(public), algorithm.regularization, algorithm.dp_epsilon, algorithm.dp_delta)
             generator = torch.Generator().manual_seed(seed)
             weights = weights + std * torch.randn(weights.shape, generator=generator, dtype=weights.dtype)
         return certainty(weights, public, algorithm.score_offset)
 
     def send(self, update: ClientUpdate) -> ClientUpdate:
         student, scores = self.context.student, self.memory[CERTAINTY]
-        logits = student.predict(range(student.num_rows))
-        extra = {WEIGHTED_LOGITS: scores.unsqueeze(-1) * logits, CERTAINTY: scores}
+        extra = {WEIGHTED_LOGITS: scores.unsqueeze(-1) * student.predict(range(student.num_rows)), CERTAINTY: scores}
         return dataclasses.replace(update, extra={**update.extra, **extra})
 
 

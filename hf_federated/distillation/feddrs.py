@@ -163,14 +163,8 @@ class FedDRS(Distillation):
     disclosures = (NUM_EXAMPLES_PER_CLASS,)
     reports_class_counts = True
     client_part: ClassVar[type[ClientPart]] = FedDRSPart
-    ignores: ClassVar[tuple[str, ...]] = (
-        "server_epochs",
-        "client_epochs",
-        "temperature",
-        "client_lr",
-        "train_on_labeled",
-        "prediction_dtype",
-        "top_k",
+    ignores: ClassVar[tuple[str, ...]] = tuple(
+        item.name for item in dataclasses.fields(Distillation) if item.name not in ("server_lr", "train_on_labelled")
     )
 
     server_lr: float | None = 1e-5
@@ -312,8 +306,7 @@ class FedDRS(Distillation):
         seed = sampler.server.seed
 
         def sample(client_id: str) -> Samples:
-            client_seed = derived_seed(seed, "pseudo-samples", client_id, *purpose)
-            return sampler.sample(client_id, weight, client_seed)
+            return sampler.sample(client_id, weight, derived_seed(seed, "pseudo-samples", client_id, *purpose))
 
         samples = self._for_each_client(cohort, sampler.teachers, f"pseudo-samples {purpose}", client_ids, sample)
         self.samples = samples if self.keeps_samples else {}
@@ -360,8 +353,7 @@ class FedDRS(Distillation):
         for client_id, result in found.items():
             if "error" in result:
                 cohort.exclude(client_id, f"Client {client_id!r}, round {cohort.round + 1}: {result['error']}")
-        server_errors = [result["server_error"] for result in found.values() if "server_error" in result]
-        if server_errors:
+        if server_errors := [result["server_error"] for result in found.values() if "server_error" in result]:
             names = ", ".join(map(repr, cohort.rejected))
             left_out = f" Excluded in this round, but possibly averaged before: {names}." if names else ""
             raise FloatingPointError(f"Round {cohort.round + 1}: {server_errors[0]}{left_out}")

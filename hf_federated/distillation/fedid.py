@@ -201,16 +201,14 @@ class FedID(Distillation):
     def distill(self, cohort: Cohort, server: DistillationServer) -> dict[str, float]:
         num_steps = server.num_rounds * self.public_epochs * server.batches_per_epoch
         server.prepare(self.public_epochs)
-        losses: list[torch.Tensor] = []
-        norms: list[tuple[float, float]] = []
+        results: list[tuple[torch.Tensor, tuple[float, float]]] = []
         for epoch in range(self.public_epochs):
             for number, rows in enumerate(server.mini_batches(cohort.round, epoch)):
-                purpose = (cohort.round, epoch, number)
-                step = self._mini_batch(cohort, server, rows, purpose, num_steps)
+                step = self._mini_batch(cohort, server, rows, (cohort.round, epoch, number), num_steps)
                 if step is not None:
-                    losses.append(step.loss)
-                    norms.append(step.gradient_norms)
-        cohort.check_num_positions(len(losses))
+                    results.append((step.loss, step.gradient_norms))
+        cohort.check_num_positions(len(results))
+        losses, norms = zip(*results, strict=True)
         logs = {"server_distillation_loss": float(torch.stack(losses).mean())}
         feedback_norm, distillation_norm = map(sum, zip(*norms, strict=True))
         # Below this threshold the clients' predictions are equal up to rounding.
@@ -248,24 +246,12 @@ class FedID(Distillation):
         inputs = server.student.inputs(server.student.with_positions(server.numbers_of(rows)))
         ensemble = ensemble.to(server.student.device)
         step = _ServerStep(self, server, inputs, ensemble, predictions, weights, purpose, seed)
-        feedback = step.take()
-        cohort.send_feedback(
-            rows,
-            targets,
-            dict.fromkeys(cohort.client_ids, feedback),
-            {
-                client_id: {
-                    "weight": weights[client_id] / total,
-                    "improvement": step.improvement,
-                    "labels": seed,
-                    # A float has the same size for all values.
-                    "exponent": float(step.exponent),
-                }
-                for client_id in cohort.client_ids
-            },
-            (round * self.public_epochs + epoch) * server.batches_per_epoch + number,
-            num_steps,
-        )
+        feedback = dict.fromkeys(cohort.client_ids, step.take())
+        # The exponent is sent as a float, which has the same size for all values.
+        common = {"improvement": step.improvement, "labels": seed, "exponent": float(step.exponent)}
+        settings = {client_id: {"weight": weights[client_id] / total, **common} for client_id in cohort.client_ids}
+        position = (round * self.public_epochs + epoch) * server.batches_per_epoch + number
+        cohort.send_feedback(rows, targets, feedback, settings, position, num_steps)
         return step
 
 
@@ -273,8 +259,7 @@ def _draw_labels(probabilities: torch.Tensor, seed: int) -> torch.Tensor:
     """Draw a label for each row. The same seed gives the same labels on the server and on the clients."""
     if probabilities.is_meta:  # A dry round has no values.
         return probabilities.argmax(-1)
-    generator = torch.Generator().manual_seed(seed)
-    return sample_pseudo_labels(probabilities.cpu(), generator).to(probabilities.device)
+    return sample_pseudo_labels(probabilities.cpu(), torch.Generator().manual_seed(seed)).to(probabilities.device)
 
 
 def _exponent(gradient: torch.Tensor) -> int:

@@ -230,8 +230,7 @@ def _forward_derivative(model: nn.Module, inputs: Any, direction: Tensors, funct
 
 
 def _central_difference(parameters: Tensors, direction: Tensors, function: Callable[[], torch.Tensor]) -> torch.Tensor:
-    narrow = [name for name, parameter in parameters.items() if parameter.dtype.itemsize < 4]
-    if narrow:
+    if narrow := [name for name, parameter in parameters.items() if parameter.dtype.itemsize < 4]:
         raise ValueError(
             f"{narrow[0]!r} is {parameters[narrow[0]].dtype}, which is too narrow for a small difference. Set "
             "`method='jvp'`, or keep the parameters in float32."

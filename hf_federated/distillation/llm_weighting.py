@@ -98,8 +98,7 @@ class LLMWeighting:
             self.num_attempts, self.prompt_length = attempt, len(prompt)
             values, refusal, quote = self._ask(prompt, len(reports))
             if values is not None:
-                self.weights = dict(zip(fallback, values, strict=True))
-                self.fell_back = False
+                self.weights, self.fell_back = dict(zip(fallback, values, strict=True)), False
                 return dict(self.weights)
             prompt = f"{weighting_prompt(reports)}\nYour last reply was refused: {refusal}."
         logger.warning(

@@ -159,13 +159,10 @@ def _check(name: str, kinds: Tensors, reference: Tensors | None) -> None:
         shape = (u.shape[0], v.shape[1])
     else:
         raise ValueError(f"{name!r} has the parts {sorted(kinds)}; expected either 'dense' or all of 's', 'u', 'v'.")
-    if reference is not None and (name not in reference or tuple(reference[name].shape) != shape):
-        expected = (
-            f"expected {tuple(reference[name].shape)}"
-            if name in reference
-            else "but no tensor of this name is expected"
-        )
-        raise ValueError(f"{name!r} has shape {shape}, {expected}.")
+    if reference is not None and name not in reference:
+        raise ValueError(f"{name!r} has shape {shape}, but no tensor of this name is expected.")
+    if reference is not None and tuple(reference[name].shape) != shape:
+        raise ValueError(f"{name!r} has shape {shape}, expected {tuple(reference[name].shape)}.")
 
 
 def _product(kinds: Tensors) -> torch.Tensor:

@@ -76,9 +76,12 @@ class PseudoSampler:
         with frozen(word_embeddings(server.student.model)):
             server.student.prepare(num_training_steps)
         tokenizer = server.student.processing_class
-        self._special_ids: list[int] = [] if tokenizer is None else list(tokenizer.all_special_ids)
-        # Embedding tables may have padding rows. The table of T5 has 32128 rows for 32100 tokens.
-        self._num_tokens = None if tokenizer is None else len(tokenizer)
+        self._draw = functools.partial(
+            initial_embeddings,
+            special_ids=[] if tokenizer is None else tokenizer.all_special_ids,
+            # Embedding tables may have padding rows. The table of T5 has 32128 rows for 32100 tokens.
+            num_tokens=None if tokenizer is None else len(tokenizer),
+        )
         sequences = algorithm.label_sequences(tokenizer)
         # Labels of each class, as inputs of the model.
         self._labels = torch.arange(self._student.num_classes) if sequences is None else sequences
@@ -100,8 +103,7 @@ class PseudoSampler:
         counts = self.teachers.class_counts(client_id)
         if len(counts) != len(self._labels):
             raise ValueError(f"its label histogram has {len(counts)} classes, but the server has {len(self._labels)}.")
-        missing = [label for label, count in enumerate(counts) if math.isnan(count)]
-        if missing:
+        if missing := [label for label, count in enumerate(counts) if math.isnan(count)]:
             raise ValueError(f"its label histogram has no number for the classes {missing}.")
         return counts
 
@@ -207,16 +209,11 @@ class PseudoSampler:
         algorithm = self._algorithm
         table = token_embeddings(teacher if algorithm.initialization == "client" else self._student.model)
         shape = (algorithm.num_samples, algorithm.sample_length)
-        embeddings = self._draw(table, shape, generator, algorithm.initialization == "gaussian")
+        embeddings = self._draw(table, shape, generator, gaussian=algorithm.initialization == "gaussian")
         if self._cls is not None:
             embeddings[:, 0] = table[self._cls]
         # The steps are too small for the precision of narrow dtypes.
         return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-
-    def _draw(
-        self, weight: torch.Tensor, shape: tuple[int, int], generator: torch.Generator, gaussian: bool = False
-    ) -> torch.Tensor:
-        return initial_embeddings(weight, shape, generator, self._special_ids, gaussian, self._num_tokens)
 
     def learn(self, samples: Sequence[Samples], seed: int) -> float:
         """

@@ -162,8 +162,7 @@ def initial_embeddings(
     allowed = torch.ones(weight.shape[0], dtype=torch.bool)
     allowed[[token for token in special_ids if token < weight.shape[0]]] = False
     tokens = allowed.nonzero().flatten()
-    drawn = tokens[torch.randint(len(tokens), shape, generator=generator)]
-    return weight[drawn.to(weight.device)]
+    return weight[tokens[torch.randint(len(tokens), shape, generator=generator)].to(weight.device)]
 
 
 def label_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -172,10 +172,9 @@ class DistillationServer(FormerServerNames):
         losses: list[torch.Tensor] = []
         with isolated_rng(derived_seed(seed, "dropout")):
             for epoch in range(num_epochs):
-                order = public_order(len(labeled), derived_seed(seed, "epoch", epoch))
                 losses = [
                     self.student.step(self.student.loss(self.student.collate([labeled[int(row)] for row in batch])))
-                    for batch in order.split(self.batch_size)
+                    for batch in public_order(len(labeled), derived_seed(seed, "epoch", epoch)).split(self.batch_size)
                 ]
         return float(torch.stack(losses).mean())
 

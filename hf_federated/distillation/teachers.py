@@ -83,8 +83,7 @@ class Teachers:
 
     def client_ids(self) -> list[str]:
         """The sorted ids of the clients whose models any process stores."""
-        parts = self._gather("the teachers", list(self._histograms))
-        return sorted({client_id for part in parts for client_id in part})
+        return sorted(set().union(*self._gather("the teachers", list(self._histograms))))
 
     def local_clients(self, client_ids: Sequence[str]) -> list[str]:
         """Select the clients whose models this process stores, in the given order."""

@@ -111,8 +111,7 @@ class ClientPart:
     @property
     def changes_loss(self) -> bool:
         """Whether the subclass overrides `inputs` or `loss`."""
-        cls = type(self)
-        return cls.inputs is not ClientPart.inputs or cls.loss is not ClientPart.loss
+        return type(self).inputs is not ClientPart.inputs or type(self).loss is not ClientPart.loss
 
     @property
     def changes_gradients(self) -> bool:

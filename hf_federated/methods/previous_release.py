@@ -12,7 +12,7 @@ from torch import nn
 
 from ..messages import ClientUpdate, Fit
 from ..utils.weighted_mean import State
-from .client_part import ClientContext, ClientPart
+from .client_part import ClientPart
 
 
 def warn_of(cls: type, name: str, replacement: str) -> None:
@@ -61,9 +61,7 @@ class LocalHook:
 class HookPart(ClientPart):
     """Runs the `local_hook` of a method as a client half."""
 
-    def __init__(self, context: ClientContext, method: Any) -> None:
-        super().__init__(context, method)
-        self._hook: Any = None
+    _hook: Any = None
 
     @property
     def changes_loss(self) -> bool:

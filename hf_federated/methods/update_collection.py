@@ -124,12 +124,11 @@ class UpdateCollection:
 
     def _write(self, position: int, data: torch.Tensor) -> None:
         if self._file is None:
-            self._file = tempfile.TemporaryFile(buffering=0, dir=self._directory, prefix="hf_federated_updates_")
+            self._file = tempfile.TemporaryFile(dir=self._directory, prefix="hf_federated_updates_")
         try:
             self._file.seek(position)
-            view = data.numpy().data
-            while view:
-                view = view[self._file.write(view) :]
+            self._file.write(data.numpy())
+            self._file.flush()
         except OSError as error:
             directory = self._directory or tempfile.gettempdir()
             raise OSError(
@@ -141,12 +140,8 @@ class UpdateCollection:
 
     def _read(self, position: int, data: torch.Tensor) -> None:
         self._file.seek(position)
-        view = data.numpy().data
-        while view:
-            num_read = self._file.readinto(view)
-            if not num_read:
-                raise OSError("The temporary file with the updates of the round is shorter than expected.")
-            view = view[num_read:]
+        if self._file.readinto(data.numpy()) < data.nbytes:
+            raise OSError("The temporary file with the updates of the round is shorter than expected.")
 
     # ---- Reading
 
@@ -258,8 +253,7 @@ class UpdateCollection:
             other ([`UpdateCollection`]): A collection of other clients with the same reference.
         """
         for client_id, weight in other.weights.items():
-            state = {name: other.read(client_id, name) for name in other.reference}
-            self.add(client_id, state, weight)
+            self.add(client_id, {name: other.read(client_id, name) for name in other.reference}, weight)
         other.clear()
 
     # ---- End

@@ -17,6 +17,7 @@ import torch
 from ..messages import ClientUpdate, Fit
 from ..methods import Accumulator
 from ..utils.random import derived_seed, isolated_rng
+from ..utils.weighted_mean import State, Tensors
 from .previous_release import adapt_old_names
 
 
@@ -178,6 +179,15 @@ class Postprocessor:
 adapt_old_names(Postprocessor)
 
 
+def matching(values: Tensors, state: Tensors) -> State:
+    """Return the floating values that have the name and the shape of a tensor of a state."""
+    return {
+        name: value
+        for name, value in values.items()
+        if value.is_floating_point() and name in state and state[name].shape == value.shape
+    }
+
+
 def run_server_send(steps: Sequence[Postprocessor], message: Fit, memories: Memories) -> Fit:
     """Run `server_send` of all steps in order. `memories` are the server's for this client, changed in place."""
     if not any(step.changes_requests for step in steps):
@@ -266,8 +276,6 @@ def _opened(
     copies = {key: dict(memories.get(key, {})) for key in opened}
     with isolated_rng(derived_seed(seed, purpose)):
         yield [(step, copies[key]) for key, step in opened.items()]
-    for key, memory in copies.items():
-        if memory:
-            memories[key] = memory
-        else:
-            memories.pop(key, None)
+    memories.update(copies)
+    for key in [key for key, memory in copies.items() if not memory]:
+        del memories[key]

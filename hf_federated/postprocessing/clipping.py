@@ -10,7 +10,7 @@ from ..messages import ClientUpdate, Fit
 from ..messages.validation import InvalidUpdateError
 from ..utils.arguments import require
 from ..utils.weighted_mean import Tensors
-from .base import Memory, Postprocessor
+from .base import Memory, Postprocessor, matching
 
 
 # Rounding of values and of `exchange_dtype` can raise the norm by less than this share.
@@ -74,11 +74,7 @@ class ClipUpdate(Postprocessor):
 
 def _changes(update: ClientUpdate, state: Tensors) -> dict[str, torch.Tensor]:
     """Return the changes of the floating values. A later check rejects unexpected names and shapes."""
-    return {
-        name: value - state[name].to(value)
-        for name, value in update.state.items()
-        if value.is_floating_point() and name in state and state[name].shape == value.shape
-    }
+    return {name: value - state[name].to(value) for name, value in matching(update.state, state).items()}
 
 
 def _norm(changes: Tensors) -> torch.Tensor:

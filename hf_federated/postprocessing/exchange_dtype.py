@@ -9,7 +9,7 @@ import torch
 from ..messages import ClientUpdate, Fit
 from ..messages.validation import InvalidUpdateError
 from ..utils.weighted_mean import Tensors
-from .base import Memory, Postprocessor
+from .base import Memory, Postprocessor, matching
 
 
 def exchange_dtype(name: str | None) -> torch.dtype | None:
@@ -52,6 +52,8 @@ class SendChanges(Postprocessor):
     ```
     """
 
+    keeps_server_memory = False
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
@@ -65,13 +67,9 @@ class SendChanges(Postprocessor):
     def _narrows(self, value: torch.Tensor) -> bool:
         return value.is_floating_point() and value.dtype != self.dtype
 
-    @property
-    def keeps_server_memory(self) -> bool:
-        return False
-
     def server_receive(self, update: ClientUpdate, state: dict[str, torch.Tensor], memory: Memory) -> ClientUpdate:
         for name, value in (*update.state.items(), *update.extra.items()):
-            if value.is_floating_point() and value.dtype != self.dtype:
+            if self._narrows(value):
                 raise InvalidUpdateError(
                     f"Client {update.client_id!r}, round {update.round + 1}: {name!r} was sent as {value.dtype}, "
                     f"expected {self.dtype}. Set the same `exchange_dtype` on the server and on all clients."
@@ -79,15 +77,11 @@ class SendChanges(Postprocessor):
         # `check_update` rejects unexpected names and shapes later.
         values = {
             name: (state[name] + value).to(state[name].dtype)
-            if value.is_floating_point()
-            and name in state
-            and self._narrows(state[name])
-            and value.shape == state[name].shape
-            else value
-            for name, value in update.state.items()
+            for name, value in matching(update.state, state).items()
+            if self._narrows(state[name])
         }
         extra = {
             name: value.to(torch.promote_types(state[name].dtype, torch.float32)) if name in state else value
             for name, value in update.extra.items()
         }
-        return dataclasses.replace(update, state=values, extra=extra)
+        return dataclasses.replace(update, state={**update.state, **values}, extra=extra)

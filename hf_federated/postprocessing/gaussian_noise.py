@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..messages import ClientUpdate, Fit
 from ..utils.arguments import require
+from ..utils.weighted_mean import wide_dtype
 from .base import Memory, Postprocessor
 
 
@@ -76,5 +77,4 @@ class GaussianNoise(Postprocessor):
 
 
 def _normal(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    dtype = torch.promote_types(value.dtype, torch.float32)
-    return torch.randn(value.shape, generator=generator, dtype=dtype).to(value.device)
+    return torch.randn(value.shape, generator=generator, dtype=wide_dtype(value.dtype)).to(value.device)
