@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -155,11 +154,8 @@ class CenteredClipping(ClippedMean):
     def fit_settings(self) -> dict[str, Any]:
         return {"client_momentum": self.client_momentum}
 
-    def streams(self, state: State) -> bool:
-        return self.radius is not None and self.num_iterations == 1
-
-    def limit(self) -> float:
-        return math.inf if self.radius is None else self.radius
+    def limit(self, state: State) -> float | None:
+        return self.radius if self.num_iterations == 1 else None
 
     def center_of(self, state: State) -> State:
         center = super().center_of(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -93,11 +92,8 @@ class NormBoundedMean(ClippedMean):
         require("max_norm", max_norm, max_norm is None or max_norm > 0, "positive")
         self.max_norm = max_norm
 
-    def streams(self, state: State) -> bool:
-        return self.max_norm is not None and not find_pairs(state)
-
-    def limit(self) -> float:
-        return math.inf if self.max_norm is None else self.max_norm
+    def limit(self, state: State) -> float | None:
+        return None if find_pairs(state) else self.max_norm
 
     def estimate(self, updates: UpdateCollection) -> State:
         norms = squared_norms(updates).sqrt()

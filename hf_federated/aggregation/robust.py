@@ -195,15 +195,16 @@ class ClippedMean(RobustAggregation):
     a sum and keeps no update. Integer tensors keep their global values.
     """
 
-    # The center of the round, by name of the floating tensors, in float32 or wider.
+    # The center of the round, by name of the floating tensors, in float32 or wider, and the limit around it.
     _round_center: State
+    _round_limit: float
 
-    def streams(self, state: State) -> bool:
-        """Whether the server limits each update on arrival. If not, it keeps the updates for [`estimate`]."""
-        raise NotImplementedError
+    def limit(self, state: State) -> float | None:
+        """
+        Return the largest distance of an update from the center, if the server limits each update on arrival.
 
-    def limit(self) -> float:
-        """Return the largest distance of an update from the center, if the server limits each update on arrival."""
+        If not, return `None`. The server then keeps the updates for [`estimate`].
+        """
         raise NotImplementedError
 
     def center_of(self, state: State) -> State:
@@ -211,10 +212,10 @@ class ClippedMean(RobustAggregation):
         return {name: value.to(wide_dtype(value.dtype)) for name, value in state.items() if value.is_floating_point()}
 
     def accumulator(self, state: State, extra: State | None = None) -> Accumulator:
-        if not self.streams(state):
+        if (limit := self.limit(state)) is None:
             return super().accumulator(state, extra)
         accumulator = Aggregation.accumulator(self, state, extra)
-        self._round_center = self.center_of(state)
+        self._round_center, self._round_limit = self.center_of(state), limit
         accumulator.means["state"] = WeightedMean(self._round_center)
         return accumulator
 
@@ -224,7 +225,7 @@ class ClippedMean(RobustAggregation):
             super().accumulate(accumulator, update)
             return
         center = self._round_center
-        scale = float(clipping_scales(distance(update.state, center), self.limit()))
+        scale = float(clipping_scales(distance(update.state, center), self._round_limit))
         limited = {
             name: value if scale == 1.0 else torch.lerp(center[name], value, scale)
             for name, value in ((name, update.state[name].to(center[name].dtype)) for name in center)

@@ -330,12 +330,12 @@ class Distillation(LossMethods, Settings, Method):
         predictions_by_client = cohort.predict_lazily(rows, server.shape)
         num_agreed = server.num_agreed(rows)
         cohort.check_num_positions(num_agreed)
-        return LazyRows(
-            num_agreed,
-            lambda indices: self.ensemble(
-                {client_id: values[indices] for client_id, values in predictions_by_client.items()}, cohort
-            ),
-        )
+
+        def ensemble(indices: torch.Tensor) -> torch.Tensor:
+            selected = {client_id: values[indices] for client_id, values in predictions_by_client.items()}
+            return self.ensemble(selected, cohort)
+
+        return LazyRows(num_agreed, ensemble)
 
     def train_server(self, targets: Targets, round: int, server: DistillationServer) -> dict[str, float]:
         """

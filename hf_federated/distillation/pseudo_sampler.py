@@ -236,10 +236,8 @@ class PseudoSampler:
         with isolated_rng(derived_seed(seed, "dropout")), frozen(word_embeddings(self._student.model)):
             for start in range(0, len(order), size):
                 batch = [pairs[index] for index in order[start : start + size]]
-                embeddings, labels = (
-                    torch.stack([samples[client][name][row] for client, row in batch]).to(device)
-                    for name in ("embeddings", "labels")
-                )
+                embeddings = torch.stack([samples[client]["embeddings"][row] for client, row in batch]).to(device)
+                labels = torch.stack([samples[client]["labels"][row] for client, row in batch]).to(device)
                 targets = torch.cat([targets_of[client][row] for client, row in batch]).to(device)
                 logits = labeled_positions(logits_of(embeddings, labels), labels)
                 losses.append(self._student.step(kl_divergence(logits, targets)))

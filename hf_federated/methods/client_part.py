@@ -116,8 +116,7 @@ class ClientPart:
     @property
     def changes_gradients(self) -> bool:
         """Whether the part uses the gradients of this local training."""
-        cls = type(self)
-        return cls.on_gradients is not ClientPart.on_gradients or cls.on_step is not ClientPart.on_step
+        return type(self).on_gradients is not ClientPart.on_gradients or type(self).on_step is not ClientPart.on_step
 
     def receive(self, message: Fit) -> None:
         """
