@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..messages import ClientUpdate
 from ..utils.weighted_mean import State, WeightedMean, WeightedSums
 from .update_collection import UpdateCollection
 
 
-if TYPE_CHECKING:
-    from .base import Method
-
-
 Contribution = Mapping[str, WeightedSums]
 """The sums of an update, or of several updates, by the name of the mean."""
+
+
+class Accumulates(Protocol):
+    """An algorithm that adds updates to an accumulator."""
+
+    def accumulate(self, accumulator: Accumulator, update: ClientUpdate) -> None:
+        """Add an update."""
 
 
 class Accumulator:
@@ -64,7 +67,7 @@ class Accumulator:
     ```
     """
 
-    def __init__(self, algorithm: Method, state: State, extra: State) -> None:
+    def __init__(self, algorithm: Accumulates, state: State, extra: State) -> None:
         self._algorithm = algorithm
         self.reference = state
         self.means = {"state": WeightedMean(state), "extra": WeightedMean(extra)}
