@@ -18,7 +18,7 @@ from .ledger_blocks import ROUNDS_PER_BLOCK, Accounts, decode_block, encode_bloc
 LEDGER_NAME = "federated_ledger.json"
 # Numbers of bytes and rounds are 64-bit integers in a checkpoint.
 _LARGEST = 2**63 - 1
-_ROUND = re.compile(r"0|[1-9][0-9]{0,17}")
+_ROUND = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
 class Ledger:
@@ -143,9 +143,7 @@ class Ledger:
             raise ValueError("A ledger must be a dictionary with the key 'rounds', which is a dictionary.")
         ledger = cls()
         for key, clients in rounds.items():
-            if not (
-                isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 and str(int(key)) == key
-            ):
+            if not (isinstance(key, str) and _ROUND.fullmatch(key)):
                 raise ValueError(
                     f"A ledger has the round {key!r}; a round must be the text of an integer of at least 0."
                 )
