@@ -20,6 +20,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..transport import CallEndpoint, CallTransport, Connector
+from ..utils.optional_packages import require_packages
 from .network import NetworkEngine
 
 
@@ -46,11 +47,7 @@ def require_nvflare(user: str) -> Any:
     Raises:
         ImportError: If `nvflare` is not installed. The message names the extra to install.
     """
-    if not is_nvflare_installed():
-        raise ImportError(
-            f"{user} needs nvflare 2.9 or later, which runs on Linux. Install it with: "
-            "pip install 'hf-federated[nvflare]'"
-        )
+    require_packages(user, {"nvflare": {"nvflare": "nvflare 2.9 or later, which runs on Linux"}})
     from nvflare.collab import collab
 
     return collab

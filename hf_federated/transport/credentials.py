@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import os
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..security.certificates import client_certificate
+from ..utils.optional_packages import require_packages
 
 
 def require_grpc(user: str) -> Any:
@@ -22,8 +22,7 @@ def require_grpc(user: str) -> Any:
     Raises:
         ImportError: If `grpcio` is not installed. The message names the extra to install.
     """
-    if importlib.util.find_spec("grpc") is None:
-        raise ImportError(f"{user} needs grpcio. Install it with: pip install 'hf-federated[network]'")
+    require_packages(user, {"network": {"grpc": "grpcio"}})
     import grpc
 
     return grpc
@@ -60,9 +59,8 @@ class TlsCredentials:
     authority: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        for name, label in (("certificate", b"CERTIFICATE-----"), ("key", b"PRIVATE KEY-----"), ("authority", b"")):
-            if (label or b"CERTIFICATE-----") not in getattr(self, name):
-                kind = "private key" if name == "key" else "certificate"
+        for name, kind in (("certificate", "certificate"), ("key", "private key"), ("authority", "certificate")):
+            if f"{kind.upper()}-----".encode() not in getattr(self, name):
                 raise ValueError(
                     f"{name} is not a {kind} in PEM format. Pass a file that `hf-federated certificates` created."
                 )
