@@ -163,13 +163,11 @@ class ExactlyOnceExecutor:
                     "in one process.",
                 )
             return "unfinished" if entry.outcome is None else "done"
+        is_ahead = number >= self._next_number
         is_allowed = header.oldest <= number < header.oldest + MAX_MESSAGES_IN_FLIGHT
-        if number >= self._next_number and header.oldest <= self._next_number and is_allowed:
+        if is_ahead and header.oldest <= self._next_number and is_allowed:
             return "new"
-        if number >= self._next_number:
-            reason = "a message was lost, or sent out of order"
-        else:
-            reason = "the answer is no longer stored"
+        reason = "a message was lost, or sent out of order" if is_ahead else "the answer is no longer stored"
         raise RequestRejectedError(
             "OUT_OF_RANGE",
             f"Message {number} of {self._sender!r} arrived, but message {self._next_number} is expected: {reason}.",
