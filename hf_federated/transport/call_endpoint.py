@@ -120,7 +120,6 @@ class _CallConnection(Connection):
         # `None` until the server has decided. Empty if it accepted the client, otherwise why it refused the client.
         self._refusal: str | None = None
         self.is_closed = False
-        self._end: str | None = None
         # The last request that arrived, its content until the trainer takes it, and the reply of the trainer.
         self._name = ""
         self._content: bytes | None = None
@@ -145,11 +144,8 @@ class _CallConnection(Connection):
                 self._reply = reply
                 self._changed.notify_all()
             del reply
-            self._changed.wait_for(
-                lambda: self._content is not None or self._end is not None or self.is_closed,
-            )
-            if self._end is not None:
-                self.end = self._end
+            self._changed.wait_for(lambda: self._content is not None or self.end is not None or self.is_closed)
+            if self.end is not None:
                 return None
             if self._content is None:
                 raise LinkError("The server has ended the connection.")
@@ -174,7 +170,7 @@ class _CallConnection(Connection):
             if kind in ("accept", "refuse"):
                 self._refusal = header["text"] if kind == "refuse" else ""
             elif kind == "end":
-                self._end = header["text"]
+                self.end = header["text"]
             else:
                 return self._exchange(kind, header, content)
             self._changed.notify_all()
@@ -196,4 +192,4 @@ class _CallConnection(Connection):
         return _answer("reply") + self._reply
 
     def _is_answerable(self, name: str) -> bool:
-        return self._reply is not None or name != self._name or self._end is not None or self.is_closed
+        return self._reply is not None or name != self._name or self.end is not None or self.is_closed

@@ -17,6 +17,7 @@ not respond is therefore lost after `call_timeout`. The server tries again to re
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -174,16 +175,16 @@ class CallTransport(Transport):
             # The caller has dropped the last reply.
             self._gate.leave(self._replied)
             self._replied = None
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             if self._check is not None:
                 self._check()
-            remaining = _CHECK_SECONDS if deadline is None else max(deadline - time.monotonic(), 0)
+            remaining = max(deadline - time.monotonic(), 0)
             try:
                 event = self._events.get(timeout=min(remaining, _CHECK_SECONDS))
                 break
             except queue.Empty:
-                if deadline is not None and time.monotonic() >= deadline:
+                if time.monotonic() >= deadline:
                     return None
         if event.kind == "reply":
             self._replied = event.client_id
@@ -204,8 +205,7 @@ class CallTransport(Transport):
             client.is_expelled = True
             self._changed.notify_all()
         if client.session:
-            arguments = [client, client.session, "the server expelled the client"]
-            threading.Thread(target=self._dismiss, args=arguments, daemon=True).start()
+            self._dismiss(client, "the server expelled the client")
             self._lose(client_id, client, "left")
 
     def stop(self, reason: str = "") -> None:
@@ -213,13 +213,7 @@ class CallTransport(Transport):
             self._end = reason
             self._changed.notify_all()
         self._gate.close()
-        connected = [client for client in self._clients.values() if client.session]
-        threads = [
-            threading.Thread(target=self._dismiss, args=[client, client.session, reason], daemon=True)
-            for client in connected
-        ]
-        for thread in threads:
-            thread.start()
+        threads = [self._dismiss(client, reason) for client in self._clients.values() if client.session]
         deadline = time.monotonic() + _FAREWELL_SECONDS
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0))
@@ -333,9 +327,16 @@ class CallTransport(Transport):
         if was_connected:
             self._events.put(Event(kind, client_id))
 
-    def _dismiss(self, client: _Client, session: str, reason: str) -> None:
-        try:
-            self._call(client, "end", session=session, text=reason)
-        # The system that carries the calls defines the errors.
-        except Exception as error:
-            logger.warning(f"The end of the run did not reach a client: {error}")
+    def _dismiss(self, client: _Client, reason: str) -> threading.Thread:
+        """Tell a client in a thread that the run has ended."""
+
+        def dismiss(session: str) -> None:
+            try:
+                self._call(client, "end", session=session, text=reason)
+            # The system that carries the calls defines the errors.
+            except Exception as error:
+                logger.warning(f"The end of the run did not reach a client: {error}")
+
+        thread = threading.Thread(target=dismiss, args=[client.session], daemon=True)
+        thread.start()
+        return thread

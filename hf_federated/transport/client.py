@@ -17,10 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from types import TracebackType
 
 from transformers.utils import logging
 
+from ..utils.arguments import require
 from .connection import BUSY, CONNECTION_ERRORS, Connection, pauses, status_text
 from .credentials import TlsCredentials, check_credentials, require_grpc
 from .errors import (
@@ -116,8 +116,7 @@ class GrpcLink:
         check_credentials(credentials, insecure, address)
         timeouts = {"connect": connect_timeout, "reconnect": reconnect_timeout, "answer": answer_timeout}
         for name, seconds in timeouts.items():
-            if not seconds > 0:
-                raise ValueError(f"{name}_timeout={seconds} is not allowed. Set it to more than 0 seconds.")
+            require(f"{name}_timeout", seconds, seconds > 0, "a positive number of seconds")
         self.address = address
         self.client_id = client_id
         self._reconnect_timeout = reconnect_timeout
@@ -184,19 +183,28 @@ class GrpcLink:
             # A running future cannot be cancelled.
             answer.set_running_or_notify_cancel()
             previous_sent, sent, answered = self._latest_sent, threading.Event(), threading.Event()
+
+            def deliver() -> None:
+                """Send the message after the previous message was sent, and set its answer."""
+                try:
+                    previous_sent.wait()
+                    answer.set_result(self._send_until_answered("Exchange", header, blob, sent.set).result())
+                except BaseException as error:
+                    if not isinstance(error, (LinkError, ValueError, TimeoutError, ServerFailedError)):
+                        self._state.fail(LinkError, _interrupted_text(header.number, error))
+                    answer.set_exception(error)
+                finally:
+                    sent.set()
+                    answered.set()
+
             self._latest_sent = sent
             self._in_flight.append((header.number, answered))
             self._next_number += 1
-            thread = threading.Thread(
-                target=self._deliver,
-                args=(header, blob, answer, previous_sent, sent, answered),
-                name=f"message-{header.number}-{self.client_id}",
-                daemon=True,
-            )
+            name = f"message-{header.number}-{self.client_id}"
             try:
-                thread.start()
+                threading.Thread(target=deliver, name=name, daemon=True).start()
             except BaseException as error:
-                self._state.fail(LinkError, f"Message {header.number} was interrupted ({type(error).__name__}).")
+                self._state.fail(LinkError, _interrupted_text(header.number, error))
                 raise
         return answer
 
@@ -249,9 +257,7 @@ class GrpcLink:
     def __enter__(self) -> GrpcLink:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _send(self, method: str, blob: bytes) -> Blob:
@@ -269,7 +275,7 @@ class GrpcLink:
                 # After an interrupt, the state of the message is not known, and gRPC may never end the calls of the
                 # channel.
                 self._interrupted = not isinstance(error, Exception)
-                self._state.fail(LinkError, f"Message {self._next_number} was interrupted ({type(error).__name__}).")
+                self._state.fail(LinkError, _interrupted_text(header.number, error))
                 raise
             self._next_number += 1
         return outcome.result()
@@ -285,27 +291,6 @@ class GrpcLink:
             self._in_flight[0][1].wait()
             self._in_flight.popleft()
         self._state.check_usable()
-
-    def _deliver(
-        self,
-        header: MessageHeader,
-        blob: bytes,
-        answer: Future[Blob],
-        previous_sent: threading.Event,
-        sent: threading.Event,
-        answered: threading.Event,
-    ) -> None:
-        """Send one message after the previous message was sent, and set its answer. Runs in a thread."""
-        try:
-            previous_sent.wait()
-            answer.set_result(self._send_until_answered("Exchange", header, blob, sent.set).result())
-        except BaseException as error:
-            if not isinstance(error, (LinkError, ValueError, TimeoutError, ServerFailedError)):
-                self._state.fail(LinkError, f"Message {header.number} was interrupted ({type(error).__name__}).")
-            answer.set_exception(error)
-        finally:
-            sent.set()
-            answered.set()
 
     def _send_until_answered(
         self, method: str, header: MessageHeader, blob: bytes, on_sent: Callable[[], object] | None = None
@@ -383,3 +368,7 @@ class GrpcLink:
             f"The server at {self.address} {reason} message {number} within answer_timeout={self._answer_timeout:g} s."
             f" The server may be waiting for other clients.{ADVICE}"
         )
+
+
+def _interrupted_text(number: int, error: BaseException) -> str:
+    return f"Message {number} was interrupted ({type(error).__name__})."

@@ -14,12 +14,12 @@ The server holds at most one large reply in memory: it reads the next one when t
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from transformers.utils import logging
@@ -101,9 +101,9 @@ class GrpcTransport(Transport):
         self.address = address
         self._credentials = None if certificates is None else TlsCredentials.of_server(certificates)
         check_credentials(self._credentials, insecure, address)
-        self._insecure = insecure
-        self._heartbeat_timeout = heartbeat_timeout
-        self._max_message_bytes = max_message_bytes
+        self._create_server = functools.partial(
+            GrpcServer, insecure=insecure, heartbeat_timeout=heartbeat_timeout, max_message_bytes=max_message_bytes
+        )
         self._server: GrpcServer | None = None
         self._clients: dict[str, _Client] = {}
         self._events: queue.Queue[Event] = queue.Queue()
@@ -120,18 +120,15 @@ class GrpcTransport(Transport):
         # Each client has a condition with the same lock, because waking all calls for each request is slow.
         self._clients = {client_id: _Client(threading.Condition(lock)) for client_id in client_ids}
         self._events, self._end, self._gate = queue.Queue(), None, ReadGate()
-        self._server = GrpcServer(
+        self._server = self._create_server(
             self._answer,
             self._credentials,
             client_ids,
             session_config,
             address=self.address,
-            insecure=self._insecure,
             on_connected=self._on_connected,
             on_left=lambda client_id: self._disconnect(client_id, "left"),
             on_lost=lambda client_id: self._disconnect(client_id, "lost"),
-            heartbeat_timeout=self._heartbeat_timeout,
-            max_message_bytes=self._max_message_bytes,
             read_gate=self._gate,
         )
         self.address = self._server.address
@@ -317,7 +314,5 @@ class GrpcConnection(Connection):
     def __enter__(self) -> GrpcConnection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()

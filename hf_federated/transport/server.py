@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 from transformers.utils import logging
@@ -22,7 +21,6 @@ from .protocol import (
     MAX_MESSAGES_IN_FLIGHT,
     MAX_STATUS_CHARACTERS,
     SERVICE,
-    Outcome,
     bad_request,
 )
 from .read_gate import ReadGate
@@ -145,12 +143,15 @@ class GrpcServer:
         grpc = require_grpc(type(self).__name__)
         check_credentials(credentials, insecure, address)
         _check_clients(clients)
-        _check_limits(
-            max_exchanges,
-            heartbeat_timeout=heartbeat_timeout,
-            max_message_bytes=max_message_bytes,
-            message_timeout=message_timeout,
-        )
+        limits = {
+            "heartbeat_timeout": heartbeat_timeout,
+            "max_message_bytes": max_message_bytes,
+            "message_timeout": message_timeout,
+            "max_exchanges": len(clients) if max_exchanges is None else max_exchanges,
+        }
+        for name, value in limits.items():
+            if not value > 0:
+                raise ValueError(f"{name}={value} is not allowed. Set it to more than 0, or leave it out.")
         self._sessions = SessionRegistry(clients, heartbeat_timeout, on_lost)
         self._service = Service(
             answer,
@@ -216,9 +217,7 @@ class GrpcServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
@@ -252,15 +251,11 @@ class _GrpcHandlers:
         client sees no difference.
         """
         grpc, service = self._grpc, self._service
-        methods: dict[str, Any] = {}
-        for name, process in (
-            ("Connect", service.connect),
-            ("Heartbeat", service.heartbeat),
-            ("Leave", service.leave),
-        ):
-            methods[name] = functools.partial(self._answer_request, process)
-        for name, kind in KINDS.items():
-            methods[name] = functools.partial(self._answer_message, kind)
+        requests = {"Connect": service.connect, "Heartbeat": service.heartbeat, "Leave": service.leave}
+        methods: dict[str, Any] = {
+            **{name: functools.partial(self._answer_request, process) for name, process in requests.items()},
+            **{name: functools.partial(self._answer_message, kind) for name, kind in KINDS.items()},
+        }
         handlers = {
             name: grpc.stream_stream_rpc_method_handler(functools.partial(self._handle, method))
             for name, method in methods.items()
@@ -296,15 +291,12 @@ class _GrpcHandlers:
         return iter([process(request, owner)])
 
     def _answer_message(self, kind: str, chunks: Iterator[bytes], context: Any, owner: str | None) -> Iterator[bytes]:
-        outcome = self._exchange(kind, chunks, context, owner)
-        return iter(()) if outcome is None else outcome.frames()
-
-    def _exchange(self, kind: str, chunks: Iterator[bytes], context: Any, owner: str | None) -> Outcome | None:
         session, header = self._service.session_of_message(_header_text(context), owner)
         # When the call ends, a thread that waits for the outcome must notice that the client no longer waits.
         context.add_callback(session.executor.notify_waiters)
         with session.register_call(header.number, context.cancel):
-            return self._service.exchange(kind, session, header, chunks, context.is_active)
+            outcome = self._service.exchange(kind, session, header, chunks, context.is_active)
+        return iter(()) if outcome is None else outcome.frames()
 
     def _certificate_owner(self, context: Any) -> str | None:
         """
@@ -358,14 +350,6 @@ def _header_text(context: Any) -> str | bytes:
             f"The request violates the protocol: a call must have one header {HEADER_KEY}, got {len(headers)}.",
         )
     return headers[0]
-
-
-def _check_limits(max_exchanges: int | None, **limits: float) -> None:
-    for name, value in limits.items():
-        if not value > 0:
-            raise ValueError(f"{name}={value} is not allowed. Set it to more than 0.")
-    if max_exchanges is not None and max_exchanges < 1:
-        raise ValueError(f"max_exchanges={max_exchanges} is not allowed. Set it to 1 or more, or to None.")
 
 
 def _check_clients(clients: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.utils import logging
@@ -42,6 +43,7 @@ from .session_registry import SessionRegistry, TransportSession
 logger = logging.get_logger(__name__)
 
 
+@dataclass(frozen=True)
 class Deferred:
     """
     An answer that is not known yet. The message is dropped from memory before the answer is computed.
@@ -50,12 +52,7 @@ class Deferred:
         compute (`Callable[[], bytes | Pieces]`): Returns the answer. It may block.
     """
 
-    def __init__(self, compute: Callable[[], bytes | Pieces]) -> None:
-        self.compute = compute
-
-    def __call__(self) -> bytes | Pieces:
-        """Compute the answer."""
-        return self.compute()
+    compute: Callable[[], bytes | Pieces]
 
 
 Answer = Callable[[str, Blob], bytes | Pieces | Deferred]
@@ -94,6 +91,7 @@ class PlainEndpoint:
         self.hello(finish)
 
 
+@dataclass(eq=False)
 class Service:
     """
     The server's side of the protocol. For the arguments, see [`GrpcServer`].
@@ -101,34 +99,23 @@ class Service:
     Example: see [`GrpcServer`].
     """
 
-    def __init__(
-        self,
-        answer: Answer,
-        sessions: SessionRegistry,
-        session_config: SessionConfig,
-        *,
-        encryption: Callable[[str], ServerSession] | None,
-        max_message_bytes: int,
-        max_exchanges: int,
-        on_connected: Callable[[str], None] | None,
-        on_left: Callable[[str], None] | None,
-        read_gate: ReadGate | None = None,
-    ) -> None:
-        self.sessions = sessions
-        self._read_gate = read_gate
-        self._answer = answer
-        self._session_config = session_config
-        self._encryption = encryption
-        self._max_message_bytes = max_message_bytes
-        self._max_exchanges = max_exchanges
-        self._on_connected = on_connected
-        self._on_left = on_left
-        self._processing_locks = {client_id: threading.Lock() for client_id in sessions.clients}
+    answer: Answer
+    sessions: SessionRegistry
+    session_config: SessionConfig
+    encryption: Callable[[str], ServerSession] | None
+    max_message_bytes: int
+    max_exchanges: int
+    on_connected: Callable[[str], None] | None
+    on_left: Callable[[str], None] | None
+    read_gate: ReadGate | None
+
+    def __post_init__(self) -> None:
+        self._processing_locks = {client_id: threading.Lock() for client_id in self.sessions.clients}
         self._slots_lock = threading.Lock()
         # Number of messages of each client that are being read, wait, or are processed.
         self._num_active_messages: dict[str, int] = {}
         # Whether a message is read only after the previous message of the client was processed.
-        self._reads_in_turn = read_gate is not None or max_exchanges < len(sessions.clients)
+        self._reads_in_turn = self.read_gate is not None or self.max_exchanges < len(self.sessions.clients)
 
     def connect(self, request: bytes, owner: str | None) -> bytes:
         """
@@ -147,14 +134,19 @@ class Service:
         """
         try:
             fields = parse_json_object(request, "Connect")
-            self._check_version(fields)
+            if fields.get("version") != VERSION:
+                raise RequestRejectedError(
+                    "FAILED_PRECONDITION",
+                    f"The server uses version {VERSION} of the protocol, but the client uses version "
+                    f"{fields.get('version')!r}. Install the same version of hf-federated on both.",
+                )
             client_id, process, config = fields.get("client_id"), fields.get("process"), fields.get("terms")
             if not isinstance(client_id, str) or not isinstance(process, str):
                 raise ValueError("Connect must contain a client id and a process token.")
             self._check_owner(client_id, owner)
             if client_id not in self.sessions.clients:
                 raise RequestRejectedError("PERMISSION_DENIED", f"The server does not know a client {client_id!r}.")
-            differences = self._session_config.differences(config)
+            differences = self.session_config.differences(config)
         except ValueError as error:
             raise bad_request(error) from None
         if differences:
@@ -165,16 +157,16 @@ class Service:
         with self.sessions.reporting[client_id]:
             make_endpoint = functools.partial(self._make_endpoint, client_id)
             session, is_new = self.sessions.open_session(client_id, process, make_endpoint)
-            if is_new and self._on_connected is not None:
+            if is_new and self.on_connected is not None:
                 try:
-                    self._on_connected(client_id)
+                    self.on_connected(client_id)
                 except Exception as error:
                     session.close("The server refused the client.")
                     if isinstance(error, ValueError):
                         raise RequestRejectedError("FAILED_PRECONDITION", str(error)) from None
                     raise
         timeout_ms = int(self.sessions.heartbeat_timeout * 1000)
-        return ConnectResponse(session.session_id, timeout_ms, self._max_message_bytes).to_json().encode("ascii")
+        return ConnectResponse(session.session_id, timeout_ms, self.max_message_bytes).to_json().encode("ascii")
 
     def heartbeat(self, request: bytes, owner: str | None) -> bytes:
         """
@@ -203,8 +195,8 @@ class Service:
         """
         session = self._session_of_request(request, owner)
         with self.sessions.reporting[session.client_id]:
-            if session.close(f"Client {session.client_id!r} left.") and self._on_left is not None:
-                self._on_left(session.client_id)
+            if session.close(f"Client {session.client_id!r} left.") and self.on_left is not None:
+                self.on_left(session.client_id)
         return b"{}"
 
     def session_of_message(
@@ -225,10 +217,10 @@ class Service:
         except ValueError as error:
             raise bad_request(error) from None
         session = self._find_session(header.session, owner)
-        if header.num_bytes > self._max_message_bytes:
+        if header.num_bytes > self.max_message_bytes:
             raise RequestRejectedError(
                 "INVALID_ARGUMENT",
-                f"The message has {header.num_bytes} bytes, but the server accepts at most {self._max_message_bytes}.",
+                f"The message has {header.num_bytes} bytes, but the server accepts at most {self.max_message_bytes}.",
             )
         return session, header
 
@@ -266,7 +258,7 @@ class Service:
             session.check_open()
             return outcome
         # The early messages of a client together are smaller than one message of the maximum size.
-        if self._reads_in_turn or header.num_bytes > self._max_message_bytes // MAX_MESSAGES_IN_FLIGHT:
+        if self._reads_in_turn or header.num_bytes > self.max_message_bytes // MAX_MESSAGES_IN_FLIGHT:
             executor.wait_for_turn(header, is_expected)
             if not is_expected():
                 session.check_open()
@@ -281,13 +273,13 @@ class Service:
             return outcome
 
     def _read(self, session: TransportSession, header: MessageHeader, chunks: Iterable[bytes]) -> Blob:
-        if self._read_gate is not None:
-            self._read_gate.enter(session.client_id, header.num_bytes)
+        if self.read_gate is not None:
+            self.read_gate.enter(session.client_id, header.num_bytes)
         try:
             return join_chunks(chunks, header.num_bytes, session.record_activity)
         except BaseException as error:
-            if self._read_gate is not None:
-                self._read_gate.leave(session.client_id)
+            if self.read_gate is not None:
+                self.read_gate.leave(session.client_id)
             if isinstance(error, ValueError):
                 raise bad_request(error) from None
             raise
@@ -304,7 +296,7 @@ class Service:
                     endpoint: Any = session.endpoint
                     answer = endpoint.exchange(content.pop())
                     # The message is no longer in memory.
-                    return answer() if isinstance(answer, Deferred) else answer
+                    return answer.compute() if isinstance(answer, Deferred) else answer
                 if kind == "hello":
                     return session.endpoint.hello(bytes(content.pop()))
                 session.endpoint.finish(bytes(content.pop()))
@@ -321,10 +313,10 @@ class Service:
             RequestRejectedError: If no slot is free.
         """
         with self._slots_lock:
-            if client_id not in self._num_active_messages and len(self._num_active_messages) >= self._max_exchanges:
+            if client_id not in self._num_active_messages and len(self._num_active_messages) >= self.max_exchanges:
                 raise RequestRejectedError(
                     "RESOURCE_EXHAUSTED",
-                    f"The server already processes messages of {self._max_exchanges} clients. Try again later.",
+                    f"The server already processes messages of {self.max_exchanges} clients. Try again later.",
                 )
             self._num_active_messages[client_id] = self._num_active_messages.get(client_id, 0) + 1
         try:
@@ -337,10 +329,10 @@ class Service:
 
     def _make_endpoint(self, client_id: str) -> ServerEndpoint:
         # With encryption, the answer is bytes.
-        answer: Any = functools.partial(self._answer, client_id)
-        if self._encryption is None:
+        answer: Any = functools.partial(self.answer, client_id)
+        if self.encryption is None:
             return PlainEndpoint(answer)
-        return EncryptedServer(self._encryption(client_id), answer)
+        return EncryptedServer(self.encryption(client_id), answer)
 
     def _session_of_request(self, request: bytes, owner: str | None) -> TransportSession:
         try:
@@ -362,12 +354,4 @@ class Service:
             raise RequestRejectedError(
                 "PERMISSION_DENIED",
                 f"The certificate belongs to {owner!r}, but the request names client {client_id!r}.",
-            )
-
-    def _check_version(self, fields: dict[str, Any]) -> None:
-        if fields.get("version") != VERSION:
-            raise RequestRejectedError(
-                "FAILED_PRECONDITION",
-                f"The server uses version {VERSION} of the protocol, but the client uses version "
-                f"{fields.get('version')!r}. Install the same version of hf-federated on both.",
             )
