@@ -8,12 +8,11 @@ Each process then ends with the first error of the launch instead of a lost conn
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -73,8 +72,7 @@ class ProcessGroup:
         """Whether this process writes the files that the launch writes once."""
         return self.rank == 0
 
-    @contextmanager
-    def independent(self, as_main: bool = False) -> Iterator[None]:
+    def independent(self, as_main: bool = False) -> AbstractContextManager[None]:
         """
         Make accelerate and transformers treat this process as the only process of the launch.
 
@@ -86,8 +84,7 @@ class ProcessGroup:
                 Whether this process also becomes the main process. By default the process keeps its rank, so that only
                 the main process of the launch writes files and logs.
         """
-        with contextlib.nullcontext() if self.world_size == 1 else single_process(as_main):
-            yield
+        return nullcontext() if self.world_size == 1 else single_process(as_main)
 
     def initialize(self, timeout: float) -> None:
         """

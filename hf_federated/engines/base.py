@@ -59,6 +59,8 @@ class Engine(ABC):
         self.last_error: Exception | None = None
         # Called about every second while the engine waits for replies, if the clients are on other machines.
         self.on_wait: Callable[[], None] | None = None
+        # Names of the settings that a client on another machine sends when it joins.
+        self.compared_settings: tuple[str, ...] = ()
         # The kinds of messages that engine and clients read.
         self.kinds: Mapping[str, type[Message]] = KINDS
         # The open requests by client id, in the order of sending. The first key of a large `dict` without its earlier
@@ -85,11 +87,6 @@ class Engine(ABC):
     def remote_eval_clients(self) -> FederatedDataset | None:
         """The clients with the sizes of their evaluation examples, if the clients are on other machines."""
         return None
-
-    @property
-    def compared_settings(self) -> tuple[str, ...]:
-        """Names of the settings that a client on another machine sends when it joins."""
-        return ()
 
     def announcement(self, client_id: str) -> Announcement | None:
         """

@@ -116,7 +116,6 @@ class NetworkEngine(Engine):
         )
         self._announced: dict[str, Announcement] = {}
         self._datasets = RemoteDatasets(clients, self._announced)
-        self._compared_settings: tuple[str, ...] = ()
         self._num_to_start = num_to_start
         self._join_timeout = join_timeout
         self._rejoin_timeout = rejoin_timeout
@@ -145,10 +144,6 @@ class NetworkEngine(Engine):
         """The clients, with the numbers of evaluation examples that they have announced."""
         return FederatedDataset(RemoteDatasets(self._datasets.client_ids, self._announced, "num_eval_examples"))
 
-    @property
-    def compared_settings(self) -> tuple[str, ...]:
-        return self._compared_settings
-
     def announcement(self, client_id: str) -> Announcement | None:
         return self._announced.get(client_id)
 
@@ -168,7 +163,7 @@ class NetworkEngine(Engine):
         seconds = min(self._join_timeout, _COMPLETE_SECONDS) if is_complete else self._join_timeout
         if not self._is_open:
             shared = settings()
-            self._compared_settings = tuple(shared.to_dict())
+            self.compared_settings = tuple(shared.to_dict())
             self.transport.start(clients, shared)
             self._is_open = True
             self._status.num_rounds = num_rounds

@@ -86,11 +86,10 @@ def checked_reply(expected: ExpectedReply, reply: Message, ledger: Ledger, error
         ledger.record(round, client_id, bytes_up=reply.num_bytes)
     except (TypeError, ValueError) as refused:
         return ClientFailure(round, client_id, f"its reply was refused: {refused}")
-    if isinstance(reply, ClientFailure) and error is not None:
-        # The client runs in this process, so the text of the error has not left it.
-        reply = replace(reply, error=f"{type(error).__name__}: {error}")
-    elif isinstance(reply, ClientFailure):
-        # In one line, so that the text cannot imitate other lines of the log.
-        reply = replace(reply, error=" ".join(reply.error.split()))
+    if isinstance(reply, ClientFailure):
+        # In one line, so that the text of another process cannot imitate other lines of the log. If the client runs in
+        # this process, the text of the error has not left it.
+        text = " ".join(reply.error.split()) if error is None else f"{type(error).__name__}: {error}"
+        reply = replace(reply, error=text)
     # The nonce has served its purpose. Without it, the replies of two equal runs are equal.
     return replace(reply, nonce="")

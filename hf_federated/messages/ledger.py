@@ -28,6 +28,10 @@ class Ledger:
     The numbers are the sizes of the serialized messages with their headers. They are also counted for an engine that
     does not serialize messages.
 
+    Attributes:
+        bytes_down (`int`): Total number of bytes from the server to the clients.
+        bytes_up (`int`): Total number of bytes from the clients to the server.
+
     Example:
 
     ```python
@@ -45,8 +49,8 @@ class Ledger:
 
     def __init__(self) -> None:
         self._bytes: Accounts = {}
-        self._bytes_down = 0
-        self._bytes_up = 0
+        self.bytes_down = 0
+        self.bytes_up = 0
         # First round of each client.
         self._first_rounds: dict[str, int] = {}
         # Clients in the order of the encoded blocks, and the blocks whose accounts have not changed since.
@@ -66,8 +70,8 @@ class Ledger:
         account = self._open_account(round, client_id)
         account[0] += bytes_down
         account[1] += bytes_up
-        self._bytes_down += bytes_down
-        self._bytes_up += bytes_up
+        self.bytes_down += bytes_down
+        self.bytes_up += bytes_up
 
     def account(self, round: int, client_id: str) -> tuple[int, int]:
         """Return the bytes down and up of a client in a round."""
@@ -90,16 +94,6 @@ class Ledger:
         self._blocks.pop(round // ROUNDS_PER_BLOCK, None)
         self._first_rounds[client_id] = min(round, self._first_rounds.get(client_id, round))
         return self._bytes.setdefault(round, {}).setdefault(client_id, [0, 0])
-
-    @property
-    def bytes_down(self) -> int:
-        """Total number of bytes from the server to the clients."""
-        return self._bytes_down
-
-    @property
-    def bytes_up(self) -> int:
-        """Total number of bytes from the clients to the server."""
-        return self._bytes_up
 
     def rounds(self) -> list[dict[str, int]]:
         """Return one row per round: `round`, `num_clients`, `bytes_down`, `bytes_up`."""

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import safetensors
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from ..utils.buffers import ALIGNMENT
 
@@ -47,7 +47,7 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor], names: dict[int, str]
         # A fixed width, so that the size of a message reveals nothing about its numbers.
         return {"$float": struct.pack(">d", value).hex()}
     if isinstance(value, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        if all(map(_is_plain_key, value)):
             return {key: _flatten(item, tensors, names, f"{path}.{key}") for key, item in value.items()}
         pairs = [
             [_flatten(key, tensors, names, path), _flatten(item, tensors, names, f"{path}.{key}")]
@@ -104,10 +104,10 @@ class FlatTree(dict[str, Any]):
 
 
 def _split(tree: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Split a tree into its tensors by name and the safetensors metadata with all other values."""
+    """Split a tree into its tensors by name, in the order of the file, and the metadata with all other values."""
     tensors: dict[str, torch.Tensor] = {}
+    metadata: dict[str, str] = {}
     if isinstance(tree, FlatTree):
-        metadata = {}
         for key, value in tree.items():
             if not _is_plain_key(key) or key in (TREE_KEY, _METADATA_KEY) or isinstance(value, (Mapping, list, tuple)):
                 raise TypeError(f"A flat tree cannot contain the {type(value).__name__} {key!r}.")
@@ -115,9 +115,11 @@ def _split(tree: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
                 tensors[key] = _checked(value, key)
             else:
                 metadata[key] = _to_json(_flatten(value, {}, {}, key))
-        return tensors, metadata
-    skeleton = _flatten(tree, tensors, {}, "")
-    return tensors, {TREE_KEY: _to_json(skeleton)}
+    else:
+        metadata[TREE_KEY] = _to_json(_flatten(tree, tensors, {}, ""))
+    # As safetensors sorts tensors: by dtype, widest first, and then by name.
+    in_file_order = sorted(tensors.items(), key=lambda item: (_LAYOUT[item[1].dtype][0], item[0]))
+    return dict(in_file_order), metadata
 
 
 def _checked(tensor: torch.Tensor, path: str) -> torch.Tensor:
@@ -181,8 +183,7 @@ class PackedPieces:
     """
 
     def __init__(self, tree: Any) -> None:
-        tensors, metadata = _split(tree)
-        self._tensors = _in_file_order(tensors)
+        self._tensors, metadata = _split(tree)
         header, num_data_bytes = _encode_header(self._tensors, metadata)
         padded = header.ljust(math.ceil(len(header) / 8) * 8)
         self._head = len(padded).to_bytes(8, "little") + padded
@@ -221,20 +222,9 @@ def unpack(blob: bytes | memoryview) -> Any:
         else:
             tensors = _tensors_in(blob, header, data)
         return _unflatten(_skeleton(header), {name: _aligned(tensor) for name, tensor in tensors.items()})
-    except _DAMAGES as error:
+    # A recursion that is too deep is a `RuntimeError`.
+    except (SafetensorError, struct.error, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"Not a packed tree: {error}. The file or message is damaged or of another kind.") from error
-
-
-# Errors that a damaged blob causes. A recursion that is too deep is a `RuntimeError`.
-_DAMAGES = (
-    safetensors.SafetensorError,
-    KeyError,
-    TypeError,
-    ValueError,
-    OverflowError,
-    RuntimeError,
-    struct.error,
-)
 
 
 def _can_be_shared(blob: memoryview) -> bool:
@@ -339,8 +329,8 @@ def packed_size(tree: Any) -> int:
     structure, length = _structure(tree)
     sizes = _SIZES.get(structure)
     if sizes is None:
-        header_length, num_data_bytes = _measure(tree)
-        sizes = (header_length - length, num_data_bytes)
+        header, num_data_bytes = _encode_header(*_split(tree))
+        sizes = (len(header) - length, num_data_bytes)
         if len(_SIZES) >= _MAX_SIZES:
             _SIZES.clear()
         _SIZES[structure] = sizes
@@ -400,7 +390,7 @@ def _structure(tree: Any) -> tuple[Any, int]:
             parts.append((tuple if isinstance(value, tuple) else list, len(value)))
             pending.extend(reversed(value))
         else:
-            parts.append(object())  # `_measure` raises an error with the path of the value.
+            parts.append(object())  # `_split` raises an error with the path of the value.
     # A shared tensor is serialized once. For each tensor, the position of its first occurrence.
     places: dict[int, int] = {}
     shared = tuple(map(places.setdefault, ids, range(len(ids)))) if len(set(ids)) < len(ids) else ()
@@ -414,18 +404,6 @@ _TENSORS = {torch.Tensor, torch.nn.Parameter}
 
 def _is_plain_key(key: Any) -> bool:
     return isinstance(key, str) and not key.startswith("$")
-
-
-def _measure(tree: Any) -> tuple[int, int]:
-    """Return the lengths in bytes of the JSON header and of the tensors of a packed tree."""
-    tensors, metadata = _split(tree)
-    header, num_data_bytes = _encode_header(_in_file_order(tensors), metadata)
-    return len(header), num_data_bytes
-
-
-def _in_file_order(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sort tensors as safetensors does: by dtype, widest first, and then by name."""
-    return dict(sorted(tensors.items(), key=lambda item: (_LAYOUT[item[1].dtype][0], item[0])))
 
 
 def _encode_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, int]:
@@ -444,28 +422,24 @@ def _encode_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, s
     return _to_utf8_json(header).encode(), offset
 
 
-# Name of each dtype in safetensors, and its rank in the order of the tensors in the file.
-_LAYOUT: dict[torch.dtype, tuple[int, str]] = {
-    dtype: (place, name)
-    for place, (dtype, name) in enumerate(
-        [
-            (torch.uint64, "U64"),
-            (torch.int64, "I64"),
-            (torch.float64, "F64"),
-            (torch.complex64, "C64"),
-            (torch.float32, "F32"),
-            (torch.uint32, "U32"),
-            (torch.int32, "I32"),
-            (torch.bfloat16, "BF16"),
-            (torch.float16, "F16"),
-            (torch.uint16, "U16"),
-            (torch.int16, "I16"),
-            (torch.float8_e4m3fn, "F8_E4M3"),
-            (torch.float8_e5m2, "F8_E5M2"),
-            (torch.int8, "I8"),
-            (torch.uint8, "U8"),
-            (torch.bool, "BOOL"),
-        ]
-    )
+# The dtypes by their names in safetensors, in the order of the tensors in the file.
+_DTYPES = {
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F32": torch.float32,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
-_DTYPES = {name: dtype for dtype, (_, name) in _LAYOUT.items()}
+# Rank and name of each dtype.
+_LAYOUT = {dtype: (rank, name) for rank, (name, dtype) in enumerate(_DTYPES.items())}

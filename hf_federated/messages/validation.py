@@ -96,12 +96,9 @@ def first_non_finite(state: Mapping[str, torch.Tensor]) -> str | None:
 def _check_state(state: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], where: str) -> None:
     missing = [name for name in reference if name not in state]
     unexpected = [name for name in state if name not in reference]
-    if missing or unexpected:
-        parts = []
-        if missing:
-            parts.append(f"{len(missing)} keys are missing, the first is {missing[0]!r}")
-        if unexpected:
-            parts.append(f"{len(unexpected)} keys are unexpected, the first is {unexpected[0]!r}")
+    found = {"missing": missing, "unexpected": unexpected}
+    parts = [f"{len(names)} keys are {kind}, the first is {names[0]!r}" for kind, names in found.items() if names]
+    if parts:
         raise InvalidUpdateError(f"{where}: {'; '.join(parts)}. Train the same adapter or layers on all clients.")
     for name, expected in reference.items():
         value = state[name]
