@@ -165,17 +165,11 @@ class GrpcServer:
             read_gate=read_gate,
         )
         self._deadlines = CallDeadlines(message_timeout)
-        self._handlers = _GrpcHandlers(
-            self._service,
-            grpc,
-            Admission(clients, CALLS_PER_CLIENT),
-            self._deadlines,
-            has_certificates=credentials is not None,
-        )
+        handlers = _GrpcHandlers(self._service, grpc, self._deadlines, has_certificates=credentials is not None)
         num_threads = CALLS_PER_CLIENT * len(clients) + _SPARE_THREADS
         self._grpc_server = grpc.server(
             ThreadPoolExecutor(num_threads, thread_name_prefix="grpc-server"),
-            handlers=[self._handlers.generic_handler()],
+            handlers=[handlers.generic_handler()],
             # The admission bounds the calls that hold a thread. This limit bounds the calls that wait for a thread to
             # be refused. Beyond the limit the server refuses calls unseen, and the clients try again.
             maximum_concurrent_rpcs=num_threads + _MAX_WAITING_CALLS,
@@ -228,17 +222,14 @@ class _GrpcHandlers:
     Args:
         service ([`Service`]): Processes the requests.
         grpc (`Any`): The module `grpc`.
-        admission ([`Admission`]): Admits the calls.
         deadlines ([`CallDeadlines`]): Ends silent calls.
         has_certificates (`bool`): Whether clients have certificates, which contain their ids.
     """
 
-    def __init__(
-        self, service: Service, grpc: Any, admission: Admission, deadlines: CallDeadlines, has_certificates: bool
-    ) -> None:
+    def __init__(self, service: Service, grpc: Any, deadlines: CallDeadlines, has_certificates: bool) -> None:
         self._service = service
         self._grpc = grpc
-        self._admission = admission
+        self._admission = Admission(service.sessions.clients, CALLS_PER_CLIENT)
         self._deadlines = deadlines
         self._has_certificates = has_certificates
 
