@@ -80,9 +80,7 @@ def _num_steps(
 ) -> str:
     """Smallest and largest number of optimizer steps of a client, as `Trainer` counts them."""
     batch_size = total_batch_size // args.gradient_accumulation_steps
-    steps = set()
-    for number in num_rows:
-        num_batches = (number or 0) / batch_size
-        num_batches = math.floor(num_batches) if args.dataloader_drop_last else math.ceil(num_batches)
-        steps.add(local_epochs * max(math.ceil(num_batches / args.gradient_accumulation_steps), 1))
+    rounded = math.floor if args.dataloader_drop_last else math.ceil
+    num_batches = [rounded((number or 0) / batch_size) for number in num_rows]
+    steps = {local_epochs * max(math.ceil(number / args.gradient_accumulation_steps), 1) for number in num_batches}
     return f"{min(steps):,}" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,}"

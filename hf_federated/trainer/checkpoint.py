@@ -122,17 +122,16 @@ def staged_directory(output_dir: str | os.PathLike[str], create: bool = True) ->
         `pathlib.Path`: The staging directory.
     """
     # The staging directory has the name of the output directory, because trainers derive the model name from it.
-    parent = Path(output_dir) / STAGING_DIR
+    staging = Path(output_dir) / STAGING_DIR / Path(output_dir).absolute().name
     if not create:
-        yield parent / Path(output_dir).absolute().name
+        yield staging
         return
-    shutil.rmtree(parent, ignore_errors=True)
-    staging = parent / Path(output_dir).absolute().name
+    clear_staging(output_dir)
     staging.mkdir(parents=True)
     try:
         yield staging
     finally:
-        shutil.rmtree(parent, ignore_errors=True)
+        clear_staging(output_dir)
 
 
 def publish(staged: Path, final: Path) -> None:

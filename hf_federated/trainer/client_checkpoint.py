@@ -71,7 +71,5 @@ def save_folder(
 
 
 def _gather_digests(processes: ProcessGroup, label: str, own: dict[str, str]) -> dict[str, str]:
-    digests: dict[str, str] = {}
-    for part in processes.gather(label, own):
-        digests |= part
-    return dict(sorted(digests.items()))
+    parts = processes.gather(label, own)
+    return dict(sorted((client_id, digest) for part in parts for client_id, digest in part.items()))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ logger = logging.get_logger(__name__)
 _POLL_SECONDS = 1.0
 _CHUNK_BYTES = 32 * 2**20
 
-_Found = tuple[tuple[dict[str, Any], memoryview] | None, BaseException | None]
+_Found = tuple[dict[str, Any], memoryview] | None
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class ClientRequests:
         if self._processes.world_size == 1:
             found = self._receive_here(reply)
             return None if found is None else Request(**found[0], content=found[1])
-        # Empty except in the main process, which waits in a thread.
-        results = self._start(reply) if self._processes.is_main else queue.SimpleQueue()
+        # Only the main process has a connection. It waits in a thread.
+        result = self._start(reply) if self._processes.is_main else Future()
         label = f"next request to client {self._client_id!r}"
         received: dict[str, Any] = {"kind": "waiting"}
         found = None
@@ -93,12 +93,9 @@ class ClientRequests:
 
             def poll() -> dict[str, Any]:
                 nonlocal found
-                try:
-                    found, error = results.get(timeout=_POLL_SECONDS)
-                except queue.Empty:
+                if not wait([result], _POLL_SECONDS).done:
                     return {"kind": "waiting"}
-                if error is not None:
-                    raise error
+                found = result.result()
                 if found is None:
                     return {"kind": "end", "end": self.end}
                 return {"kind": "request", "header": found[0], "num_bytes": len(found[1])}
@@ -116,18 +113,18 @@ class ClientRequests:
         if self._connection is not None:
             self._connection.close()
 
-    def _start(self, reply: bytes | None) -> queue.SimpleQueue[_Found]:
-        """Wait for the next request in a thread. The queue gets the request or the error."""
-        results: queue.SimpleQueue[_Found] = queue.SimpleQueue()
+    def _start(self, reply: bytes | None) -> Future[_Found]:
+        """Wait for the next request in a thread, which ends with this process."""
+        result: Future[_Found] = Future()
 
         def run() -> None:
             try:
-                results.put((self._receive_here(reply), None))
+                result.set_result(self._receive_here(reply))
             except BaseException as error:
-                results.put((None, error))
+                result.set_exception(error)
 
         threading.Thread(target=run, name=f"requests-{self._client_id}", daemon=True).start()
-        return results
+        return result
 
     def _share(self, content: memoryview | None, num_bytes: int) -> memoryview:
         """Return the content of the main process in all processes."""
@@ -141,7 +138,7 @@ class ClientRequests:
             self._processes.broadcast_([chunk], source=0)
         return memoryview(buffer.numpy().data) if content is None else content
 
-    def _receive_here(self, reply: bytes | None) -> tuple[dict[str, Any], memoryview] | None:
+    def _receive_here(self, reply: bytes | None) -> _Found:
         """Return the header and the content of the next request. Connect again if the session is lost."""
         while True:
             if self._connection is None:

@@ -137,19 +137,18 @@ class PreparingMixin(_Base):
         return any(name in vars(parent) for parent in parents for name in PREPARATIONS)
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super()._prepare_dataset(dataset, *args, **kwargs)
-        return self._record_call("_prepare_dataset", dataset, result, args, kwargs)
+        return self._record_call("_prepare_dataset", dataset, args, kwargs)
 
     def _precompute_ref_logps(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super()._precompute_ref_logps(dataset, *args, **kwargs)
-        return self._record_call("_precompute_ref_logps", dataset, result, args, kwargs)
+        return self._record_call("_precompute_ref_logps", dataset, args, kwargs)
 
     def preprocess_dataset(self, dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Call `preprocess_dataset` of the parent class and record the call."""
-        result = super().preprocess_dataset(dataset, *args, **kwargs)
-        return self._record_call("preprocess_dataset", dataset, result, args, kwargs)
+        return self._record_call("preprocess_dataset", dataset, args, kwargs)
 
-    def _record_call(self, name: str, dataset: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record_call(self, name: str, dataset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the parent class, and record the call if it prepares a dataset of the constructor."""
+        result = getattr(super(), name)(dataset, *args, **kwargs)
         for preparation in self._preparations or ():
             if preparation.prepared is dataset:
                 preparation.prepared = result

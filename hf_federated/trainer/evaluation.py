@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-import torch
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
+from accelerate.utils import send_to_device
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
@@ -121,10 +121,9 @@ def can_spread(trainer: Trainer, dataloader: Any) -> bool:
     """
     if not has_length(dataloader) or len(dataloader) < 2:
         return False
-    for base in type(trainer).__mro__:
-        is_known = base.__module__.partition(".")[0] in KNOWN_PACKAGES
-        if not is_known and any(method in vars(base) for method in PREDICTION_METHODS):
-            return False
+    own = [base for base in type(trainer).__mro__ if base.__module__.partition(".")[0] not in KNOWN_PACKAGES]
+    if any(method in vars(base) for base in own for method in PREDICTION_METHODS):
+        return False
     # Sampled generations depend on all earlier draws of the random generator.
     samples = vars(trainer).get("_gen_kwargs", {}).get("do_sample")
     if samples is None and getattr(trainer.args, "predict_with_generate", False):
@@ -196,27 +195,16 @@ class SpreadPredictions:
                 for number, batch in enumerate(self._loader.window)
                 if number % self._processes.world_size == self._processes.rank
             }
-            combined: dict[str, Any] = {}
-            for part in self._processes.gather("predictions of an evaluation", own):
-                combined |= part
+            parts = self._processes.gather("predictions of an evaluation", own)
+            combined = {number: predictions for part in parts for number, predictions in part.items()}
             self._predictions.extend(combined[str(number)] for number in range(len(self._loader.window)))
-        return _map_tensors(self._predictions.popleft(), self._trainer.args.device)
+        return send_to_device(self._predictions.popleft(), self._trainer.args.device)
 
     def _predict_batch(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any) -> Any:
         loss, logits, labels = self._predict(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         if logits is not None and self._preprocess is not None:
             logits = self._preprocess(logits, labels)
         return loss, logits, labels
-
-
-def _map_tensors(tree: Any, device: torch.device) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return tree.to(device)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_map_tensors(value, device) for value in tree)
-    if isinstance(tree, dict):
-        return {name: _map_tensors(value, device) for name, value in tree.items()}
-    return tree
 
 
 @contextmanager
@@ -235,8 +223,7 @@ def spread_over_ranks(trainer: Any, processes: ProcessGroup, dataloader: Any) ->
     Yields:
         [`SpreadLoader`]: The data loader to evaluate on.
     """
-    window = BATCHES_PER_EXCHANGE * processes.world_size
-    loader = SpreadLoader(dataloader, window, trainer.accelerator.gradient_state)
+    loader = SpreadLoader(dataloader, BATCHES_PER_EXCHANGE * processes.world_size, trainer.accelerator.gradient_state)
     predictions = SpreadPredictions(trainer, processes, loader)
     preprocess = trainer.preprocess_logits_for_metrics
     # Logits can be large, so they are preprocessed before they are gathered.

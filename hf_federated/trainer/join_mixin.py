@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 
 from transformers.trainer_utils import TrainOutput
 
-from ..transport import Connection, Connector, GrpcConnection
+from ..transport import Connector, GrpcConnection
 from ..transport.protocol import DEFAULT_MAX_MESSAGE_BYTES
-from ..transport.session_config import SessionConfig
 from .base import RoleMixin
 from .join import JoinedClient
 from .output_lock import output_dir_lock
@@ -73,20 +73,16 @@ class JoinMixin(RoleMixin):
             ValueError: If the launch has several processes and `parallelism` is not `"data"`, or if the trainer has
                 the examples of several clients and `client_id` is none of them.
         """
-
-        def connect(settings: SessionConfig, announcement: bytes) -> Connection:
-            return GrpcConnection(
-                address,
-                certificates,
-                client_id,
-                settings,
-                announcement,
-                insecure=insecure,
-                connect_timeout=connect_timeout,
-                reconnect_timeout=reconnect_timeout,
-                max_message_bytes=max_message_bytes,
-            )
-
+        connect = functools.partial(
+            GrpcConnection,
+            address,
+            certificates,
+            client_id,
+            insecure=insecure,
+            connect_timeout=connect_timeout,
+            reconnect_timeout=reconnect_timeout,
+            max_message_bytes=max_message_bytes,
+        )
         return self.join_over(connect, client_id=client_id, state_dir=state_dir)
 
     def join_over(self, connector: Connector, *, client_id: str, state_dir: str | None = None) -> TrainOutput:

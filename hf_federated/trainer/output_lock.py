@@ -51,11 +51,8 @@ def output_dir_lock(output_dir: str | os.PathLike[str], processes: ProcessGroup 
     Raises:
         OutputDirInUseError: If another process holds the lock. All processes of the launch raise the error.
     """
-    path = Path(output_dir)
-    if processes is None:
-        holder = _acquire(path)
-    else:
-        holder = processes.run_on_main("lock of the output directory", lambda: _acquire(path))
+    path, processes = Path(output_dir), processes or ProcessGroup(rank=0, world_size=1)
+    holder = processes.run_on_main("lock of the output directory", lambda: _acquire(path))
     if holder is not None:
         raise OutputDirInUseError(
             f"Another run uses the output directory {os.fspath(output_dir)!r}: {holder}. Wait until the run ends, "
@@ -64,7 +61,7 @@ def output_dir_lock(output_dir: str | os.PathLike[str], processes: ProcessGroup 
     try:
         yield
     finally:
-        if processes is None or processes.is_main:
+        if processes.is_main:
             _release(path)
 
 
