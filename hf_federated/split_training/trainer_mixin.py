@@ -29,7 +29,7 @@ from ..messages.ledger import Ledger
 from ..security.peer_envelopes import PeerEnvelopes
 from ..split.model import SplitModel
 from ..trainer.checkpoint import checkpoint_to_resume, clear_staging, rotate
-from ..trainer.checks import as_federated_dataset
+from ..trainer.checks.data import as_federated_dataset
 from ..trainer.dataset_preparation import (
     DatasetPlaceholder,
     Preparation,

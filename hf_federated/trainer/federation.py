@@ -37,7 +37,8 @@ from ..server.bound_update import BoundUpdate
 from ..utils.weighted_mean import State
 from .announcement import announce
 from .checkpoint import clients_directory, num_finished_rounds, read_server_state, write_server_state
-from .checks import check_labeled, check_resumed
+from .checks.data import check_labeled
+from .checks.resume import check_resumed
 from .claim_limits import ClaimLimits
 from .client_checkpoint import STEPS_DIR, TEACHERS_DIR, save_clients, save_folder
 from .network_settings import NetworkSettings
@@ -197,8 +198,6 @@ class Federation:
 
     def _build_loop(self) -> RoundLoop:
         setup, config = self._setup, self._setup.config
-        distillation_sends_parameters = setup.distillation is not None and setup.distillation.sends_parameters
-        exchanges_parameters = setup.aggregation.exchanges_parameters
         limits = ClaimLimits(setup, self._args, self._num_examples)
         context = CollectorContext(
             engine=self.engine,
@@ -207,8 +206,8 @@ class Federation:
                 seed=setup.seed,
                 steps=self._steps,
                 dtype=exchange_dtype(config.exchange_dtype),
-                sends_state=exchanges_parameters or distillation_sends_parameters,
-                returns_state=exchanges_parameters,
+                sends_state=setup.sends_parameters,
+                returns_state=setup.aggregation.exchanges_parameters,
                 row_limit=self._row_limit,
                 # Only the announcement of a client on another machine can change the limits.
                 limits=functools.lru_cache(NUM_CACHED_LIMITS)(limits)
@@ -363,13 +362,10 @@ class Federation:
         teacher_digests = save_folder(directory, self.teachers, TEACHERS_DIR, processes, setup.spreads_clients)
         kept = self._steps.store if setup.postprocessors else None
         step_digests = save_folder(directory, kept, STEPS_DIR, processes, setup.spreads_clients)
+        folders = {directory: digests, directory / TEACHERS_DIR: teacher_digests, directory / STEPS_DIR: step_digests}
         known_digests = {
             (folder / client_file_name(client_id)).relative_to(checkpoint).as_posix(): digest
-            for folder, by_client in (
-                (directory, digests),
-                (directory / TEACHERS_DIR, teacher_digests),
-                (directory / STEPS_DIR, step_digests),
-            )
+            for folder, by_client in folders.items()
             for client_id, digest in by_client.items()
         }
         if not processes.is_main:
@@ -397,7 +393,3 @@ class Federation:
             state["weights"] = self.loop.state
         write_server_state(checkpoint, state)
         return known_digests
-
-    def load_weights(self, checkpoint: str) -> None:
-        """Write the exchanged parameters of an adapter from a checkpoint into the model."""
-        self.exchange.write(read_server_state(checkpoint)["weights"])

@@ -47,7 +47,7 @@ from ..tasks import Task
 from ..utils.gc import frozen_gc
 from ..utils.trainer_banner import trainer_banner
 from .checkpoint import checkpoint_to_resume, clear_staging, read_server_state, rotate
-from .checks import as_federated_dataset, check_without_examples, example_of_the_format
+from .checks.data import as_federated_dataset, check_without_examples, example_of_the_format
 from .dataset_preparation import (
     DatasetPlaceholder,
     Preparation,
@@ -124,13 +124,12 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         eval_clients = eval_dataset if isinstance(eval_dataset, FederatedDataset) else None
         if eval_clients is not None:
             arguments["eval_dataset"] = eval_clients.pooled_examples()
-        is_remote = engine is not None and engine.remote_clients is not None
         if engine is not None and eval_clients is None:
             # Clients on other machines evaluate on examples that only they have.
             eval_clients = engine.remote_eval_clients
         if participants.task is not None:
             encode_for_server(arguments, participants.task)
-        train, evaluation = self._construct_parent(arguments, clients, eval_clients, is_remote)
+        train, evaluation = self._construct_parent(arguments, clients, eval_clients)
         self.train_dataset = clients
         first = {next(iter(clients)): train.prepared}
         self._setup = FederationSetup.build(
@@ -157,33 +156,28 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         self._resume_from: str | None = None
 
     def _construct_parent(
-        self,
-        arguments: dict[str, Any],
-        clients: FederatedDataset,
-        eval_clients: FederatedDataset | None,
-        is_remote: bool,
+        self, arguments: dict[str, Any], clients: FederatedDataset, eval_clients: FederatedDataset | None
     ) -> tuple[Preparation, Preparation]:
         """Call the constructor of the parent class. Return its preparations of the training and evaluation data."""
         # A constructor that prepares its dataset gets the dataset of one client. The preparation is then repeated for
         # the other clients.
-        if is_remote:
-            example = (
-                example_of_the_format(type(self), arguments.get("eval_dataset")) if self.prepares_data() else None
-            )
-            arguments["train_dataset"] = example
-        elif self.prepares_data():
-            arguments["train_dataset"] = clients[next(iter(clients))]
+        eval_dataset = arguments.get("eval_dataset")
+        if not self.prepares_data():
+            train_dataset = None if clients.is_remote else DatasetPlaceholder(type(self), clients)
+        elif clients.is_remote:
+            train_dataset = example_of_the_format(type(self), eval_dataset)
         else:
-            arguments["train_dataset"] = DatasetPlaceholder(type(self), clients)
-        preparations = Preparation(arguments["train_dataset"]), Preparation(arguments.get("eval_dataset"))
+            train_dataset = clients[next(iter(clients))]
+        arguments["train_dataset"] = train_dataset
+        preparations = Preparation(train_dataset), Preparation(eval_dataset)
         self._preparations = list(preparations)
-        with accept_stream(self, arguments.get("args"), arguments["train_dataset"]):
+        with accept_stream(self, arguments.get("args"), train_dataset):
             super().__init__(**arguments)
         self._preparations = None
         isolate_gradient_state(self.accelerator)
         names = ("train_dataset", "eval_dataset")
         for name, preparation, dataset in zip(names, preparations, (clients, eval_clients), strict=True):
-            if dataset is not None and not is_remote and getattr(self, name) is not preparation.prepared:
+            if dataset is not None and not clients.is_remote and getattr(self, name) is not preparation.prepared:
                 raise constructor_data_error(type(self), f"the constructor replaced `{name}`")
         return preparations
 

@@ -14,26 +14,14 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from ..utils.weighted_mean import State
+from .checks.resume import CHANGEABLE_FIELDS
 from .launch_consistency import describe_setup, shortened
 from .setup import FederationSetup
 
 
-# Settings of a federation that only the server uses, or that each party chooses for itself.
-_OWN_FIELDS = frozenset(
-    {
-        "clients_per_round",
-        "client_store",
-        "evaluate_clients",
-        "log_clients",
-        "max_resident_clients",
-        "max_update_ratio",
-        "min_clients",
-        "parallelism",
-        "report_anomalies",
-        "round_deadline",
-        "server_device",
-    }
-)
+# Settings of a federation that only the server uses, or that each party chooses for itself. The fields that a resumed
+# run may change are among them, except the number of rounds.
+_OWN_FIELDS = {*CHANGEABLE_FIELDS, "clients_per_round", "round_deadline", "server_device"} - {"num_rounds"}
 # Training arguments that decide the result. Other arguments may differ, such as batch size, precision and device.
 _SHARED_ARGUMENTS = frozenset(
     {
@@ -155,9 +143,8 @@ def _data_settings(setup: FederationSetup, client_id: str | None) -> dict[str, s
     """Describe the public examples, the task and the tokenizer."""
     settings = {}
     participants, distillation = setup.participants, setup.distillation
-    for name, digest in participants.row_hashes.items():
-        if name == "public_dataset":
-            settings["content of `public_dataset`"] = digest
+    if participants.public_dataset is not None:
+        settings["content of `public_dataset`"] = participants.row_hashes["public_dataset"]
     if participants.task is not None:
         task = participants.task
         labels = task.model_kwargs.get("id2label", task.model_kwargs)
@@ -172,7 +159,7 @@ def _data_settings(setup: FederationSetup, client_id: str | None) -> dict[str, s
         and participants.prediction_unit == "token"
         and not distillation.alignment.supports_other_vocabularies
     )
-    if isinstance(tokenizer, PreTrainedTokenizerBase) and (_sends_parameters(setup) or predicts_tokens):
+    if isinstance(tokenizer, PreTrainedTokenizerBase) and (setup.sends_parameters or predicts_tokens):
         tokens = sorted(tokenizer.get_vocab().items())
         settings["tokenizer"] = f"{len(tokens)} tokens (SHA-256 {_digest(json.dumps(tokens).encode())})"
     return settings
@@ -183,7 +170,7 @@ def _model_settings(setup: FederationSetup, layout: str, initial: State | None) 
     model: Any = setup.trainer.model
     labels = getattr(model.config, "id2label", None) if hasattr(model, "config") else None
     settings = {"labels": shortened(str(labels and dict(sorted(labels.items()))), _MAX_LABELS_LENGTH)}
-    if not _sends_parameters(setup):
+    if not setup.sends_parameters:
         return settings
     settings["model"] = layout
     # A client receives the exchanged parameters from the server. It must already have all others, except for its local
@@ -200,12 +187,6 @@ def _model_settings(setup: FederationSetup, layout: str, initial: State | None) 
         initial = setup.exchange.read() if initial is None else initial
         settings["initial values of the exchanged parameters"] = f"SHA-256 {digest_of(initial)}"
     return settings
-
-
-def _sends_parameters(setup: FederationSetup) -> bool:
-    """Whether the server sends parameters to the clients, or the clients to the server."""
-    distillation = setup.distillation
-    return setup.aggregation.exchanges_parameters or (distillation is not None and distillation.sends_parameters)
 
 
 def _digest(content: bytes) -> str:

@@ -20,6 +20,7 @@ from .checkpoint import (
     clients_directory,
     name_checkpoint,
     publish,
+    read_server_state,
     rotate,
     staged_arguments,
     staged_directory,
@@ -102,7 +103,7 @@ class SavingMixin(RoleMixin):
         if not self._is_federating or not isinstance(self.model, PeftModel) or self.args.save_only_model:
             super()._load_best_model()
             return
-        self._federation.load_weights(self.state.best_model_checkpoint)
+        self._federation.exchange.write(read_server_state(self.state.best_model_checkpoint)["weights"])
 
     def _check_manifest(self, checkpoint: str | None) -> None:
         """

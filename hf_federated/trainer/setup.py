@@ -26,18 +26,10 @@ from ..methods import Method
 from ..postprocessing import Postprocessor, SendChanges, exchange_dtype
 from ..server import AggregationCallback, AnomalyReport, DistillationCallback, UpdateCollector
 from ..utils.algorithm_names import COLLECTOR_NAMES
-from .checks import (
-    check_arguments,
-    check_clients,
-    check_not_averaged,
-    check_participants,
-    check_predictions,
-    check_server_dataset,
-    federation_identity,
-    resolve_federation,
-    resolve_keep_local,
-    sample_clients,
-)
+from .checks.arguments import check_arguments, check_not_averaged, resolve_federation, resolve_keep_local
+from .checks.data import check_clients, sample_clients
+from .checks.participants import check_participants, check_predictions, check_server_dataset
+from .checks.resume import federation_identity
 from .launch_consistency import check_consistency, describe_setup
 
 
@@ -136,7 +128,7 @@ class FederationSetup:
         resolved = resolve_keep_local(resolved, aggregation, distillation)
         _install_anomaly_report(trainer, user_callbacks, resolved, aggregation)
         steps = [*postprocessors, *algorithm_postprocessors(aggregation, resolved)]
-        _check_methods(trainer, resolved, aggregation, distillation, launched.world_size)
+        check_arguments(trainer, resolved, aggregation, distillation)
         check_participants(aggregation, distillation, participants, clients, postprocessors, args)
         check_given_models(participants, trainer.model)
         deferred_errors: list[ValueError] = []
@@ -154,8 +146,7 @@ class FederationSetup:
         alone = ClientSampler(list(clients), 1.0, resolved.federation_seed or 0)
         sampler = check_server(lambda: sample_clients(clients, resolved), alone)
         check_server(lambda: check_server_dataset(aggregation, distillation, participants), None)
-        is_raw = participants.task is not None
-        check_clients(trainer, clients, eval_clients, resolved, is_raw, distillation)
+        check_clients(trainer, clients, eval_clients, resolved, participants.task is not None, distillation)
         _check_model(trainer, resolved, distillation, participants)
         setup = cls(
             trainer=trainer,
@@ -188,6 +179,12 @@ class FederationSetup:
     def methods(self) -> tuple[Method, ...]:
         """The methods of a round, in order."""
         return (self.aggregation,) if self.distillation is None else (self.aggregation, self.distillation)
+
+    @property
+    def sends_parameters(self) -> bool:
+        """Whether the server sends parameters to the clients, or the clients to the server."""
+        by_distillation = self.distillation is not None and self.distillation.sends_parameters
+        return self.aggregation.exchanges_parameters or by_distillation
 
     @property
     def num_rounds(self) -> int:
@@ -257,22 +254,6 @@ class FederationSetup:
         check_consistency(self.processes, label, description, datasets)
 
 
-def _check_methods(
-    trainer: Trainer,
-    config: FederatedConfig,
-    aggregation: Aggregation,
-    distillation: Distillation | None,
-    num_processes: int,
-) -> None:
-    """Check the training arguments and the launch against the algorithms."""
-    if aggregation.trains_private_models and num_processes > 1 and config.parallelism != "clients":
-        raise ValueError(
-            f"aggregation={aggregation.name!r} trains a private model of each client, which several processes "
-            "cannot train together with parallelism='data'. Set parallelism='clients'."
-        )
-    check_arguments(trainer, config, aggregation, distillation)
-
-
 def _check_model(
     trainer: Trainer, config: FederatedConfig, distillation: Distillation | None, participants: Participants
 ) -> None:
@@ -286,19 +267,17 @@ def _check_model(
 
 def _find_distillation(user_callbacks: Sequence[TrainerCallback], config: FederatedConfig) -> Distillation | None:
     """Return the algorithm of the user's callback or of the configuration."""
-    for callback in user_callbacks:
-        if isinstance(callback, DistillationCallback):
-            return callback.algorithm
-    return build_distillation(config.distillation, config.distillation_kwargs)
+    given = [callback.algorithm for callback in user_callbacks if isinstance(callback, DistillationCallback)]
+    return given[0] if given else build_distillation(config.distillation, config.distillation_kwargs)
 
 
 def _find_aggregation(
     user_callbacks: Sequence[TrainerCallback], config: FederatedConfig, distillation: Distillation | None
 ) -> Aggregation:
     """Return the algorithm of the user's callback or of the configuration."""
-    for callback in user_callbacks:
-        if isinstance(callback, AggregationCallback):
-            return callback.algorithm
+    given = [callback.algorithm for callback in user_callbacks if isinstance(callback, AggregationCallback)]
+    if given:
+        return given[0]
     algorithm = build_aggregation(config.aggregation, config.aggregation_kwargs)
     if distillation is not None and not distillation.returns_parameters:
         check_not_averaged(algorithm, distillation)

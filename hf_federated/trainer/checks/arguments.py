@@ -129,6 +129,11 @@ def check_arguments(
         ValueError: If an argument or the launch is not supported. The message names the alternative.
     """
     args = trainer.args
+    if algorithm.trains_private_models and args.world_size > 1 and federation.parallelism != "clients":
+        raise ValueError(
+            f"aggregation={algorithm.name!r} trains a private model of each client, which several processes cannot "
+            "train together with parallelism='data'. Set parallelism='clients'."
+        )
     launch_type = trainer.accelerator.distributed_type.value
     alternative_to_sharding = (
         "launch with plain data parallelism; LoRA, optionally on a quantized base model, reduces the memory"
@@ -216,8 +221,7 @@ def unsupported_float16(
 def launch_advice(num_gpus: int) -> str:
     """Return the command that starts the current script with one process per GPU, and the command for one GPU."""
     # Without a script (in a notebook or with `python -c`), the command line has no file name.
-    script = sys.argv[0] if os.path.isfile(sys.argv[0]) else "script.py"
-    script = shlex.quote(script)
+    script = shlex.quote(sys.argv[0] if os.path.isfile(sys.argv[0]) else "script.py")
     return (
         "torch.nn.DataParallel would split the batches of a client. Start one process for each GPU with "
         f"`accelerate launch --num_processes {num_gpus} {script}`, or use one GPU with "

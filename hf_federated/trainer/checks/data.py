@@ -137,8 +137,8 @@ def check_clients(
     clients: FederatedDataset,
     eval_clients: FederatedDataset | None,
     federation: FederatedConfig,
-    are_raw: bool = False,
-    distillation: Distillation | None = None,
+    are_raw: bool,
+    distillation: Distillation | None,
 ) -> None:
     """
     Check the clients' data against the arguments before training.
@@ -148,7 +148,7 @@ def check_clients(
         clients ([`FederatedDataset`]): Training examples by client.
         eval_clients ([`FederatedDataset`], *optional*): Evaluation examples by client.
         federation ([`FederatedConfig`]): The configuration.
-        are_raw (`bool`, *optional*, defaults to `False`): Whether the examples are raw. A task then encodes them
+        are_raw (`bool`): Whether the examples are raw. A task then encodes them
             later, and the check for a label column is skipped.
         distillation ([`Distillation`], *optional*): The distillation algorithm. Some algorithms need evaluation
             examples on the clients.
@@ -170,7 +170,7 @@ def check_clients(
     if clients.is_remote:
         return  # Each client checks its own examples.
     num_examples = clients.num_rows
-    streams = [client_id for client_id in clients if num_examples[client_id] is None]
+    streams = [client_id for client_id, number in num_examples.items() if number is None]
     if streams and federation.local_steps is None:
         raise ValueError(
             f"Client {streams[0]!r} has a stream (IterableDataset), whose epoch has no length. Set `local_steps`."
@@ -183,13 +183,10 @@ def check_clients(
     if streams:
         _check_stream_reading(trainer, streams[0], federation)
     # With `parallelism="data"` a step takes a batch in every process.
-    num_processes = (
-        args.world_size if federation.parallelism == "data" and not trainer.accelerator.split_batches else 1
-    )
+    is_common = federation.parallelism == "data" and not trainer.accelerator.split_batches
+    num_processes = args.world_size if is_common else 1
     batch = args.train_batch_size * num_processes
-    small = [
-        client_id for client_id in clients if num_examples[client_id] is not None and num_examples[client_id] < batch
-    ]
+    small = [client_id for client_id, number in num_examples.items() if number is not None and number < batch]
     if args.dataloader_drop_last and small:
         per_process = f" ({args.train_batch_size} in each of {num_processes} processes)" if num_processes > 1 else ""
         raise ValueError(

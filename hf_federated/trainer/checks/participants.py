@@ -28,8 +28,8 @@ def check_participants(
     distillation: Distillation | None,
     participants: Participants,
     clients: FederatedDataset,
-    postprocessors: Sequence[Postprocessor] = (),
-    args: TrainingArguments | None = None,
+    postprocessors: Sequence[Postprocessor],
+    args: TrainingArguments,
 ) -> None:
     """
     Check public and labeled examples, clients with their own models and postprocessors against the algorithm.
@@ -42,7 +42,7 @@ def check_participants(
     _check_columns_known(distillation, participants, clients)
     _check_server_examples(aggregation, distillation, participants, clients)
     _check_client_models(aggregation, distillation, participants, clients, postprocessors)
-    _check_client_arguments(participants, bool(args and args.fp16))
+    _check_client_arguments(participants, bool(args.fp16))
     if not clients.is_remote and (num_shared := count_overlap(clients, participants)):
         logger.warning(
             f"{num_shared} of the clients' examples are also public examples. Clients would predict examples that "
@@ -73,13 +73,12 @@ def _check_server_examples(
     clients: FederatedDataset,
 ) -> None:
     """Check `public_dataset` and `server_dataset` against the algorithms."""
-    name = None if distillation is None else distillation.name
     has_public = participants.public_dataset is not None
     has_unused = participants.server_dataset is not None and not aggregation.trains_on_server
     if distillation is not None and not distillation.requirements.public_dataset and (has_public or has_unused):
         raise ValueError(
-            f"distillation={name!r} uses neither public examples nor labeled examples of the server. Leave "
-            "`public_dataset` and `server_dataset` out."
+            f"distillation={distillation.name!r} uses neither public examples nor labeled examples of the server. "
+            "Leave `public_dataset` and `server_dataset` out."
         )
     for argument in ("public_dataset", "server_dataset"):
         dataset = getattr(participants, argument)
@@ -93,8 +92,8 @@ def _check_server_examples(
     if distillation is not None and distillation.requirements.public_dataset and not participants.public_dataset:
         found = "none was given" if participants.public_dataset is None else "the given dataset has no examples"
         raise ValueError(
-            f"distillation={name!r} needs `public_dataset`, examples without labels that the server and all clients "
-            f"have, but {found}. `split_for_distillation` sets public examples aside."
+            f"distillation={distillation.name!r} needs `public_dataset`, examples without labels that the server and "
+            f"all clients have, but {found}. `split_for_distillation` sets public examples aside."
         )
     if distillation is None and (has_public or has_unused):
         raise ValueError(
@@ -105,8 +104,9 @@ def _check_server_examples(
     streams = [client_id for client_id, number in num_rows.items() if number is None]
     if distillation is not None and distillation.requirements.initial_model and streams:
         raise ValueError(
-            f"Client {streams[0]!r} has a stream (IterableDataset), but distillation={name!r} compares all examples "
-            "of a client with the public examples. Pass a Dataset, or use distillation='feddf', which compares none."
+            f"Client {streams[0]!r} has a stream (IterableDataset), but distillation={distillation.name!r} compares "
+            "all examples of a client with the public examples. Pass a Dataset, or use distillation='feddf', which "
+            "compares none."
         )
 
 
