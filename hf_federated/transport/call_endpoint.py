@@ -78,8 +78,7 @@ class CallEndpoint:
         return self._connection.handle(header, content)
 
     def _is_ready(self) -> bool:
-        is_open = self._connection is not None and not self._connection.is_closed
-        return is_open or self._failure is not None
+        return self._failure is not None or (self._connection is not None and not self._connection.is_closed)
 
     def fail(self, reason: str) -> None:
         """

@@ -18,7 +18,6 @@ not respond is therefore lost after `call_timeout`. The server tries again to re
 from __future__ import annotations
 
 import math
-import queue
 import threading
 import time
 import uuid
@@ -31,6 +30,7 @@ from transformers.utils import logging
 from ..utils.arguments import require
 from .base import Event, Transport
 from .errors import RequestRejectedError
+from .event_queue import EventQueue
 from .framing import frame, unframe
 from .protocol import Pieces
 from .read_gate import ReadGate
@@ -137,20 +137,19 @@ class CallTransport(Transport):
         self.failures: dict[str, str] = {}
         self._session_config: SessionConfig
         self._clients: dict[str, _Client] = {}
-        self._events: queue.Queue[Event] = queue.Queue()
         # Wakes the threads of the clients.
         self._changed = threading.Condition()
         self._end: str | None = None
         self._gate = ReadGate(min_bytes=LARGE_REPLY_BYTES)
-        # The client whose reply the caller has.
-        self._replied: str | None = None
+        self._events = EventQueue(self._gate)
 
     def start(self, client_ids: Sequence[str], session_config: SessionConfig) -> None:
         absent = [client_id for client_id in client_ids if client_id not in self._calls]
         if absent:
             logger.warning(f"Clients {absent} do not take part in the run: they cannot be called.")
         self._session_config, self._end, self.failures = session_config, None, {}
-        self._events, self._gate = queue.Queue(), ReadGate(min_bytes=LARGE_REPLY_BYTES)
+        self._gate = ReadGate(min_bytes=LARGE_REPLY_BYTES)
+        self._events = EventQueue(self._gate)
         self._clients = {
             client_id: _Client(call) for client_id, call in self._calls.items() if client_id in client_ids
         }
@@ -171,24 +170,14 @@ class CallTransport(Transport):
                 self._clients[client_id].build, self._clients[client_id].name = None, ""
 
     def receive(self, timeout: float | None) -> Event | None:
-        if self._replied is not None:
-            # The caller has dropped the last reply.
-            self._gate.leave(self._replied)
-            self._replied = None
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             if self._check is not None:
                 self._check()
             remaining = max(deadline - time.monotonic(), 0)
-            try:
-                event = self._events.get(timeout=min(remaining, _CHECK_SECONDS))
-                break
-            except queue.Empty:
-                if time.monotonic() >= deadline:
-                    return None
-        if event.kind == "reply":
-            self._replied = event.client_id
-        return event
+            event = self._events.receive(min(remaining, _CHECK_SECONDS))
+            if event is not None or time.monotonic() >= deadline:
+                return event
 
     def is_connected(self, client_id: str) -> bool:
         return client_id in self._clients and bool(self._clients[client_id].session)

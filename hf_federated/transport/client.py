@@ -300,9 +300,8 @@ class GrpcLink:
         waits = pauses()
         while True:
             pause = next(waits)
-            started_at = time.monotonic()
             try:
-                return self._attempt(method, header, blob, on_sent, timeout=max(deadline - started_at, 0.01))
+                return self._attempt(method, header, blob, on_sent, timeout=max(deadline - time.monotonic(), 0.01))
             except self._grpc.RpcError as error:
                 self._state.check_usable()
                 code, now = error.code().name, time.monotonic()

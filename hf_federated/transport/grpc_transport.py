@@ -15,7 +15,6 @@ The server holds at most one large reply in memory: it reads the next one when t
 from __future__ import annotations
 
 import functools
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from .base import Connection, Event, Transport
 from .client import GrpcLink
 from .credentials import TlsCredentials, check_credentials
 from .errors import AnswerTimeoutError, ServerUnreachableError, SessionLostError
+from .event_queue import EventQueue
 from .protocol import DEFAULT_MAX_MESSAGE_BYTES, Blob, JoinedPieces, Pieces
 from .read_gate import ReadGate
 from .server import GrpcServer
@@ -106,20 +106,19 @@ class GrpcTransport(Transport):
         )
         self._server: GrpcServer | None = None
         self._clients: dict[str, _Client] = {}
-        self._events: queue.Queue[Event] = queue.Queue()
         # Protects the states of the clients. Wakes the end of the run, which waits for the clients to leave.
         self._changed = threading.Condition()
         self._end: str | None = None
         self._gate = ReadGate()
-        # The client whose reply the caller has.
-        self._replied: str | None = None
+        self._events = EventQueue(self._gate)
 
     def start(self, client_ids: Sequence[str], session_config: SessionConfig) -> None:
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         # Each client has a condition with the same lock, because waking all calls for each request is slow.
         self._clients = {client_id: _Client(threading.Condition(lock)) for client_id in client_ids}
-        self._events, self._end, self._gate = queue.Queue(), None, ReadGate()
+        self._end, self._gate = None, ReadGate()
+        self._events = EventQueue(self._gate)
         self._server = self._create_server(
             self._answer,
             self._credentials,
@@ -145,17 +144,7 @@ class GrpcTransport(Transport):
             self._clients[client_id].build = None
 
     def receive(self, timeout: float | None) -> Event | None:
-        if self._replied is not None:
-            # The caller has dropped the last reply.
-            self._gate.leave(self._replied)
-            self._replied = None
-        try:
-            event = self._events.get(timeout=timeout)
-        except queue.Empty:
-            return None
-        if event.kind == "reply":
-            self._replied = event.client_id
-        return event
+        return self._events.receive(timeout)
 
     def is_connected(self, client_id: str) -> bool:
         return self._clients[client_id].is_connected

@@ -262,8 +262,7 @@ class _GrpcHandlers:
                 owner = self._certificate_owner(context)
                 stack.enter_context(self._admission.admit(owner))
                 name = "A connection without TLS" if owner is None else f"Client {owner!r}"
-                timed_chunks = self._deadlines.watch(chunks, context.cancel, name)
-                frames = method(timed_chunks, context, owner)
+                frames = method(self._deadlines.watch(chunks, context.cancel, name), context, owner)
             except Exception as error:
                 self._abort(context, error)
                 return
@@ -298,9 +297,8 @@ class _GrpcHandlers:
         """
         if not self._has_certificates:
             return None
-        names = context.auth_context().get("x509_common_name", ())
         try:
-            (name,) = names
+            (name,) = context.auth_context().get("x509_common_name", ())
             return bytes(name).decode()
         except ValueError:
             raise RequestRejectedError(
