@@ -297,8 +297,8 @@ class NetworkEngine(Engine):
             "num_clients": len(self._datasets.client_ids),
         }
         self._status.sent(client_id, message.round, message.num_bytes)
-        facts = {"client": client_id, "round": message.round + 1, "bytes": message.num_bytes}
-        logger.info(f"Sent a request to client {client_id!r}.", extra={"event": "request", **facts})
+        facts = {"round": message.round + 1, "bytes": message.num_bytes}
+        _log(f"Sent a request to client {client_id!r}.", "request", client_id, logging.INFO, **facts)
         self.transport.send(client_id, lambda: JoinedPieces(frame(header), message.to_pieces()))
 
     def _receive(self, clients: Set[str] | None, until: float | None) -> tuple[str, Message] | None:
@@ -334,8 +334,7 @@ class NetworkEngine(Engine):
         """Log the reply to a request, and read it. A damaged reply is a failure of its client."""
         seconds = self._status.replied(client_id, len(blob))
         facts = {"round": request.round + 1, "bytes": len(blob), "seconds": round(seconds, 3)}
-        text = f"Client {client_id!r} replied after {seconds:.1f} s."
-        logger.info(text, extra={"event": "reply", "client": client_id, **facts})
+        _log(f"Client {client_id!r} replied after {seconds:.1f} s.", "reply", client_id, logging.INFO, **facts)
         nonce = "" if request.expected is None else request.expected.nonce
         try:
             reply = read_message(blob, self.kinds)
@@ -383,6 +382,6 @@ def _read_state(directory: Path, client_id: str) -> str | None:
     return state if isinstance(state, str) else None
 
 
-def _log(text: str, event: str, client_id: str, **fields: Any) -> None:
-    """Log an event of a client that an operator should see."""
-    logger.warning(text, extra={"event": event, "client": client_id, **fields})
+def _log(text: str, event: str, client_id: str, level: int = logging.WARNING, **fields: Any) -> None:
+    """Log an event of a client. By default it is an event that an operator should see."""
+    logger.log(level, text, extra={"event": event, "client": client_id, **fields})

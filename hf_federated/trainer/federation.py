@@ -84,8 +84,7 @@ class Federation:
             is_complete=checkpoint is not None and num_finished_rounds(checkpoint) >= setup.num_rounds,
         )
         if checkpoint is not None:
-            are_remote = self.engine.remote_clients is not None
-            check_resumed(saved["identity"], setup.identity(args), checkpoint, are_remote)
+            check_resumed(saved["identity"], setup.identity(args), checkpoint, setup.clients.is_remote)
         self._num_examples = setup.clients.num_rows
         self._row_limit = RowLimit(self._num_examples, setup.config.balance, setup.config.max_rows_per_round)
         self._progress = RoundProgress(lambda: self._trainer.callback_handler.callbacks, setup.num_rounds)
@@ -210,9 +209,7 @@ class Federation:
                 returns_state=setup.aggregation.exchanges_parameters,
                 row_limit=self._row_limit,
                 # Only the announcement of a client on another machine can change the limits.
-                limits=functools.lru_cache(NUM_CACHED_LIMITS)(limits)
-                if self.engine.remote_clients is None
-                else limits,
+                limits=limits if setup.clients.is_remote else functools.lru_cache(NUM_CACHED_LIMITS)(limits),
                 device=self._device,
             ),
             progress=self._progress,

@@ -194,18 +194,10 @@ def _fingerprint(clients: FederatedDataset) -> str:
     source, partition = clients.source, clients.partition
     if source is not None and partition is not None:
         return _digest([dataset_fingerprint(source), str(partition.offsets.tolist()), str(partition.indices.tolist())])
-    client_datasets = (clients[client_id] for client_id in clients)
-    return _digest(dataset_fingerprint(dataset) for dataset in client_datasets if isinstance(dataset, Dataset))
+    return _digest(dataset_fingerprint(dataset) for dataset in clients.values() if isinstance(dataset, Dataset))
 
 
 def _content_digest(clients: FederatedDataset) -> str:
     """Digest of the content of all examples, except for streams."""
-
-    def texts() -> Iterator[str]:
-        for client_id in clients:
-            dataset = clients[client_id]
-            if isinstance(dataset, Dataset):
-                for batch in dataset.with_format("arrow").iter(READ_SIZE):
-                    yield repr(batch.to_pylist())
-
-    return _digest(texts())
+    datasets = (dataset.with_format("arrow") for dataset in clients.values() if isinstance(dataset, Dataset))
+    return _digest(repr(batch.to_pylist()) for dataset in datasets for batch in dataset.iter(READ_SIZE))

@@ -123,11 +123,10 @@ class NetworkSettings:
         is_valid = isinstance(theirs, dict) and all(isinstance(text, str) for text in theirs.values())
         if not is_valid or len(theirs) > 10 * len(self.settings):
             raise ValueError("The settings of a client must be texts by name.")
-        names = dict.fromkeys([*self.settings, *theirs])
         return [
             f"{name[:_MAX_LENGTH]}: {self.settings.get(name, 'not set')} at the server, "
             f"{theirs.get(name, 'not set')[:_MAX_LENGTH]} at the client"
-            for name in names
+            for name in dict.fromkeys([*self.settings, *theirs])
             if self.settings.get(name) != theirs.get(name)
             and not (_is_optional(name) and (name not in self.settings or name not in theirs))
         ]
@@ -135,8 +134,7 @@ class NetworkSettings:
 
 def _is_optional(name: str) -> bool:
     """Whether a setting is compared only if both parties have it, such as the arguments of a trainer's own class."""
-    is_of_class = name[:1].isupper() and not name.startswith("FederatedConfig.")
-    return name in _OPTIONAL or is_of_class
+    return name in _OPTIONAL or (name[:1].isupper() and not name.startswith("FederatedConfig."))
 
 
 def _data_settings(setup: FederationSetup, client_id: str | None) -> dict[str, str]:

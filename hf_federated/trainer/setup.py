@@ -167,8 +167,7 @@ class FederationSetup:
             **fields,
         )
         check_server(lambda: aggregation.check_exchange(setup.exchange.tensors, sampler.num_sampled), None)
-        min_clients = resolved.min_clients_of(sampler.num_sampled)
-        setup.collector.check(engine, setup.methods, resolved, min_clients)
+        setup.collector.check(engine, setup.methods, resolved, resolved.min_clients_of(sampler.num_sampled))
         for method in setup.methods:
             method.check_engine(type(engine).__name__)
         # Processes with different `parallelism` would block at different collective operations.

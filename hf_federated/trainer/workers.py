@@ -91,14 +91,13 @@ class Workers:
 
     def _build_worker(self) -> ClientWorker:
         setup = self._setup
-        builds_private_models = setup.aggregation.trains_private_models
         return ClientWorker(
             models=self._build_client_models(),
             train_datasets=setup.train_datasets,
             eval_datasets=setup.eval_datasets,
             methods=setup.methods,
             config=setup.config,
-            private_models=self._model_builder() if builds_private_models else None,
+            private_models=self._model_builder() if setup.aggregation.trains_private_models else None,
             postprocessors=setup.postprocessors,
             callbacks=[
                 *setup.client_callbacks,
@@ -109,8 +108,7 @@ class Workers:
 
     def _build_client_models(self) -> ClientModels:
         setup = self._setup
-        uses_disk = setup.config.client_store == "disk"
-        store = self.disk_store(CLIENT_STORE_DIR) if uses_disk else MemoryStore()
+        store = self.disk_store(CLIENT_STORE_DIR) if setup.config.client_store == "disk" else MemoryStore()
         if setup.aggregation.exchanges_parameters:
             return SharedModel(self._trainer, self._exchange, self._args, store, self.student, self._initial)
         return OwnModels(self._model_builder(), store, setup.config.max_resident_clients)

@@ -205,8 +205,7 @@ def unsupported_float16(
     advice = "the method computes gradients that no scaler protects from underflow in float16. Use bf16=True"
     settings = {f"fp16=True with aggregation={algorithm.name!r}": (fp16 and algorithm.trains_private_models, advice)}
     if distillation is not None:
-        is_unscaled = distillation.requirements.unscaled_gradients
-        settings[f"fp16=True with {distillation!r}"] = (fp16 and is_unscaled, advice)
+        settings[f"fp16=True with {distillation!r}"] = (fp16 and distillation.requirements.unscaled_gradients, advice)
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
             settings[f"fp16=True with parameters in float16 ({name!r})"] = (

@@ -54,9 +54,7 @@ def federation_identity(
     return {**identity, "clients": dict(sorted(clients.num_rows.items()))}
 
 
-def check_resumed(
-    saved: Mapping[str, Any], current: Mapping[str, Any], checkpoint: str, are_remote: bool = False
-) -> None:
+def check_resumed(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoint: str, are_remote: bool) -> None:
     """
     Refuse to resume from the checkpoint of another federation.
 
@@ -64,7 +62,7 @@ def check_resumed(
         saved (`Mapping[str, Any]`): The [`federation_identity`] of the checkpoint.
         current (`Mapping[str, Any]`): The [`federation_identity`] of the trainer.
         checkpoint (`str`): Path of the checkpoint.
-        are_remote (`bool`, *optional*, defaults to `False`): Whether the clients are on other machines. The number of
+        are_remote (`bool`): Whether the clients are on other machines. The number of
             examples of such a client is not known before it joins.
 
     Raises:
