@@ -146,10 +146,7 @@ class ExactlyOnceExecutor:
             self._changed.notify_all()
 
     def _wait(self, header: MessageHeader, is_waiting: Callable[[], bool]) -> Outcome | None:
-        while self._state(header) == "unfinished":
-            if not is_waiting():
-                return None
-            self._changed.wait()
+        self._changed.wait_for(lambda: self._state(header) != "unfinished" or not is_waiting())
         return self._entries[header.number].outcome
 
     def _state(self, header: MessageHeader) -> Literal["new", "unfinished", "done"]:

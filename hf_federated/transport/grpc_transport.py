@@ -163,12 +163,10 @@ class GrpcTransport(Transport):
             return
         with self._changed:
             self._end = reason
-            for client in self._clients.values():
+            clients = self._clients.values()
+            for client in clients:
                 client.changed.notify_all()
-            deadline = time.monotonic() + _FAREWELL_SECONDS
-            while any(client.is_connected for client in self._clients.values()):
-                if not self._changed.wait(max(deadline - time.monotonic(), 0)):
-                    break
+            self._changed.wait_for(lambda: not any(client.is_connected for client in clients), _FAREWELL_SECONDS)
         self._gate.close()
         self._server.close()
         self._server = None
@@ -199,16 +197,15 @@ class GrpcTransport(Transport):
             logger.warning(f"Ignored a reply of client {client_id!r}: it came too late, or it was not asked for.")
 
     def _next_request(self, client: _Client) -> bytes | Pieces:
-        deadline = time.monotonic() + POLL_SECONDS
+        def is_ready() -> bool:
+            is_open = client.build is not None and not client.is_delivered
+            return is_open or not client.is_connected or self._end is not None
+
         with self._changed:
-            while client.is_connected and self._end is None and (client.build is None or client.is_delivered):
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    return _WAIT
-                client.changed.wait(remaining)
+            is_idle = not client.changed.wait_for(is_ready, POLL_SECONDS)
             if self._end is not None:
                 return _END + self._end.encode()
-            if not client.is_connected or client.build is None:
+            if is_idle or not client.is_connected or client.build is None:
                 return _WAIT
             client.is_delivered, build = True, client.build
         return JoinedPieces(_REQUEST, build())
