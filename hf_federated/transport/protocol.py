@@ -17,6 +17,7 @@ means that there is no outcome. No data is unpickled, and every field of the JSO
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -325,6 +326,10 @@ class Outcome:
         )
 
 
-def bad_request(error: ValueError) -> RequestRejectedError:
-    """Return the rejection of a request that violates the protocol."""
-    return RequestRejectedError("INVALID_ARGUMENT", f"The request violates the protocol: {error}")
+@contextlib.contextmanager
+def rejected_if_invalid() -> Iterator[None]:
+    """Reject a request that violates the protocol, which a `ValueError` in the context reports."""
+    try:
+        yield
+    except ValueError as error:
+        raise RequestRejectedError("INVALID_ARGUMENT", f"The request violates the protocol: {error}") from None

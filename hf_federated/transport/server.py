@@ -21,7 +21,7 @@ from .protocol import (
     MAX_MESSAGES_IN_FLIGHT,
     MAX_STATUS_CHARACTERS,
     SERVICE,
-    bad_request,
+    rejected_if_invalid,
 )
 from .read_gate import ReadGate
 from .service import Answer, Service
@@ -276,8 +276,9 @@ class _GrpcHandlers:
         owner: str | None,
     ) -> Iterator[bytes]:
         request = next(chunks, None)
-        if request is None:
-            raise bad_request(ValueError("The call has no request."))
+        with rejected_if_invalid():
+            if request is None:
+                raise ValueError("The call has no request.")
         return iter([process(request, owner)])
 
     def _answer_message(self, kind: str, chunks: Iterator[bytes], context: Any, owner: str | None) -> Iterator[bytes]:

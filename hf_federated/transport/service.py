@@ -31,9 +31,9 @@ from .protocol import (
     MessageHeader,
     Outcome,
     Pieces,
-    bad_request,
     join_chunks,
     parse_json_object,
+    rejected_if_invalid,
 )
 from .read_gate import ReadGate
 from .session_config import SessionConfig, format_differences
@@ -132,7 +132,7 @@ class Service:
             RequestRejectedError: If the client id differs from the certificate, is not known or already connected, or
                 the session settings differ.
         """
-        try:
+        with rejected_if_invalid():
             fields = parse_json_object(request, "Connect")
             if fields.get("version") != VERSION:
                 raise RequestRejectedError(
@@ -147,8 +147,6 @@ class Service:
             if client_id not in self.sessions.clients:
                 raise RequestRejectedError("PERMISSION_DENIED", f"The server does not know a client {client_id!r}.")
             differences = self.session_config.differences(config)
-        except ValueError as error:
-            raise bad_request(error) from None
         if differences:
             reason = f"Client {client_id!r} and the server have different settings. {format_differences(differences)}."
             # Log the reason on the server too, because the other clients wait for this client.
@@ -212,10 +210,8 @@ class Service:
         Raises:
             RequestRejectedError: If the session ended or belongs to another client, or the message is too large.
         """
-        try:
+        with rejected_if_invalid():
             header = MessageHeader.from_json(header_text)
-        except ValueError as error:
-            raise bad_request(error) from None
         session = self._find_session(header.session, owner)
         if header.num_bytes > self.max_message_bytes:
             raise RequestRejectedError(
@@ -276,12 +272,11 @@ class Service:
         if self.read_gate is not None:
             self.read_gate.enter(session.client_id, header.num_bytes)
         try:
-            return join_chunks(chunks, header.num_bytes, session.record_activity)
-        except BaseException as error:
+            with rejected_if_invalid():
+                return join_chunks(chunks, header.num_bytes, session.record_activity)
+        except BaseException:
             if self.read_gate is not None:
                 self.read_gate.leave(session.client_id)
-            if isinstance(error, ValueError):
-                raise bad_request(error) from None
             raise
 
     def _process(self, kind: str, session: TransportSession, content: list[Blob]) -> Outcome:
@@ -335,12 +330,10 @@ class Service:
         return EncryptedServer(self.encryption(client_id), answer)
 
     def _session_of_request(self, request: bytes, owner: str | None) -> TransportSession:
-        try:
+        with rejected_if_invalid():
             session_id = parse_json_object(request, "The request").get("session")
             if not isinstance(session_id, str):
                 raise ValueError("The request does not contain a session id.")
-        except ValueError as error:
-            raise bad_request(error) from None
         return self._find_session(session_id, owner)
 
     def _find_session(self, session_id: str, owner: str | None) -> TransportSession:
