@@ -27,7 +27,6 @@ from hf_federated import (
 from hf_federated.aggregation import build_aggregation
 from hf_federated.aggregation.validation import check_aggregate
 from hf_federated.cards import RunRecord, render
-from hf_federated.data import FederatedDataset
 from hf_federated.distillation import build_distillation
 from hf_federated.trainer.launch_consistency import describe_setup
 
@@ -235,12 +234,11 @@ def test_run_with_a_reference_resumes_and_its_card_names_the_class(own_module, t
     assert "Halfway(share=0.25)" in render(RunRecord.from_trainer(whole))
 
 
-def test_processes_compare_the_classes_and_settings_of_references(own_module):
+def test_processes_compare_the_classes_and_settings_of_references(own_module, tmp_path):
     def lines(share: float) -> dict[str, str]:
-        config = FederatedConfig(aggregation=f"{own_module}:Halfway", aggregation_kwargs={"share": share})
-        algorithm = build_aggregation(config.aggregation, config.aggregation_kwargs)
-        clients = {"clients": FederatedDataset.from_dict({"a": rows(2)})}
-        return describe_setup(arguments("run"), config, algorithm, None, tiny_model(), clients, [])
+        federation = {"aggregation": f"{own_module}:Halfway", "aggregation_kwargs": {"share": share}}
+        trainer = build_federation(tmp_path, federation=federation)
+        return describe_setup(trainer._federation_setup, trainer.args, {"clients": trainer.clients})
 
     quarter = lines(0.25)
     assert quarter["FederatedConfig.aggregation"] == f"'{own_module}:Halfway'" and quarter["aggregation"] == "Halfway"

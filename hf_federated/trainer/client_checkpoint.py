@@ -8,6 +8,7 @@ from typing import Protocol
 
 from ..distributed.process_group import ProcessGroup
 from ..engines import Engine
+from .setup import FederationSetup
 
 
 TEACHERS_DIR = "teachers"
@@ -45,9 +46,7 @@ def save_clients(directory: Path, engine: Engine, processes: ProcessGroup, label
     return _gather_digests(processes, label, engine.save(directory))
 
 
-def save_folder(
-    directory: Path, saved: Saved | None, name: str, processes: ProcessGroup, spreads_clients: bool
-) -> dict[str, str]:
+def save_folder(directory: Path, saved: Saved | None, name: str, setup: FederationSetup) -> dict[str, str]:
     """
     Write what the server keeps for each client, such as the clients' models. All processes must call this function.
 
@@ -55,8 +54,7 @@ def save_folder(
         directory (`pathlib.Path`): Directory of the client states. The files are written to a folder inside it.
         saved (`Saved`, *optional*): What this process keeps: a store, or the teachers of a distillation.
         name (`str`): Name of the folder.
-        processes ([`ProcessGroup`]): The processes of the launch.
-        spreads_clients (`bool`): Whether each process trains different clients, and so keeps different entries.
+        setup ([`FederationSetup`]): The arguments of the trainer.
 
     Returns:
         `dict[str, str]`: SHA-256 digests of the files of all processes, by client id in sorted order. Empty if nothing
@@ -64,10 +62,10 @@ def save_folder(
     """
     if saved is None:
         return {}
-    writes = spreads_clients or processes.is_main
+    # Processes that train different clients keep different entries.
+    writes = setup.spreads_clients or setup.processes.is_main
     (directory / name).mkdir(exist_ok=True)
-    own = saved.save(directory / name) if writes else {}
-    return _gather_digests(processes, name, own)
+    return _gather_digests(setup.processes, name, saved.save(directory / name) if writes else {})
 
 
 def _gather_digests(processes: ProcessGroup, label: str, own: dict[str, str]) -> dict[str, str]:

@@ -38,9 +38,10 @@ from ..utils.weighted_mean import State
 from .announcement import announce
 from .checkpoint import clients_directory, num_finished_rounds, read_server_state, write_server_state
 from .checks.data import check_labeled
-from .checks.resume import check_resumed
+from .checks.resume import check_resumed, federation_identity
 from .claim_limits import ClaimLimits
 from .client_checkpoint import STEPS_DIR, TEACHERS_DIR, save_clients, save_folder
+from .launch_consistency import check_consistency
 from .network_settings import NetworkSettings
 from .round_learning_rate import relative_learning_rate
 from .setup import FederationSetup
@@ -65,7 +66,7 @@ class Federation:
     """
 
     def __init__(self, setup: FederationSetup, args: TrainingArguments, checkpoint: str | None) -> None:
-        setup.check_consistency("start of the rounds", args, checkpoint)
+        check_consistency(setup, "start of the rounds", args, checkpoint)
         self._setup, self._args, self._trainer = setup, args, setup.trainer
         model = self._trainer.model
         if setup.spreads_clients:
@@ -84,7 +85,7 @@ class Federation:
             is_complete=checkpoint is not None and num_finished_rounds(checkpoint) >= setup.num_rounds,
         )
         if checkpoint is not None:
-            check_resumed(saved["identity"], setup.identity(args), checkpoint, setup.clients.is_remote)
+            check_resumed(saved["identity"], federation_identity(setup, args), checkpoint, setup.clients.is_remote)
         self._num_examples = setup.clients.num_rows
         self._row_limit = RowLimit(self._num_examples, setup.config.balance, setup.config.max_rows_per_round)
         self._progress = RoundProgress(lambda: self._trainer.callback_handler.callbacks, setup.num_rounds)
@@ -108,10 +109,8 @@ class Federation:
         self.examples_seen = 0
         self.client_metrics: dict[str, dict[str, float]] = {}
         self.decay_parameter_names: list[str] | None = None
-        self._flos_per_token: int | None = None
         # The trainers of the clients are copies and use these columns.
         set_signature_columns(self._trainer)
-        self._examples_per_step = self._trainer.get_total_train_batch_size(args)
         if checkpoint is not None:
             self._load(clients_directory(checkpoint), saved)
         self.loop = self._build_loop()
@@ -283,7 +282,7 @@ class Federation:
         else:
             # Counts full batches, as `Trainer` does for `max_steps`.
             num_steps = sum(int(metrics["num_steps"]) for metrics in self.summary.clients.values())
-            self.examples_seen += num_steps * self._examples_per_step
+            self.examples_seen += num_steps * self._trainer.get_total_train_batch_size(self._args)
         return self.summary
 
     def share_decisions(self, control: TrainerControl) -> None:
@@ -293,12 +292,11 @@ class Federation:
             for name, is_set in decisions.items():
                 setattr(control, name, getattr(control, name) or is_set)
 
+    @functools.cached_property
     def flos_per_token(self) -> int:
         """Floating point operations of a training step per input token, as `Trainer` counts them."""
-        if self._flos_per_token is None:
-            one_token = {self._trainer.model.main_input_name: torch.empty(1)}
-            self._flos_per_token = Trainer.floating_point_ops(self._trainer, one_token)
-        return self._flos_per_token
+        one_token = {self._trainer.model.main_input_name: torch.empty(1)}
+        return Trainer.floating_point_ops(self._trainer, one_token)
 
     def round_logs(self) -> dict[str, float]:
         """Log entries of a round that the parent trainer does not compute."""
@@ -356,9 +354,9 @@ class Federation:
         setup, distillation = self._setup, self._setup.distillation
         directory, processes = clients_directory(checkpoint), setup.processes
         digests = save_clients(directory, self.engine, processes, f"{checkpoint.name}: the clients' files")
-        teacher_digests = save_folder(directory, self.teachers, TEACHERS_DIR, processes, setup.spreads_clients)
+        teacher_digests = save_folder(directory, self.teachers, TEACHERS_DIR, setup)
         kept = self._steps.store if setup.postprocessors else None
-        step_digests = save_folder(directory, kept, STEPS_DIR, processes, setup.spreads_clients)
+        step_digests = save_folder(directory, kept, STEPS_DIR, setup)
         folders = {directory: digests, directory / TEACHERS_DIR: teacher_digests, directory / STEPS_DIR: step_digests}
         known_digests = {
             (folder / client_file_name(client_id)).relative_to(checkpoint).as_posix(): digest
@@ -368,7 +366,7 @@ class Federation:
         if not processes.is_main:
             return known_digests
         state = {
-            "identity": setup.identity(self._args),
+            "identity": federation_identity(setup, self._args),
             "aggregation": setup.aggregation.state_dict(),
             "bound": self._bound.state_dict(),
             "collector": setup.collector.state_dict(),

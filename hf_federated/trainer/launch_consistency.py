@@ -13,19 +13,19 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
-from torch import nn
 from transformers import TrainingArguments
 
 from .._compat import dataset_fingerprint
-from ..aggregation import Aggregation
-from ..config import FederatedConfig
 from ..data import FederatedDataset
-from ..distillation import Distillation
-from ..distributed.process_group import ProcessGroup
 from ..distributed.ranks import format_ranks, group_ranks_by_value
+
+
+if TYPE_CHECKING:
+    from .setup import FederationSetup
 
 
 # Training arguments that do not change the result: devices, directories, logging and uploads.
@@ -49,42 +49,34 @@ class DisagreementError(ValueError):
 
 
 def describe_setup(
+    setup: FederationSetup,
     args: TrainingArguments,
-    config: FederatedConfig,
-    aggregation: Aggregation,
-    distillation: Distillation | None,
-    model: nn.Module,
     datasets: Mapping[str, FederatedDataset],
-    postprocessors: Sequence[Any],
     checkpoint: str | None = None,
 ) -> dict[str, str]:
     """
     Describe the setup of this process.
 
     Args:
+        setup ([`FederationSetup`]): The arguments of the trainer. The description contains the names, shapes and
+            dtypes of the tensors of the model, but no values.
         args (`TrainingArguments`): The user's training arguments.
-        config ([`FederatedConfig`]): The configuration with all fields filled in.
-        aggregation ([`Aggregation`]): The averaging algorithm.
-        distillation ([`Distillation`], *optional*): The distillation algorithm.
-        model (`torch.nn.Module`): The model. The description contains the names, shapes and dtypes of its tensors, but
-            no values.
         datasets (`Mapping[str, FederatedDataset]`): Datasets by their name in an error message.
-        postprocessors (`Sequence[Postprocessor]`): Steps between a client's training and the aggregate.
-        checkpoint (`str`, *optional*): Name of the checkpoint to resume from.
+        checkpoint (`str`, *optional*): Path of the checkpoint to resume from. The description contains its name.
 
     Returns:
         `dict[str, str]`: Settings as text, by their name in an error message.
     """
     arguments = {name: value for name, value in _fields(args).items() if not MAY_DIFFER.fullmatch(name)}
-    lines = {f"FederatedConfig.{name}": text for name, text in _setting_texts(config.to_dict())}
+    lines = {f"FederatedConfig.{name}": text for name, text in _setting_texts(setup.config.to_dict())}
     lines |= {f"{type(args).__name__}.{name}": text for name, text in _setting_texts(arguments)}
-    lines["aggregation"] = type(aggregation).__name__
-    lines |= {f"aggregation.{name}": text for name, text in _setting_texts(aggregation.settings())}
-    lines["distillation"] = type(distillation).__name__
-    if distillation is not None:
-        lines |= {f"distillation.{name}": text for name, text in _setting_texts(distillation.settings())}
-    lines["postprocessors"] = repr([type(postprocessor).__name__ for postprocessor in postprocessors])
-    lines["checkpoint to resume from"] = repr(checkpoint)
+    for kind, method in (("aggregation", setup.aggregation), ("distillation", setup.distillation)):
+        lines[kind] = type(method).__name__
+        if method is not None:
+            lines |= {f"{kind}.{name}": text for name, text in _setting_texts(method.settings())}
+    lines["postprocessors"] = repr([type(postprocessor).__name__ for postprocessor in setup.postprocessors])
+    lines["checkpoint to resume from"] = repr(checkpoint and Path(checkpoint).name)
+    model = setup.trainer.model
     values = [*model.named_parameters(), *model.named_buffers()]
     layout = _digest(f"{name} {value.dtype} {list(value.shape)} {value.requires_grad}" for name, value in values)
     lines["model"] = f"{type(model).__name__} of {len(values)} tensors ({layout})"
@@ -97,29 +89,35 @@ def describe_setup(
     return lines
 
 
-def check_consistency(
-    processes: ProcessGroup, label: str, description: Mapping[str, str], datasets: Mapping[str, FederatedDataset]
-) -> None:
+def check_consistency(setup: FederationSetup, label: str, args: TrainingArguments, checkpoint: str | None) -> None:
     """
-    Compare the setup of all processes. All processes must call this function.
+    Compare the setup and the examples of all processes of the launch. All processes must call this function.
 
     Args:
-        processes ([`ProcessGroup`]): The processes of the launch.
+        setup ([`FederationSetup`]): The arguments of the trainer.
         label (`str`): Name of this step, for errors.
-        description (`Mapping[str, str]`): The return value of [`describe_setup`] in this process.
-        datasets (`Mapping[str, FederatedDataset]`): Datasets by their name in an error message. Their examples are
-            compared too.
+        args (`TrainingArguments`): The user's training arguments.
+        checkpoint (`str`, *optional*): The checkpoint to resume from.
 
     Raises:
         DisagreementError: In all processes, if the setup of two processes differs.
     """
+    if not setup.is_spread:
+        return
+    datasets = {"clients": setup.clients}
+    if setup.eval_clients is not None:
+        datasets["evaluation clients"] = setup.eval_clients
+    for argument in ("public_dataset", "server_dataset"):
+        if (dataset := getattr(setup.participants, argument)) is not None:
+            datasets[f"`{argument}`"] = FederatedDataset.from_dict({argument: dataset})
     by_line = {f"examples of the {name}": dataset for name, dataset in datasets.items()}
     fingerprints = {line: _fingerprint(dataset) for line, dataset in by_line.items()}
-    differences = _find_differences(processes.gather(label, {**description, **fingerprints}))
+    description = describe_setup(setup, args, datasets, checkpoint)
+    differences = _find_differences(setup.processes.gather(label, {**description, **fingerprints}))
     if differences and differences.keys() <= by_line.keys():
         # `datasets` draws a random fingerprint if it cannot hash a function. The examples then decide.
         contents = {line: _content_digest(by_line[line]) for line in differences}
-        differences = _find_differences(processes.gather(f"{label}, comparing examples", contents))
+        differences = _find_differences(setup.processes.gather(f"{label}, comparing examples", contents))
     if differences:
         lines = [f"  {name}: {values}" for name, values in differences.items()]
         if len(lines) > MAX_DIFFERENCES:

@@ -458,17 +458,16 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         if running is not None and super().floating_point_ops.__func__ is Trainer.floating_point_ops:
             # `Trainer` counts proportionally to the tokens, but counts the parameters again for every batch.
             tokens = inputs.get(getattr(self.model, "main_input_name", ""))
-            return 0 if tokens is None else running.flos_per_token() * tokens.numel()
+            return 0 if tokens is None else running.flos_per_token * tokens.numel()
         return super().floating_point_ops(inputs)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Call `Trainer.get_decay_parameter_names` once a run instead of once a client, and cache the result."""
         if self.local_training is None or self._running is None:
             return super().get_decay_parameter_names(model)
-        names = self._running.decay_parameter_names
-        if names is None:
-            names = self._running.decay_parameter_names = super().get_decay_parameter_names(model)
-        return names
+        if self._running.decay_parameter_names is None:
+            self._running.decay_parameter_names = super().get_decay_parameter_names(model)
+        return self._running.decay_parameter_names
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as `Trainer.log`, with the entries of a round that the parent class does not compute."""

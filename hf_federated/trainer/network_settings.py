@@ -85,9 +85,7 @@ class NetworkSettings:
             initial (`dict[str, torch.Tensor]`, *optional*): The exchanged parameters before the first round. Defaults
                 to the current parameters.
         """
-        described = describe_setup(
-            args, setup.config, setup.aggregation, setup.distillation, setup.trainer.model, {}, setup.postprocessors
-        )
+        described = describe_setup(setup, args, datasets={})
         general = {item.name for item in dataclasses.fields(TrainingArguments)}
         settings = {"version of hf-federated": importlib.metadata.version("hf-federated")}
         for name, text in described.items():

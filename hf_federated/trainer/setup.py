@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from ..adapters import Exchange, freeze_layers
 from ..aggregation import Aggregation, LocalOnly, build_aggregation
@@ -29,8 +28,7 @@ from ..utils.algorithm_names import COLLECTOR_NAMES
 from .checks.arguments import check_arguments, check_not_averaged, resolve_federation, resolve_keep_local
 from .checks.data import check_clients, sample_clients
 from .checks.participants import check_participants, check_predictions, check_server_dataset
-from .checks.resume import federation_identity
-from .launch_consistency import check_consistency, describe_setup
+from .launch_consistency import check_consistency
 
 
 T = TypeVar("T")
@@ -171,7 +169,7 @@ class FederationSetup:
         for method in setup.methods:
             method.check_engine(type(engine).__name__)
         # Processes with different `parallelism` would block at different collective operations.
-        setup.check_consistency("construction of the trainer", args, None)
+        check_consistency(setup, "construction of the trainer", args, None)
         return setup
 
     @property
@@ -213,44 +211,6 @@ class FederationSetup:
         """Freeze the parameters that `freeze` of the configuration names."""
         if self.config.freeze is not None:
             freeze_layers(model, self.config.freeze)
-
-    def identity(self, args: TrainingArguments) -> dict[str, Any]:
-        """The values that a resumed run must share with the run that it resumes."""
-        return federation_identity(
-            self.config, self.aggregation, self.distillation, self.clients, self.participants, args
-        )
-
-    def check_consistency(self, label: str, args: TrainingArguments, checkpoint: str | None) -> None:
-        """
-        Compare the setup of all processes of the launch.
-
-        Args:
-            label (`str`): Name of this step, for errors.
-            args (`TrainingArguments`): The user's training arguments.
-            checkpoint (`str`, *optional*): The checkpoint to resume from.
-
-        Raises:
-            DisagreementError: In all processes, if two processes are set up differently.
-        """
-        if not self.is_spread:
-            return
-        datasets = {"clients": self.clients}
-        if self.eval_clients is not None:
-            datasets["evaluation clients"] = self.eval_clients
-        for argument in ("public_dataset", "server_dataset"):
-            if (dataset := getattr(self.participants, argument)) is not None:
-                datasets[f"`{argument}`"] = FederatedDataset.from_dict({argument: dataset})
-        description = describe_setup(
-            args,
-            self.config,
-            self.aggregation,
-            self.distillation,
-            self.trainer.model,
-            datasets,
-            self.postprocessors,
-            None if checkpoint is None else Path(checkpoint).name,
-        )
-        check_consistency(self.processes, label, description, datasets)
 
 
 def _check_model(

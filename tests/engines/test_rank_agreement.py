@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from federations import build_federation
 from launches import logs, same_bits, weights
-from tiny import arguments, rows, tiny_model
+from tiny import arguments, rows
 
-from hf_federated.aggregation import FedAvg
-from hf_federated.config import FederatedConfig
-from hf_federated.data import FederatedDataset
 from hf_federated.trainer.launch_consistency import describe_setup
 
 
@@ -41,21 +39,19 @@ def test_settings_without_effect_on_the_result_may_differ(launch, finished, tmp_
     assert same_bits(weights(finished("fedavg", 2)), weights(tmp_path))
 
 
-def test_secrets_are_not_described() -> None:
+def test_secrets_are_not_described(tmp_path) -> None:
     args = arguments("run", hub_token="hf_secret", optim_args="https://me:secret@host")
     args.lr_scheduler_kwargs = {"api_key": "secret", "num_cycles": 2}
-    clients = {"clients": FederatedDataset.from_dict({"a": rows(2)})}
-    lines = describe_setup(args, FederatedConfig(), FedAvg(), None, tiny_model(), clients, [])
+    trainer = build_federation(tmp_path)
+    lines = describe_setup(trainer._federation_setup, args, {"clients": trainer.clients})
     assert lines["TrainingArguments.lr_scheduler_kwargs.num_cycles"] == "2"
     assert not any("secret" in text for text in lines.values())
 
 
-def test_equal_setups_have_equal_descriptions() -> None:
+def test_equal_setups_have_equal_descriptions(tmp_path) -> None:
     def lines(seed: int) -> dict[str, str]:
-        clients = {"clients": FederatedDataset.from_dict({"a": rows(2), "b": rows(3, seed=1)})}
-        return describe_setup(
-            arguments("run", seed=seed), FederatedConfig(), FedAvg(), None, tiny_model(), clients, []
-        )
+        trainer = build_federation(tmp_path, {"a": rows(2), "b": rows(3, seed=1)})
+        return describe_setup(trainer._federation_setup, arguments("run", seed=seed), {"clients": trainer.clients})
 
     assert lines(1) == lines(1)
     assert {name for name, text in lines(1).items() if text != lines(2)[name]} == {"TrainingArguments.seed"}

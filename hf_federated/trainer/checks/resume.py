@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
-from ...aggregation import Aggregation
-from ...clients.participants import Participants
-from ...config import FederatedConfig
-from ...data import FederatedDataset
-from ...distillation import Distillation
 from ...utils.errors import CheckpointError
+
+
+if TYPE_CHECKING:
+    from ..setup import FederationSetup
 
 
 # Fields that define the length, the evaluation and the logging of a run, and where its clients run.
@@ -29,29 +28,29 @@ CHANGEABLE_FIELDS = (
 )
 
 
-def federation_identity(
-    federation: FederatedConfig,
-    algorithm: Aggregation,
-    distillation: Distillation | None,
-    clients: FederatedDataset,
-    participants: Participants,
-    args: TrainingArguments,
-) -> dict[str, Any]:
-    """Collect all settings that change the numbers of a run, except for its length."""
-    identity = {name: value for name, value in federation.to_dict().items() if name not in CHANGEABLE_FIELDS}
+def federation_identity(setup: FederationSetup, args: TrainingArguments) -> dict[str, Any]:
+    """
+    Collect all settings that change the numbers of a run, except for its length.
+
+    Args:
+        setup ([`FederationSetup`]): The arguments of the trainer.
+        args (`TrainingArguments`): The user's training arguments.
+    """
+    participants = setup.participants
+    identity = {name: value for name, value in setup.config.to_dict().items() if name not in CHANGEABLE_FIELDS}
     del identity["aggregation_kwargs"], identity["distillation_kwargs"]
-    identity |= {"aggregation": repr(algorithm), "distillation": repr(distillation)}
+    identity |= {"aggregation": repr(setup.aggregation), "distillation": repr(setup.distillation)}
     for name, content in participants.row_hashes.items():
         identity[f"rows of `{name}`"] = len(getattr(participants, name))
         identity[f"content of `{name}`"] = content
-    if distillation is not None:
+    if setup.distillation is not None:
         # The learning rates of a distillation decrease over the mini-batches of the whole run.
         identity["per_device_train_batch_size"] = args.per_device_train_batch_size
         for client_id, spec in participants.clients.items():
             if spec.args is not None:
                 name = f"per_device_train_batch_size of client {client_id!r}"
                 identity[name] = spec.args.per_device_train_batch_size
-    return {**identity, "clients": dict(sorted(clients.num_rows.items()))}
+    return {**identity, "clients": dict(sorted(setup.clients.num_rows.items()))}
 
 
 def check_resumed(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoint: str, are_remote: bool) -> None:
