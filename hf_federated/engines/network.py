@@ -21,6 +21,7 @@ from ..transport.framing import frame
 from ..transport.protocol import DEFAULT_MAX_MESSAGE_BYTES, Blob, JoinedPieces
 from ..transport.session_config import SessionConfig
 from ..utils.arguments import require
+from ..utils.file_hash import sha256_of_file
 from .base import Engine
 from .context import EngineContext
 from .requests import NoReply, OpenRequest, Plan
@@ -358,9 +359,8 @@ class NetworkEngine(Engine):
         self._states = {}
         for client_id, digest in digests.items():
             path = directory / client_file_name(client_id)
-            content = path.read_bytes() if path.is_file() else b""
             state = _read_state(directory, client_id)
-            if hashlib.sha256(content).hexdigest() != digest or state is None:
+            if state is None or sha256_of_file(path) != digest:
                 raise ValueError(
                     f"The state of client {client_id!r}, {str(path)!r}, is missing or damaged, or the checkpoint was "
                     "written by an engine whose clients run on one machine. Resume with the engine of the checkpoint."

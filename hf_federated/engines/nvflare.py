@@ -242,8 +242,7 @@ class NVFlareClient(ABC):
     def _train(self, context: Any, client_id: str) -> None:
         with context.app.new_context(client_id, client_id):
             try:
-                trainer = self.build_trainer(client_id)
-                self.run(trainer, self._endpoint.connect, client_id)
+                self.run(self.build_trainer(client_id), self._endpoint.connect, client_id)
             except BaseException as error:
                 logger.exception(f"Client {client_id!r} ended.")
                 # The text of an error may contain paths and examples. It stays on the client.

@@ -159,8 +159,7 @@ def step_of(checkpoint: Path) -> int:
 
 def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
     """List the checkpoints of a directory in ascending order of steps."""
-    found = [(int(match[1]), path) for path in Path(output_dir).glob("*") if (match := _CHECKPOINT.match(path.name))]
-    return [path for _, path in sorted(found)]
+    return sorted((path for path in Path(output_dir).glob("*") if _CHECKPOINT.match(path.name)), key=step_of)
 
 
 def checkpoint_to_resume(

@@ -45,11 +45,6 @@ class Preparation:
         self.prepared = dataset
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
-    @property
-    def depends_on_weights(self) -> bool:
-        """Whether the preparation must run before any training."""
-        return any(name in WEIGHT_DEPENDENT for name, _, _ in self.calls)
-
 
 class DatasetPlaceholder:
     """
@@ -185,7 +180,7 @@ class PreparedClients(Mapping[str, Any]):
         self._preparation = preparation
         self._clients = clients
         self._prepared = dict(prepared or {})
-        if preparation.depends_on_weights:
+        if any(name in WEIGHT_DEPENDENT for name, _, _ in preparation.calls):
             for client_id in clients:
                 self[client_id]
 
