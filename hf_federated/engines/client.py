@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
-from ..clients import ClientWorker
-from ..messages import Message
-from .base import Engine
-from .context import EngineContext
+from .local import LocalEngine
 from .requests import OpenRequest
 
 
-class ClientEngine(Engine):
+class ClientEngine(LocalEngine):
     """
-    Builds the worker of a client. It runs no plans, because the server is on another machine.
+    Builds the worker of a client in this process. It runs no plans, because the server is on another machine.
 
     Attributes:
         worker ([`ClientWorker`]): The worker, once the engine has started.
     """
 
-    worker: ClientWorker
-
-    def start(self, context: EngineContext) -> None:
-        super().start(context)
-        self.worker = context.build_worker()
-        self.worker.models.clear()
+    holds_requests: ClassVar[bool] = False
 
     def _transmit(self, client_id: str, request: OpenRequest) -> None:
         raise RuntimeError("This process is a client. Only the server runs the rounds.")
-
-    def _receive(self, clients: Set[str] | None, until: float | None) -> tuple[str, Message] | None:
-        return None  # No request is ever open.
 
     def save(self, directory: Path) -> dict[str, str]:
         return {}

@@ -154,8 +154,7 @@ class Ledger:
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write `federated_ledger.json` into a directory."""
-        with open(os.path.join(directory, LEDGER_NAME), "w", encoding="utf-8") as file:
-            json.dump(self.to_dict(), file)
+        (Path(directory) / LEDGER_NAME).write_text(json.dumps(self.to_dict()), encoding="utf-8")
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Ledger:

@@ -74,14 +74,11 @@ def decode_block(blob: bytes, num_rounds: int, num_accounts: int, clients: Seque
     rounds, counts, rows = np.split(values, [num_rounds, 2 * num_rounds])
     numbers, downs, ups = rows.reshape(_NUM_COLUMNS_OF_ACCOUNT, -1)
     is_valid = (
-        (np.diff(rounds) > 0).all()
-        and (counts >= 0).all()
+        (values >= 0).all()
+        and (np.diff(rounds) > 0).all()
         and (counts <= num_accounts).all()
         and counts.sum() == num_accounts
-        and (numbers >= 0).all()
         and (numbers < len(clients)).all()
-        and (downs >= 0).all()
-        and (ups >= 0).all()
     )
     if not is_valid:
         raise ValueError("The accounts of a ledger are damaged: a number is out of range.")

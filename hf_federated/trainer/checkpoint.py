@@ -226,9 +226,7 @@ def rotate(output_dir: str | os.PathLike[str], save_total_limit: int | None, bes
         return
     # The sort is stable, so each of the two groups stays ordered by step.
     checkpoints = sorted(list_checkpoints(output_dir), key=lambda path: step_of(path) <= step)
-    kept = {checkpoints[-1].resolve()} if checkpoints else set()
-    if best is not None:
-        kept.add(Path(best).resolve())
+    kept = {Path(path).resolve() for path in (*checkpoints[-1:], best) if path is not None}
     surplus = len(checkpoints) - max(save_total_limit, len(kept))
     for checkpoint in [path for path in checkpoints if path.resolve() not in kept][: max(surplus, 0)]:
         discard(checkpoint)

@@ -76,8 +76,12 @@ class Federation:
         self.engine = setup.engine
         saved = {} if checkpoint is None else read_server_state(checkpoint)
         self.exchange = Exchange(model, setup.config.exchange, setup.config.keep_local)
-        # The exchanged parameters before the first round, if clients need them later.
-        self.initial = (saved.get("initial") or self.exchange.read()) if self._needs_initial else None
+        # The exchanged parameters before the first round, if clients need them when they first train: clients with
+        # their own models may start from a copy, and some distillation algorithms compute features with them.
+        has_other_models = not setup.aggregation.exchanges_parameters or setup.aggregation.trains_private_models
+        computes_features = setup.distillation is not None and setup.distillation.requirements.initial_model
+        needs_initial = has_other_models or computes_features
+        self.initial = (saved.get("initial") or self.exchange.read()) if needs_initial else None
         self.engine.connect(
             lambda: NetworkSettings.of(setup, args, initial=self.initial),
             Path(str(args.output_dir)),
@@ -118,18 +122,6 @@ class Federation:
             setup.collector.load_state_dict(saved["collector"])
 
     # ---- Construction
-
-    @property
-    def _needs_initial(self) -> bool:
-        """
-        Whether clients need the initial model when they first train.
-
-        Clients with their own models may start from a copy of the initial model. Some distillation algorithms compute
-        features with the initial model.
-        """
-        aggregation, distillation = self._setup.aggregation, self._setup.distillation
-        has_other_models = not aggregation.exchanges_parameters or aggregation.trains_private_models
-        return has_other_models or (distillation is not None and distillation.requirements.initial_model)
 
     def _start_distillation(self) -> Teachers | None:
         """Start the distillation. Return the store of the clients' models if the method needs one."""

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from transformers import TrainerControl, TrainingArguments
@@ -67,6 +66,7 @@ class JoinedClient:
             )
         self.client_id = client_id
         self._engine = ClientEngine()
+        # All processes prepare the examples, because a preparation may wait for all of them.
         self.setup = dataclasses.replace(_of_one_client(setup, client_id), engine=self._engine)
         self._args = args
         self._state_dir = state_dir or os.path.join(args.output_dir, STATES_DIR, escape_client_id(client_id))
@@ -87,8 +87,7 @@ class JoinedClient:
             ClientRefusedError: If the server refuses the client.
             ServerUnreachableError: If the server does not respond.
         """
-        # A connection after a lost one has the same settings, although the parameters of the model have changed. All
-        # processes prepare the examples, because a preparation may wait for all of them.
+        # A connection after a lost one has the same settings, although the parameters of the model have changed.
         settings = NetworkSettings.of(self.setup, self._args, self.client_id)
         announcement = announcement_of(self.setup, self._args, self.client_id).to_bytes()
         connect = functools.partial(connector, settings, announcement)
@@ -168,7 +167,10 @@ class JoinedClient:
         answer = worker.handle(message)
         if isinstance(answer, ClientUpdate):
             metrics[self.client_id] = answer.reported_metrics
-            self.examples_seen += self._num_examples_seen(answer)
+            if self.setup.config.local_steps is None:
+                self.examples_seen += answer.num_examples * self.setup.config.local_epochs
+            else:
+                self.examples_seen += answer.num_steps * examples_per_step(self._args, processes.world_size)
         elif isinstance(answer, ClientFailure):
             if processes.world_size > 1:
                 raise_common_failure(processes, answer, worker.last_error)
@@ -176,12 +178,6 @@ class JoinedClient:
         reply = answer.to_bytes() if processes.is_main else b""
         history.record(message.nonce, reply)
         return reply
-
-    def _num_examples_seen(self, update: ClientUpdate) -> int:
-        config, args = self.setup.config, self._args
-        if config.local_steps is None:
-            return int(update.num_examples * config.local_epochs)
-        return update.num_steps * examples_per_step(args, self._processes.world_size)
 
 
 def announcement_of(setup: FederationSetup, args: TrainingArguments, client_id: str) -> Announcement:
@@ -213,31 +209,6 @@ def announcement_of(setup: FederationSetup, args: TrainingArguments, client_id: 
     )
 
 
-class _Renamed(Mapping[str, Any]):
-    """
-    A mapping with one entry under another key.
-
-    Args:
-        values (`Mapping[str, Any]`): The mapping.
-        key (`str`): Key of the entry.
-        name (`str`): The new key.
-    """
-
-    def __init__(self, values: Mapping[str, Any], key: str, name: str) -> None:
-        self._values, self._key, self._name = values, key, name
-
-    def __getitem__(self, name: str) -> Any:
-        if name != self._name:
-            raise KeyError(name)
-        return self._values[self._key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter([self._name] if self._key in self._values else [])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
 def _of_one_client(setup: FederationSetup, client_id: str) -> FederationSetup:
     """Return the setup of a client alone, from a trainer with the examples of this client or of all clients."""
     ids = list(setup.clients)
@@ -250,7 +221,7 @@ def _of_one_client(setup: FederationSetup, client_id: str) -> FederationSetup:
     setup = dataclasses.replace(
         setup,
         clients=FederatedDataset.from_dict({client_id: setup.clients[key]}),
-        train_datasets=_Renamed(setup.train_datasets, key, client_id),
+        train_datasets={client_id: setup.train_datasets[key]},
     )
     evaluated, eval_datasets = setup.eval_clients, setup.eval_datasets
     eval_key = next((name for name in (client_id, key) if evaluated is not None and name in evaluated), None)
@@ -259,5 +230,5 @@ def _of_one_client(setup: FederationSetup, client_id: str) -> FederationSetup:
     return dataclasses.replace(
         setup,
         eval_clients=FederatedDataset.from_dict({client_id: evaluated[eval_key]}),
-        eval_datasets=_Renamed(eval_datasets, eval_key, client_id),
+        eval_datasets={client_id: eval_datasets[eval_key]},
     )

@@ -89,10 +89,9 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         **kwargs: Any,
     ) -> None:
         arguments = self._arguments_by_name(args, kwargs)
-        remote_clients = None if engine is None else engine.remote_clients
-        if remote_clients is not None:
+        train_clients = None if engine is None else engine.remote_clients
+        if train_clients is not None:
             check_without_examples(arguments.get("train_dataset"), federation)
-            train_clients: FederatedDataset | None = remote_clients
         else:
             train_clients = as_federated_dataset(arguments.get("train_dataset"), federation)
         if train_clients is None:
@@ -419,9 +418,8 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             self.optimizer_cls_and_kwargs = (optimizer_class, dict(kwargs))
         # A custom `create_optimizer` may accept no argument and return no value.
         optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
-        local = self.local_training
-        if local is not None:
-            local.start_optimizer(self)
+        if self.local_training is not None:
+            self.local_training.start_optimizer(self)
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

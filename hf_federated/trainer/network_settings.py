@@ -141,8 +141,7 @@ def _data_settings(setup: FederationSetup, client_id: str | None) -> dict[str, s
     participants, distillation = setup.participants, setup.distillation
     if participants.public_dataset is not None:
         settings["content of `public_dataset`"] = participants.row_hashes["public_dataset"]
-    if participants.task is not None:
-        task = participants.task
+    if (task := participants.task) is not None:
         labels = task.model_kwargs.get("id2label", task.model_kwargs)
         settings["task"] = shortened(f"{type(task).__name__} with {labels}", _MAX_LABELS_LENGTH)
     tokenizer = setup.trainer.processing_class

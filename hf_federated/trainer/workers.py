@@ -59,6 +59,7 @@ class Workers:
     ) -> None:
         self._setup, self._args, self._trainer = setup, args, setup.trainer
         self._exchange, self._initial, self._progress = exchange, initial, progress
+        self._watch_peers = [WatchPeers(setup.processes)] if setup.is_spread else []
         self.student = self._build_student()
 
     def engine_context(self, row_limit: RowLimit) -> EngineContext:
@@ -74,17 +75,14 @@ class Workers:
         costs = batches_per_round(
             setup.clients.num_rows, config.local_epochs, config.local_steps, self._args, max_rows
         )
-
-        def saved_clients() -> list[Path]:
-            return [clients_directory(path) for path in sorted(Path(self._args.output_dir).glob("checkpoint-*"))]
-
+        output_dir = Path(self._args.output_dir)
         kinds = kinds_of(*(kind for method in setup.methods for kind in method.messages))
         return EngineContext(
             self._build_worker,
             costs,
             config.parallelism,
             setup.processes,
-            saved_clients,
+            lambda: [clients_directory(path) for path in sorted(output_dir.glob("checkpoint-*"))],
             kinds,
             keeps_ranks=any(step.keeps_server_memory for step in setup.postprocessors),
         )
@@ -99,11 +97,7 @@ class Workers:
             config=setup.config,
             private_models=self._model_builder() if setup.aggregation.trains_private_models else None,
             postprocessors=setup.postprocessors,
-            callbacks=[
-                *setup.client_callbacks,
-                *([WatchPeers(setup.processes)] if setup.is_spread else []),
-                *self._progress.client_callbacks(),
-            ],
+            callbacks=[*setup.client_callbacks, *self._watch_peers, *self._progress.client_callbacks()],
         )
 
     def _build_client_models(self) -> ClientModels:
@@ -158,7 +152,7 @@ class Workers:
             methods=setup.methods,
             # A client store in the checkpoint keeps the optimizers of clients only.
             config=dataclasses.replace(setup.config, client_optimizer_state="reset"),
-            callbacks=[WatchPeers(setup.processes)] if setup.is_spread else [],
+            callbacks=self._watch_peers,
             is_federation=True,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -99,9 +100,11 @@ class Transport(ABC):
         """
 
 
-class Connection(ABC):
+class Connection(AbstractContextManager["Connection"]):
     """
     A client's end of a [`Transport`]. The constructor connects, compares the settings and announces the client.
+
+    A connection is a context manager that closes on exit.
 
     Attributes:
         end (`str`, *optional*): Why the run has ended: empty if it is complete, `None` while it goes on.
@@ -127,6 +130,9 @@ class Connection(ABC):
     @abstractmethod
     def close(self) -> None:
         """Disconnect from the server."""
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 # Connects a client, with the settings that it must share with the server and with its announcement.

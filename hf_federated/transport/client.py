@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 
 from transformers.utils import logging
 
@@ -52,7 +53,7 @@ logger = logging.get_logger(__name__)
 _SMALL_BYTES = 1 << 14
 
 
-class GrpcLink:
+class GrpcLink(AbstractContextManager["GrpcLink"]):
     """
     A client's link to a [`GrpcServer`].
 
@@ -253,9 +254,6 @@ class GrpcLink:
                     f"Client {self.client_id!r} could not disconnect from {self.address}: {status_text(error)}"
                 )
         self._connection.close()
-
-    def __enter__(self) -> GrpcLink:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

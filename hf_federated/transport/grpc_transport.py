@@ -296,9 +296,3 @@ class GrpcConnection(Connection):
 
     def close(self) -> None:
         self._link.close()
-
-    def __enter__(self) -> GrpcConnection:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -40,10 +40,9 @@ class LinkState:
         Raises:
             LinkError: If the link has ended.
         """
-        with self.lock:
-            failure = self.failure
-        if failure is not None:
-            raise failure[0](failure[1])
+        if self.failure is not None:
+            kind, text = self.failure
+            raise kind(text)
 
     def fail(self, kind: type[LinkError], text: str) -> tuple[type[LinkError], str]:
         """End the link, cancel the calls of the messages in flight, and return the first error of the link."""

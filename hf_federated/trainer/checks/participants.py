@@ -39,31 +39,32 @@ def check_participants(
     Raises:
         ValueError: If an argument is missing or has no use. The message names the argument and the change to make.
     """
-    _check_columns_known(distillation, participants, clients)
+    if not clients.column_names and not clients.is_remote:
+        advice = (
+            "the columns of the clients' examples are unknown (a torch.utils.data.Dataset, or a stream without "
+            "features). Pass a datasets.Dataset, for example from Dataset.from_generator."
+        )
+        if participants.task is not None:
+            raise ValueError(f"`task` encodes columns of raw examples, but {advice}")
+        if distillation is not None and distillation.requirements.initial_model:
+            raise ValueError(f"distillation={distillation.name!r} compares the clients' examples, but {advice}")
     _check_server_examples(aggregation, distillation, participants, clients)
     _check_client_models(aggregation, distillation, participants, clients, postprocessors)
-    _check_client_arguments(participants, bool(args.fp16))
+    # All clients share the mixed precision of one accelerator.
+    fp16 = bool(args.fp16)
+    for client_id, spec in participants.clients.items():
+        if spec.args is not None:
+            unsupported = unsupported_client_arguments(spec.args)
+            unsupported[f"fp16={spec.args.fp16}"] = (
+                bool(spec.args.fp16) != fp16,
+                f"the training arguments of the trainer have fp16={fp16}. Set the same value for all clients",
+            )
+            refuse_settings(unsupported, f" of client {client_id!r}")
     if not clients.is_remote and (num_shared := count_overlap(clients, participants)):
         logger.warning(
             f"{num_shared} of the clients' examples are also public examples. Clients would predict examples that "
             "they were trained on. `split_for_distillation` splits without overlap."
         )
-
-
-def _check_columns_known(
-    distillation: Distillation | None, participants: Participants, clients: FederatedDataset
-) -> None:
-    """Refuse clients whose columns are unknown if a step of the run reads columns."""
-    if clients.column_names or clients.is_remote:
-        return
-    advice = (
-        "the columns of the clients' examples are unknown (a torch.utils.data.Dataset, or a stream without features). "
-        "Pass a datasets.Dataset, for example from Dataset.from_generator."
-    )
-    if participants.task is not None:
-        raise ValueError(f"`task` encodes columns of raw examples, but {advice}")
-    if distillation is not None and distillation.requirements.initial_model:
-        raise ValueError(f"distillation={distillation.name!r} compares the clients' examples, but {advice}")
 
 
 def _check_server_examples(
@@ -166,18 +167,6 @@ def _check_client_models(
             f"Client {with_tokenizers[0]!r} has its own tokenizer, so the client must encode its raw examples itself. "
             "Pass a `task`, such as TextClassification, to the trainer."
         )
-
-
-def _check_client_arguments(participants: Participants, fp16: bool) -> None:
-    """Check the training arguments of single clients. All clients share the mixed precision of one accelerator."""
-    for client_id, spec in participants.clients.items():
-        if spec.args is not None:
-            unsupported = unsupported_client_arguments(spec.args)
-            unsupported[f"fp16={spec.args.fp16}"] = (
-                bool(spec.args.fp16) != fp16,
-                f"the training arguments of the trainer have fp16={fp16}. Set the same value for all clients",
-            )
-            refuse_settings(unsupported, f" of client {client_id!r}")
 
 
 def check_predictions(distillation: Distillation, participants: Participants, trainer: Trainer) -> None:

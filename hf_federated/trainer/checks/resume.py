@@ -77,10 +77,8 @@ def check_resumed(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoi
         if name != "clients" and current.get(name) != saved.get(name)
     ]
     run_clients, saved_clients = current["clients"], saved["clients"]
-    for place, ids in (
-        ("this run", run_clients.keys() - saved_clients.keys()),
-        ("the checkpoint", saved_clients.keys() - run_clients.keys()),
-    ):
+    only_in = {"this run": run_clients.keys() - saved_clients, "the checkpoint": saved_clients.keys() - run_clients}
+    for place, ids in only_in.items():
         if ids:
             changes.append(f"{len(ids)} clients are only in {place}, for example {sorted(ids)[:3]}")
     changes += [
