@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -36,22 +37,19 @@ def relative_learning_rate(args: TrainingArguments, num_rounds: int, lr_schedule
     [0.875, 0.625, 0.375, 0.125]
     ```
     """
-    if lr_schedule != "global":
-        return lambda round: 1.0
-    # Two positions for each round, so that the middle of a round is a position.
-    length = 2 * num_rounds
-    warmup = args.get_warmup_steps(length) if args.warmup_steps < 1 else 0
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    try:
-        scheduler = get_scheduler(
-            args.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=warmup,
-            num_training_steps=length,
-            scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}),
-        )
-    except (TypeError, ValueError):
-        return lambda round: 1.0
+    scheduler = None
+    if lr_schedule == "global":
+        # Two positions for each round, so that the middle of a round is a position.
+        length = 2 * num_rounds
+        warmup = args.get_warmup_steps(length) if args.warmup_steps < 1 else 0
+        with suppress(TypeError, ValueError):
+            scheduler = get_scheduler(
+                args.lr_scheduler_type,
+                torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),
+                num_warmup_steps=warmup,
+                num_training_steps=length,
+                scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}),
+            )
     if not isinstance(scheduler, LambdaLR):
         return lambda round: 1.0
     rate_at = scheduler.lr_lambdas[0]
