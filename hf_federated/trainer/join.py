@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import os
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from transformers import TrainerControl, TrainingArguments
@@ -66,7 +67,6 @@ class JoinedClient:
             )
         self.client_id = client_id
         self._engine = ClientEngine()
-        # All processes prepare the examples, because a preparation may wait for all of them.
         self.setup = dataclasses.replace(_of_one_client(setup, client_id), engine=self._engine)
         self._args = args
         self._state_dir = state_dir or os.path.join(args.output_dir, STATES_DIR, escape_client_id(client_id))
@@ -87,7 +87,8 @@ class JoinedClient:
             ClientRefusedError: If the server refuses the client.
             ServerUnreachableError: If the server does not respond.
         """
-        # A connection after a lost one has the same settings, although the parameters of the model have changed.
+        # A connection after a lost one has the same settings, although the parameters of the model have changed. All
+        # processes prepare the examples, because a preparation may wait for all of them.
         settings = NetworkSettings.of(self.setup, self._args, self.client_id)
         announcement = announcement_of(self.setup, self._args, self.client_id).to_bytes()
         connect = functools.partial(connector, settings, announcement)
@@ -209,6 +210,28 @@ def announcement_of(setup: FederationSetup, args: TrainingArguments, client_id: 
     )
 
 
+class _Renamed(Mapping[str, Any]):
+    """
+    Entries of a mapping under other keys. An entry is read on access.
+
+    Args:
+        values (`Mapping[str, Any]`): The mapping.
+        keys (`Mapping[str, str]`): Keys of the entries, by their new keys.
+    """
+
+    def __init__(self, values: Mapping[str, Any], keys: Mapping[str, str]) -> None:
+        self._values, self._keys = values, keys
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[self._keys[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
 def _of_one_client(setup: FederationSetup, client_id: str) -> FederationSetup:
     """Return the setup of a client alone, from a trainer with the examples of this client or of all clients."""
     ids = list(setup.clients)
@@ -221,7 +244,7 @@ def _of_one_client(setup: FederationSetup, client_id: str) -> FederationSetup:
     setup = dataclasses.replace(
         setup,
         clients=FederatedDataset.from_dict({client_id: setup.clients[key]}),
-        train_datasets={client_id: setup.train_datasets[key]},
+        train_datasets=_Renamed(setup.train_datasets, {client_id: key}),
     )
     evaluated, eval_datasets = setup.eval_clients, setup.eval_datasets
     eval_key = next((name for name in (client_id, key) if evaluated is not None and name in evaluated), None)
@@ -230,5 +253,5 @@ def _of_one_client(setup: FederationSetup, client_id: str) -> FederationSetup:
     return dataclasses.replace(
         setup,
         eval_clients=FederatedDataset.from_dict({client_id: evaluated[eval_key]}),
-        eval_datasets={client_id: eval_datasets[eval_key]},
+        eval_datasets=_Renamed(eval_datasets, {client_id: eval_key}),
     )

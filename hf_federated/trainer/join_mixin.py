@@ -102,8 +102,8 @@ class JoinMixin(RoleMixin):
         """
         setup = self._federation_setup
         setup.processes.raise_if_failed()
+        joined = JoinedClient(setup, self.args, client_id, state_dir)
         with setup.processes.fail_together(), output_dir_lock(self.args.output_dir, setup.processes):
-            joined = JoinedClient(setup, self.args, client_id, state_dir)
             joined.connect(connector)
             self._setup, self._joined, args = joined.setup, joined, self.args
             try:
