@@ -100,8 +100,7 @@ class FailureStore:
         Returns:
             `str`: The error of the process that failed, if it reported one, or the process that ended.
         """
-        failure = self.get_failure()
-        if failure is not None:
+        if (failure := self.get_failure()) is not None:
             return describe_failure(failure)
         missing = self.ranks_without("finished")
         finished = [rank for rank in self._peers if rank not in missing]

@@ -186,8 +186,7 @@ class NetworkEngine(Engine):
                     f"Clients {absent} have not joined within {self._join_timeout:g} s, and num_to_start is "
                     f"{self._num_to_start}. Start these clients, or lower `num_to_start`."
                 )
-            event = self.transport.receive(min(remaining, _CHECK_SECONDS))
-            if event is not None:
+            if (event := self.transport.receive(min(remaining, _CHECK_SECONDS))) is not None:
                 self._note(event)
         # The events of clients that have joined in the meantime.
         self._note_all()

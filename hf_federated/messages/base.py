@@ -72,8 +72,7 @@ class Serializable:
 
     @classmethod
     def _from_tree(cls: type[M], tree: Any) -> M:
-        kind = kind_of(tree)
-        if kind != cls.kind:
+        if (kind := kind_of(tree)) != cls.kind:
             raise ValueError(f"Expected a message of kind {cls.kind!r}, got kind {kind!r}.")
         expected = _defaults(cast(Any, cls))
         fields = cls._fields_of(tree)

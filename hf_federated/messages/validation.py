@@ -108,8 +108,7 @@ def _check_state(state: Mapping[str, torch.Tensor], reference: Mapping[str, torc
             )
         if value.dtype != expected.dtype:
             raise InvalidUpdateError(f"{where}: {name!r} is {value.dtype}, expected {expected.dtype}.")
-    non_finite_name = first_non_finite(state)
-    if non_finite_name is not None:
+    if (non_finite_name := first_non_finite(state)) is not None:
         raise InvalidUpdateError(
             f"{where}: {non_finite_name!r} holds NaN or infinite values, expected finite values. Lower the learning "
             "rate of this client, clip its gradients (`max_grad_norm`), or check its data."

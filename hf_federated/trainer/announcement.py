@@ -46,9 +46,9 @@ def _lines(setup: FederationSetup, args: TrainingArguments, round: int, row_limi
     yield f"  Num rounds = {setup.num_rounds:,}"
     yield f"  Num clients = {len(setup.clients):,}"
     yield f"  Num clients per round = {len(cohort):,}"
-    yield f"  Num examples of all clients = {_total(list(setup.clients.num_rows.values()))}"
-    rows = [setup.clients.num_rows[client_id] for client_id in cohort]
-    limit = row_limit(cohort)
+    num_rows, limit = setup.clients.num_rows, row_limit(cohort)
+    yield f"  Num examples of all clients = {_total(list(num_rows.values()))}"
+    rows = [num_rows[client_id] for client_id in cohort]
     trained = [None if number is None else limit_examples(number, limit) for number in rows]
     yield f"  Num examples of the clients of round {next_round + 1} = {_total(trained)}"
     total_batch_size = trainer.get_total_train_batch_size(args)

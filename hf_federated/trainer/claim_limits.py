@@ -40,8 +40,7 @@ class ClaimLimits:
             InvalidUpdateError: If the client announced a stream, and the settings do not bound its training.
         """
         setup = self._setup
-        announced = setup.engine.announcement(client_id)
-        if announced is not None:
+        if (announced := setup.engine.announcement(client_id)) is not None:
             return self._of_announcement(client_id, announced, max_rows)
         num_examples = self._num_examples[client_id]
         if setup.train_datasets is not setup.clients and num_examples is not None:

@@ -279,8 +279,7 @@ class Federation:
 
     def share_decisions(self, control: TrainerControl) -> None:
         """Apply each decision to log, evaluate, save or stop in all processes, if one process has taken it."""
-        label = f"end of round {self.loop.round.number}"
-        for decisions in self._setup.processes.gather(label, vars(control)):
+        for decisions in self._setup.processes.gather(f"end of round {self.loop.round.number}", vars(control)):
             for name, is_set in decisions.items():
                 setattr(control, name, getattr(control, name) or is_set)
 
@@ -347,8 +346,7 @@ class Federation:
         directory, processes = clients_directory(checkpoint), setup.processes
         digests = save_clients(directory, self.engine, processes, f"{checkpoint.name}: the clients' files")
         teacher_digests = save_folder(directory, self.teachers, TEACHERS_DIR, setup)
-        kept = self._steps.store if setup.postprocessors else None
-        step_digests = save_folder(directory, kept, STEPS_DIR, setup)
+        step_digests = save_folder(directory, self._steps.store if setup.postprocessors else None, STEPS_DIR, setup)
         folders = {directory: digests, directory / TEACHERS_DIR: teacher_digests, directory / STEPS_DIR: step_digests}
         known_digests = {
             (folder / client_file_name(client_id)).relative_to(checkpoint).as_posix(): digest

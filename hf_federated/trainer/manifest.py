@@ -82,8 +82,7 @@ def check_manifest(checkpoint: str | os.PathLike[str]) -> None:
     for name, entry in listed.items():
         if not (root / name).is_file():
             raise _damage(root / name, "is missing")
-        size = (root / name).stat().st_size
-        if size != entry["size"]:
+        if (size := (root / name).stat().st_size) != entry["size"]:
             raise _damage(root / name, f"has {size} bytes, but {entry['size']} bytes were saved")
     for name, digest in _hash_files({name: root / name for name in listed}).items():
         if digest != listed[name]["sha256"]:

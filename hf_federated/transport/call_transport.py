@@ -140,16 +140,14 @@ class CallTransport(Transport):
         # Wakes the threads of the clients.
         self._changed = threading.Condition()
         self._end: str | None = None
-        self._gate = ReadGate(min_bytes=LARGE_REPLY_BYTES)
-        self._events = EventQueue(self._gate)
+        self._events = EventQueue(ReadGate(min_bytes=LARGE_REPLY_BYTES))
 
     def start(self, client_ids: Sequence[str], session_config: SessionConfig) -> None:
         absent = [client_id for client_id in client_ids if client_id not in self._calls]
         if absent:
             logger.warning(f"Clients {absent} do not take part in the run: they cannot be called.")
         self._session_config, self._end, self.failures = session_config, None, {}
-        self._gate = ReadGate(min_bytes=LARGE_REPLY_BYTES)
-        self._events = EventQueue(self._gate)
+        self._events = EventQueue(ReadGate(min_bytes=LARGE_REPLY_BYTES))
         self._clients = {
             client_id: _Client(call) for client_id, call in self._calls.items() if client_id in client_ids
         }
@@ -201,7 +199,7 @@ class CallTransport(Transport):
         with self._changed:
             self._end = reason
             self._changed.notify_all()
-        self._gate.close()
+        self._events.gate.close()
         threads = [self._dismiss(client, reason) for client in self._clients.values() if client.session]
         deadline = time.monotonic() + _FAREWELL_SECONDS
         for thread in threads:
@@ -289,12 +287,12 @@ class CallTransport(Transport):
         if answer["kind"] == "wait" or (answer["kind"] == "large" and is_withdrawn) or self._is_over(client):
             return
         if answer["kind"] == "large":
-            self._gate.enter(client_id, LARGE_REPLY_BYTES)
+            self._events.gate.enter(client_id, LARGE_REPLY_BYTES)
             try:
                 answer, reply = self._call(client, "fetch", name=name)
                 _check_answer(answer, "reply")
             except Exception:
-                self._gate.leave(client_id)
+                self._events.gate.leave(client_id)
                 raise
         _check_answer(answer, "reply")
         self._take_reply(client_id, client, name, bytes(reply))
@@ -307,7 +305,7 @@ class CallTransport(Transport):
         if is_open:
             self._events.put(Event("reply", client_id, reply))
         else:
-            self._gate.leave(client_id)
+            self._events.gate.leave(client_id)
             logger.warning(f"Ignored a reply of client {client_id!r}: it came too late.")
 
     def _lose(self, client_id: str, client: _Client, kind: Literal["left", "lost"]) -> None:

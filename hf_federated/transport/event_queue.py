@@ -13,12 +13,13 @@ class EventQueue(queue.Queue[Event]):
     The events of clients, in their order. The caller of `receive` holds at most one reply.
 
     Args:
-        gate ([`ReadGate`]): Limits how many large replies are in memory.
+        gate ([`ReadGate`]): Limits how many large replies are in memory. The transport enters it, and `receive` leaves
+            it for the last reply.
     """
 
     def __init__(self, gate: ReadGate) -> None:
         super().__init__()
-        self._gate = gate
+        self.gate = gate
         # The client whose reply the caller has.
         self._replied: str | None = None
 
@@ -33,7 +34,7 @@ class EventQueue(queue.Queue[Event]):
             [`Event`], *optional*: The event, or `None` after the timeout.
         """
         if self._replied is not None:
-            self._gate.leave(self._replied)
+            self.gate.leave(self._replied)
         try:
             event = self.get(timeout=timeout)
         except queue.Empty:

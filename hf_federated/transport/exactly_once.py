@@ -151,8 +151,7 @@ class ExactlyOnceExecutor:
 
     def _state(self, header: MessageHeader) -> Literal["new", "unfinished", "done"]:
         number = header.number
-        entry = self._entries.get(number)
-        if entry is not None:
+        if (entry := self._entries.get(number)) is not None:
             if header.token != entry.token:
                 raise RequestRejectedError(
                     "OUT_OF_RANGE",
@@ -160,10 +159,9 @@ class ExactlyOnceExecutor:
                     "in one process.",
                 )
             return "unfinished" if entry.outcome is None else "done"
-        is_ahead = number >= self._next_number
-        is_allowed = header.oldest <= number < header.oldest + MAX_MESSAGES_IN_FLIGHT
-        if is_ahead and header.oldest <= self._next_number and is_allowed:
+        if header.oldest <= self._next_number <= number < header.oldest + MAX_MESSAGES_IN_FLIGHT:
             return "new"
+        is_ahead = number >= self._next_number
         reason = "a message was lost, or sent out of order" if is_ahead else "the answer is no longer stored"
         raise RequestRejectedError(
             "OUT_OF_RANGE",

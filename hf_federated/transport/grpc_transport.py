@@ -109,16 +109,14 @@ class GrpcTransport(Transport):
         # Protects the states of the clients. Wakes the end of the run, which waits for the clients to leave.
         self._changed = threading.Condition()
         self._end: str | None = None
-        self._gate = ReadGate()
-        self._events = EventQueue(self._gate)
+        self._events = EventQueue(ReadGate())
 
     def start(self, client_ids: Sequence[str], session_config: SessionConfig) -> None:
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         # Each client has a condition with the same lock, because waking all calls for each request is slow.
         self._clients = {client_id: _Client(threading.Condition(lock)) for client_id in client_ids}
-        self._end, self._gate = None, ReadGate()
-        self._events = EventQueue(self._gate)
+        self._end, self._events = None, EventQueue(ReadGate())
         self._server = self._create_server(
             self._answer,
             self._credentials,
@@ -128,7 +126,7 @@ class GrpcTransport(Transport):
             on_connected=self._on_connected,
             on_left=lambda client_id: self._disconnect(client_id, "left"),
             on_lost=lambda client_id: self._disconnect(client_id, "lost"),
-            read_gate=self._gate,
+            read_gate=self._events.gate,
         )
         self.address = self._server.address
         self._server.start()
@@ -167,7 +165,7 @@ class GrpcTransport(Transport):
             for client in clients:
                 client.changed.notify_all()
             self._changed.wait_for(lambda: not any(client.is_connected for client in clients), _FAREWELL_SECONDS)
-        self._gate.close()
+        self._events.gate.close()
         self._server.close()
         self._server = None
 
@@ -176,7 +174,7 @@ class GrpcTransport(Transport):
     def _answer(self, client_id: str, blob: Blob) -> bytes | Deferred:
         client = self._clients[client_id]
         if not client.has_announced:
-            self._gate.leave(client_id)
+            self._events.gate.leave(client_id)
             with self._changed:
                 client.is_connected = client.has_announced = True
             self._events.put(Event("joined", client_id, blob))
@@ -193,7 +191,7 @@ class GrpcTransport(Transport):
         if is_expected:
             self._events.put(Event("reply", client_id, reply))
         else:
-            self._gate.leave(client_id)
+            self._events.gate.leave(client_id)
             logger.warning(f"Ignored a reply of client {client_id!r}: it came too late, or it was not asked for.")
 
     def _next_request(self, client: _Client) -> bytes | Pieces:

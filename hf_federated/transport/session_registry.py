@@ -246,8 +246,7 @@ class SessionRegistry:
                 if delay > interval:
                     # This process was suspended, and heartbeats that arrived in the meantime are not read yet.
                     session.last_active_at = min(session.last_active_at + delay, now)
-                inactive = now - session.last_active_at
-                if inactive > self.heartbeat_timeout:
+                if (inactive := now - session.last_active_at) > self.heartbeat_timeout:
                     self._end_inactive(session, inactive)
 
     def _end_inactive(self, session: TransportSession, inactive: float) -> None:
