@@ -51,6 +51,8 @@ class Engine(ABC):
     trains_here: ClassVar[bool] = True
     # Whether `send`, `replies` and `withdraw` may be called without a plan. A request then stays open beyond a round.
     holds_requests: ClassVar[bool] = False
+    # Names of the settings that a client on another machine sends when it joins.
+    compared_settings: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.ledger = Ledger()
@@ -59,8 +61,6 @@ class Engine(ABC):
         self.last_error: Exception | None = None
         # Called about every second while the engine waits for replies, if the clients are on other machines.
         self.on_wait: Callable[[], None] | None = None
-        # Names of the settings that a client on another machine sends when it joins.
-        self.compared_settings: tuple[str, ...] = ()
         # The kinds of messages that engine and clients read.
         self.kinds: Mapping[str, type[Message]] = KINDS
         # The open requests by client id, in the order of sending. The first key of a large `dict` without its earlier
