@@ -59,6 +59,7 @@ from .dataset_preparation import (
 from .evaluation import EvaluationMixin
 from .federation import Federation
 from .join_mixin import JoinMixin
+from .launch_consistency import check_consistency
 from .loop_stubs import RoundDataLoader, RoundsCallback, RoundScheduler, ServerOptimizer, round_arguments
 from .optimizer_factories import OptimizerFactories
 from .output_lock import output_dir_lock
@@ -148,6 +149,8 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             server_datasets=self._server_datasets(train, participants),
             client_callbacks=[*self._callbacks_of_parent(user_callbacks), *client_callbacks],
         )
+        # Processes with different `parallelism` would block at different collective operations.
+        check_consistency(self._setup, "construction of the trainer", self.args, None)
         self.add_callback(RoundsCallback(self))
         # Contexts that end when the training is announced.
         self._until_announced = ExitStack()

@@ -28,7 +28,6 @@ from ..utils.algorithm_names import COLLECTOR_NAMES
 from .checks.arguments import check_arguments, check_not_averaged, resolve_federation, resolve_keep_local
 from .checks.data import check_clients, sample_clients
 from .checks.participants import check_participants, check_predictions, check_server_dataset
-from .launch_consistency import check_consistency
 
 
 T = TypeVar("T")
@@ -168,8 +167,6 @@ class FederationSetup:
         setup.collector.check(engine, setup.methods, resolved, resolved.min_clients_of(sampler.num_sampled))
         for method in setup.methods:
             method.check_engine(type(engine).__name__)
-        # Processes with different `parallelism` would block at different collective operations.
-        check_consistency(setup, "construction of the trainer", args, None)
         return setup
 
     @property
