@@ -45,6 +45,7 @@ class RemoteDatasets(ClientDatasets):
         return RemoteDatasets(client_ids, self._announced, self._field)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise a `TypeError`, because the examples are on another machine."""
         raise TypeError(
             "The examples of the clients are on another machine. Only the client itself can read its examples."
         )

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 import torch
 from peft import PeftConfig
 from transformers import PretrainedConfig, TrainingArguments
-from transformers.hf_argparser import HfArg
 
 from ..split.comparison import PARTY_SPECIFIC
 from ..split.server_state import MAX_GRAPHS
 from ..split.session_config import as_json
 from ..split.wire import WIRE_DTYPES
 from ..utils.fields import ShareOrCount
+from ..utils.options import option
 from ..utils.robust_statistics import share_to_count
 from ..utils.saved_config import SavedConfig
 
@@ -115,35 +115,31 @@ class SplitConfig(SavedConfig):
 
     file_name: ClassVar[str] = "split_config.json"
 
-    strategy: str = HfArg(
-        default="serial", help="Order in which the clients train.", metadata={"choices": list(STRATEGIES)}
+    strategy: str = option("serial", "Order in which the clients train.", choices=list(STRATEGIES))
+    average_every: int | None = option(
+        None, "Optimizer steps between averages of the clients' parts (default: never)."
     )
-    average_every: int | None = HfArg(
-        default=None, help="Optimizer steps between averages of the clients' parts (default: never)."
+    steps_per_turn: int | None = option(
+        None, "For serial: steps of a client before the next client continues (default: an epoch)."
     )
-    steps_per_turn: int | None = HfArg(
-        default=None, help="For serial: steps of a client before the next client continues (default: an epoch)."
+    head_blocks: int = option(1, "Number of first blocks, which the clients keep.")
+    tail_blocks: int = option(1, "Number of last blocks, which the clients keep.")
+    wire_dtype: str = option(
+        "auto", "Dtype or compression of sent hidden states and gradients.", choices=["auto", *WIRE_DTYPES]
     )
-    head_blocks: int = HfArg(default=1, help="Number of first blocks, which the clients keep.")
-    tail_blocks: int = HfArg(default=1, help="Number of last blocks, which the clients keep.")
-    wire_dtype: str = HfArg(
-        default="auto",
-        help="Dtype or compression of sent hidden states and gradients.",
-        metadata={"choices": ["auto", *WIRE_DTYPES]},
+    encryption: bool = option(False, "Encrypt the messages between client and server (extra: split).")
+    rotate_keys_every: int = option(100, "Steps of a client between key rotations.")
+    micro_batches_in_flight: int = option(
+        8, "Micro-batches of a step that a networked client sends together (at most 64)."
     )
-    encryption: bool = HfArg(default=False, help="Encrypt the messages between client and server (extra: split).")
-    rotate_keys_every: int = HfArg(default=100, help="Steps of a client between key rotations.")
-    micro_batches_in_flight: int = HfArg(
-        default=8, help="Micro-batches of a step that a networked client sends together (at most 64)."
+    body_devices: list[str] | None = option(
+        None, "For server_hierarchical: devices of the server's bodies (default: one)."
     )
-    body_devices: list[str] | None = HfArg(
-        default=None, help="For server_hierarchical: devices of the server's bodies (default: one)."
+    min_clients: ShareOrCount = option(
+        1, "Clients, or their share, with which a networked run continues if others fail."
     )
-    min_clients: ShareOrCount = HfArg(
-        default=1, help="Clients, or their share, with which a networked run continues if others fail."
-    )
-    split_seed: int | None = HfArg(
-        default=None, help="Seed of the random numbers of the parties, such as dropout (default: seed)."
+    split_seed: int | None = option(
+        None, "Seed of the random numbers of the parties, such as dropout (default: seed)."
     )
 
     def __post_init__(self) -> None:

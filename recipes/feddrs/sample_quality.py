@@ -100,11 +100,11 @@ def record_descents(num_steps: int, step_size: float) -> Iterator[dict[str, list
     curves: dict[str, list[Curve]] = {name: [] for name in ADVERSARIES}
 
     def recorded_loss(
-        start: torch.Tensor, labels: torch.Tensor, teacher: Logits, student: Logits, *settings: Any
+        start: torch.Tensor, labels: torch.Tensor, teacher: Logits, student: Logits, **settings: Any
     ) -> torch.Tensor:
         for name, adversary in ADVERSARIES.items():
             curves[name].append(descent(start, labels, teacher, student, adversary, num_steps, step_size))
-        return adversarial_loss(start, labels, teacher, student, *settings)
+        return adversarial_loss(start, labels, teacher, student, **settings)
 
     with patch.object(pseudo_sampler, "adversarial_loss", recorded_loss):
         yield curves

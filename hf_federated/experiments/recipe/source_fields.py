@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_federated.experiments.recipe.schema import RecipeField
+from hf_federated.utils.options import option
 
 
 @functools.cache
@@ -128,8 +129,12 @@ def _build_class(module: str, node: ast.ClassDef) -> type:
 
 def _default(module: str, value: ast.expr) -> Any:
     """The default of a field, with its help. Only the factories `list` and `dict` are called."""
-    if not (isinstance(value, ast.Call) and ast.unparse(value.func) in ("field", "dataclasses.field")):
+    function = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+    if not isinstance(value, ast.Call) or function not in ("field", "dataclasses.field", "option"):
         return _evaluate_or(module, value, ...)
+    if function == "option":
+        further = {str(item.arg): _evaluate_or(module, item.value, None) for item in value.keywords}
+        return option(*(_evaluate_or(module, item, ...) for item in value.args), **further)
     given: dict[str, Any] = {}
     for keyword in value.keywords:
         if isinstance(keyword.value, ast.Dict):  # the metadata
