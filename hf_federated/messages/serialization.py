@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..utils.buffers import ALIGNMENT
+from ..utils.untrusted_json import parse_json
 
 
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -292,7 +293,7 @@ def _read_header(blob: bytes | memoryview) -> tuple[dict[str, Any], int]:
     stop = _LENGTH_BYTES + int.from_bytes(blob[:_LENGTH_BYTES], "little")
     if stop > len(blob):
         raise ValueError(f"the header of {len(blob)} bytes ends at byte {stop}")
-    header = json.loads(str(blob[_LENGTH_BYTES:stop], "utf-8"))
+    header = parse_json(blob[_LENGTH_BYTES:stop])
     if not isinstance(header, dict):
         raise ValueError("the header is not a dictionary")
     return header, stop
@@ -305,6 +306,7 @@ def _skeleton(header: Mapping[str, Any]) -> Any:
     Args:
         header (`Mapping[str, Any]`): The header of the safetensors file.
     """
+    # The limits of the header hold for the texts in it.
     metadata = header[_METADATA_KEY]
     if not isinstance(metadata, dict):
         raise ValueError("the metadata is not a dictionary")

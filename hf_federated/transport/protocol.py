@@ -28,6 +28,7 @@ from transformers.utils import logging
 
 from ..utils.buffers import aligned_buffer
 from ..utils.fields import Count, checks_of, problems_of
+from ..utils.untrusted_json import parse_json
 from .errors import RequestRejectedError, ServerFailedError
 
 
@@ -149,9 +150,9 @@ def parse_json_object(text: str | bytes, name: str) -> dict[str, Any]:
         ValueError: If the text is not a JSON object.
     """
     try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{name} is not JSON.") from None
+        parsed = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is not JSON: {error}.") from None
     if not isinstance(parsed, dict):
         raise ValueError(f"{name} must be a JSON object, got {type(parsed).__name__}.")
     return parsed
