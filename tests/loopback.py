@@ -69,6 +69,8 @@ class Relay:
         accepting (`threading.Event`): Whether new connections are forwarded. If cleared, they are closed at once.
         num_silenced (`int`): Number of silenced connections, counted from the first connection.
         silence_after (`int`, *optional*): Number of bytes in one direction after which all connections are silenced.
+        hold_after (`int`, *optional*): Number of bytes in one direction after which the first connection stays open,
+            but forwards nothing more in any direction.
     """
 
     def __init__(self, server: GrpcServer) -> None:
@@ -80,6 +82,7 @@ class Relay:
         self.cut_after: int | None = None
         self.num_silenced = 0
         self.silence_after: int | None = None
+        self.hold_after: int | None = None
         self.accepting = threading.Event()
         self.accepting.set()
         self._open_sockets: list[socket.socket] = []
@@ -126,6 +129,8 @@ class Relay:
             while data := source.recv(1 << 16):
                 if index < self.num_silenced:
                     continue
+                if index == 0 and self.hold_after is not None and num_forwarded + len(data) > self.hold_after:
+                    self.num_silenced, data = 1, data[: self.hold_after - num_forwarded]
                 target.sendall(data)
                 num_forwarded += len(data)
                 if self.silence_after is not None and num_forwarded > self.silence_after:

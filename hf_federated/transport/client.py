@@ -134,7 +134,7 @@ class GrpcLink(AbstractContextManager["GrpcLink"]):
         self._next_number = 0
         self._connection = Connection(self._grpc, address, credentials, client_id)
         try:
-            response = self._connection.open_session(session_config, connect_timeout)
+            response = self._connection.open_session(session_config, connect_timeout, reconnect_timeout / 3)
         except BaseException:
             self._connection.close()
             raise

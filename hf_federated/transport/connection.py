@@ -92,13 +92,17 @@ class Connection:
         """Cancel the latest unary call, if it has not ended."""
         self._call.cancel()
 
-    def open_session(self, session_config: SessionConfig, connect_timeout: float) -> ConnectResponse:
+    def open_session(
+        self, session_config: SessionConfig, connect_timeout: float, attempt_timeout: float
+    ) -> ConnectResponse:
         """
         Open a session. The server may still be starting.
 
         Args:
             session_config ([`SessionConfig`]): Settings that the client must share with the server.
             connect_timeout (`float`): Seconds to try to connect.
+            attempt_timeout (`float`): Seconds to wait for an answer on one connection. A firewall can hold a
+                connection that is open, so the next attempt has a new one.
 
         Raises:
             ServerUnreachableError: If the server does not respond, TLS fails, or the server is another program.
@@ -111,19 +115,25 @@ class Connection:
             "terms": session_config.to_dict(),
         }
         deadline = time.monotonic() + connect_timeout
+        num_attempts = 0
         waits = pauses()
         while True:
             pause = next(waits)
+            num_attempts += 1
             try:
-                remaining = max(deadline - time.monotonic(), 0.01)
-                return ConnectResponse.from_json(self.call("Connect", request, timeout=remaining))
+                timeout = min(max(deadline - time.monotonic(), 0.01), attempt_timeout)
+                return ConnectResponse.from_json(self.call("Connect", request, timeout))
             except self._grpc.RpcError as error:
                 code = error.code().name
+                if code == "DEADLINE_EXCEEDED":
+                    self.replace()
                 is_final = time.monotonic() + pause > deadline or "CERTIFICATE_VERIFY_FAILED" in str(error.details())
                 if code == "UNIMPLEMENTED":
                     raise self._wrong_server_error(code) from None
                 if code in (*CONNECTION_ERRORS, "DEADLINE_EXCEEDED") and is_final:
-                    raise ServerUnreachableError(self._no_connection_text(error, connect_timeout)) from None
+                    raise ServerUnreachableError(
+                        self._no_connection_text(error, connect_timeout, num_attempts)
+                    ) from None
                 if code not in (*CONNECTION_ERRORS, "DEADLINE_EXCEEDED", "ALREADY_EXISTS", BUSY) or is_final:
                     raise ClientRefusedError(f"{self._address}: {error.details()}") from None
             except ValueError as error:
@@ -135,12 +145,18 @@ class Connection:
             f"The server at {self._address} is not a server of hf-federated ({reason}). Check the address."
         )
 
-    def _no_connection_text(self, error: Any, connect_timeout: float) -> str:
+    def _no_connection_text(self, error: Any, connect_timeout: float, num_attempts: int) -> str:
+        if error.code().name == "DEADLINE_EXCEEDED":
+            advice = "that it is not overloaded, and that no firewall between the two holds open connections"
+        else:
+            advice = (
+                "that the server's certificate contains this host name, that both certificates are signed by the "
+                "authority that the other party was given, and that the certificates have not expired"
+            )
         return (
-            f"{self._client_id!r} got no connection to {self._address} within {connect_timeout:g} s. Check that the "
-            "server runs at this address, that the server's certificate contains this host name, that both "
-            "certificates are signed by the authority that the other party was given, and that the certificates have "
-            f"not expired. gRPC status: {status_text(error)}"
+            f"{self._client_id!r} got no connection to {self._address} within {connect_timeout:g} s, in "
+            f"{num_attempts} attempts. Check that the server runs at this address, {advice}. "
+            f"gRPC status: {status_text(error)}"
         )
 
 
