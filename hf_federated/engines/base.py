@@ -25,10 +25,10 @@ from ..aggregation import Accumulator
 from ..data import FederatedDataset
 from ..messages import KINDS, Announcement, ClientFailure, Evaluate, Message
 from ..messages.ledger import Ledger
-from ..messages.validation import ExpectedReply
+from ..messages.validation import ExpectedReply, checked_reply
 from ..transport.session_config import SessionConfig
 from .context import EngineContext
-from .requests import NoReply, OpenRequest, Plan, checked_reply
+from .requests import NoReply, OpenRequest, Plan
 
 
 logger = logging.get_logger(__name__)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..messages import ClientFailure, Message
-from ..messages.ledger import Ledger
 from ..messages.validation import ExpectedReply
 
 
@@ -65,31 +64,3 @@ class OpenRequest:
 
 class NoReply(ClientFailure):
     """The failure of a client that can no longer reply. The engine creates it instead of a reply."""
-
-
-def checked_reply(expected: ExpectedReply, reply: Message, ledger: Ledger, error: Exception | None) -> Message:
-    """
-    Check a reply and count its bytes.
-
-    Args:
-        expected ([`~hf_federated.messages.validation.ExpectedReply`]): What the reply must contain.
-        reply (`Message`): What the client sent.
-        ledger ([`Ledger`]): Counts the bytes in the round of the request.
-        error (`Exception`, *optional*): The error behind a failure, if the client runs in this process.
-
-    Returns:
-        [`Message`]: The reply, or a failure of the client if the reply is refused.
-    """
-    round, client_id = expected.round, expected.client_id
-    try:
-        expected.check(reply)
-        ledger.record(round, client_id, bytes_up=reply.num_bytes)
-    except (TypeError, ValueError) as refused:
-        return ClientFailure(round, client_id, f"its reply was refused: {refused}")
-    if isinstance(reply, ClientFailure):
-        # In one line, so that the text of another process cannot imitate other lines of the log. If the client runs in
-        # this process, the text of the error has not left it.
-        text = " ".join(reply.error.split()) if error is None else f"{type(error).__name__}: {error}"
-        reply = replace(reply, error=text)
-    # The nonce has served its purpose. Without it, the replies of two equal runs are equal.
-    return replace(reply, nonce="")

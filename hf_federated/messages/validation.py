@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from ..utils.fields import check_fields
 from ..utils.finite_values import SUM_DTYPES, is_finite
 from .base import Message
+from .ledger import Ledger
 from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Metrics
 
 
@@ -204,3 +205,31 @@ def check_update(
             check_extra(update.extra)
         except ValueError as error:
             raise InvalidUpdateError(f"{extra_where}: {error}") from error
+
+
+def checked_reply(expected: ExpectedReply, reply: Message, ledger: Ledger, error: Exception | None) -> Message:
+    """
+    Check a reply and count its bytes.
+
+    Args:
+        expected ([`ExpectedReply`]): What the reply must contain.
+        reply (`Message`): What the client sent.
+        ledger ([`Ledger`]): Counts the bytes in the round of the request.
+        error (`Exception`, *optional*): The error behind a failure, if the client runs in this process.
+
+    Returns:
+        [`Message`]: The reply, or a failure of the client if the reply is refused.
+    """
+    round, client_id = expected.round, expected.client_id
+    try:
+        expected.check(reply)
+        ledger.record(round, client_id, bytes_up=reply.num_bytes)
+    except (TypeError, ValueError) as refused:
+        return ClientFailure(round, client_id, f"its reply was refused: {refused}")
+    if isinstance(reply, ClientFailure):
+        # In one line, so that the text of another process cannot imitate other lines of the log. If the client runs in
+        # this process, the text of the error has not left it.
+        text = " ".join(reply.error.split()) if error is None else f"{type(error).__name__}: {error}"
+        reply = replace(reply, error=text)
+    # The nonce has served its purpose. Without it, the replies of two equal runs are equal.
+    return replace(reply, nonce="")
