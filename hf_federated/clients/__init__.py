@@ -1,5 +1,6 @@
 """The client side of a federation: local training, the client worker, client state and the sampling of clients."""
 
+from .agreement import Agreement, RefusedRequestError
 from .local_training import UnsupportedTrainerError, client_arguments, fresh_collator
 from .models import ClientModels, OwnModels, SharedModel
 from .sampling import ClientSampler, RowLimit, batches_per_round, client_seed
@@ -10,6 +11,7 @@ from .worker import ClientWorker
 
 
 __all__ = [
+    "Agreement",
     "ClientModels",
     "ClientSampler",
     "ClientSpec",
@@ -18,6 +20,7 @@ __all__ = [
     "DiskStore",
     "MemoryStore",
     "OwnModels",
+    "RefusedRequestError",
     "RowLimit",
     "SharedModel",
     "Student",

@@ -27,6 +27,7 @@ from ..methods import ClientContext, ClientPart, Method
 from ..postprocessing import Postprocessor, run_client_receive, run_client_send
 from ..utils.random import preserved_generators, seed_torch
 from ..utils.trainer_banner import trainer_banner
+from .agreement import Agreement, RefusedRequestError
 from .gradient_scaler import ClientScaler
 from .local_training import (
     LocalTraining,
@@ -83,6 +84,7 @@ class ClientWorker:
         callbacks (`Sequence[TrainerCallback]`, *optional*): Callbacks of local training.
         is_federation (`bool`, *optional*): Whether local training is seeded by the seed of the message. Defaults to
             whether there are several clients.
+        agreement ([`Agreement`], *optional*): What requests may contain. By default, they are not checked.
     """
 
     def __init__(
@@ -96,8 +98,10 @@ class ClientWorker:
         postprocessors: Sequence[Postprocessor] = (),
         callbacks: Sequence[TrainerCallback] = (),
         is_federation: bool | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self.models = models
+        self.agreement = agreement
         self.last_error: Exception | None = None
         # The class and the lines of code of each error whose traceback was logged.
         self._logged_errors: set[tuple[Any, ...]] = set()
@@ -145,6 +149,8 @@ class ClientWorker:
         kept: dict[str, Any] | None = None
         reply: Message
         try:
+            if self.agreement is not None:
+                self.agreement.check(message)
             with trainer_banner(shown=False):
                 if isinstance(message, Fit):
                     reply, kept = self._fit(message, model)
@@ -155,6 +161,9 @@ class ClientWorker:
         except (ModelMismatchError, PeerFailedError, UnsupportedTrainerError):
             # These errors do not depend on the client. They end the run.
             raise
+        except RefusedRequestError as error:
+            self.last_error = error
+            return ClientFailure(message.round, message.client_id, str(error), nonce=message.nonce)
         except Exception as error:
             self.last_error = error
             self._log_traceback(error, message)
@@ -192,6 +201,8 @@ class ClientWorker:
         step_memories = dict(kept.get(_STEP_MEMORIES, {}))
         if self._postprocessors:
             message = run_client_receive(self._postprocessors, message, step_memories)
+        if self.agreement is not None:
+            self.agreement.check_tensors(message, model.exchange)
         model.exchange.write_local(kept.get(_LOCAL), message.client_id)
         for part in parts:
             part.receive(message)
@@ -326,6 +337,8 @@ class ClientWorker:
                 + similar_ids_hint(message.client_id, list(self._eval_datasets or ()))
             )
         dataset = self._eval_datasets[message.client_id]
+        if self.agreement is not None:
+            self.agreement.check_tensors(message, model.exchange)
         if message.state:
             model.exchange.write(message.state)
         if model.exchange.has_local:

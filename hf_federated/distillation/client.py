@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..clients.agreement import RefusedRequestError
 from ..clients.models import OwnModel
 from ..clients.positions import Positions
 from ..clients.student import Student
@@ -68,6 +69,26 @@ class DistillationPart(ClientPart):
         """
         raise NotImplementedError(f"{type(self.method).__name__} does not exchange mini-batches.")
 
+    def check_request(self, message: Message) -> None:
+        """
+        Check that the method's server half sends such a message.
+
+        Args:
+            message ([`Message`]): The server's message.
+
+        Raises:
+            RefusedRequestError: If the server half does not send it.
+        """
+        if type(self).feedback_loss is DistillationPart.feedback_loss:
+            if isinstance(message, Feedback):
+                raise RefusedRequestError(message, "feedback", "follows a prediction", "no feedback")
+            if isinstance(message, Predict) and message.keeps_graph:
+                raise RefusedRequestError(message, "keeps_graph", "is True", "no feedback")
+        epochs = self.method.client_epochs
+        if isinstance(message, Distill) and message.num_epochs > epochs:
+            found = f"is {message.num_epochs}"
+            raise RefusedRequestError(message, "num_epochs", found, f"{epochs} epochs (`client_epochs`)")
+
     def answer(self, message: Message) -> Message:
         """
         Answer a message about public examples.
@@ -84,6 +105,7 @@ class DistillationPart(ClientPart):
                 f"The client cannot answer a {type(message).__name__}, because it has no own model or no public "
                 "examples. Pass `public_dataset` to the trainer of the client."
             )
+        self.check_request(message)
         if isinstance(message, Predict):
             return self.predict(message, context.model, context.student)
         if isinstance(message, Distill):

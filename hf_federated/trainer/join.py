@@ -13,6 +13,7 @@ from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils import logging
 
+from ..clients import RefusedRequestError
 from ..clients.limits import examples_per_step
 from ..clients.state_history import StateHistory
 from ..data import FederatedDataset
@@ -32,12 +33,18 @@ from .setup import FederationSetup
 logger = logging.get_logger(__name__)
 
 STATES_DIR = "client_states"
+# A client leaves after this number of requests to which it did not agree.
+MAX_REFUSALS = 3
 
 
 class RunEndedError(UserError):
     """The server ended the run because of an error. The message contains the reason."""
 
     exit_code: ClassVar[int] = 1
+
+
+class ServerRefusedError(UserError):
+    """The client left, because the server sent several requests to which the client did not agree."""
 
 
 class JoinedClient:
@@ -73,6 +80,7 @@ class JoinedClient:
         self._requests: ClientRequests | None = None
         self._history: StateHistory | None = None
         self._next: Request | None = None
+        self._num_refused = 0
         # Number of training examples in all rounds.
         self.examples_seen = 0
 
@@ -172,6 +180,15 @@ class JoinedClient:
                 self.examples_seen += answer.num_examples * self.setup.config.local_epochs
             else:
                 self.examples_seen += answer.num_steps * examples_per_step(self._args, processes.world_size)
+        elif isinstance(worker.last_error, RefusedRequestError):
+            self._num_refused += 1
+            logger.warning(f"Round {message.round + 1}: this client refused a request: {worker.last_error}")
+            if self._num_refused >= MAX_REFUSALS:
+                raise ServerRefusedError(
+                    f"Client {self.client_id!r} left the federation after {self._num_refused} requests to which it "
+                    f"did not agree. The last one: {worker.last_error} Compare the settings of the server and the "
+                    "client."
+                )
         elif isinstance(answer, ClientFailure):
             if processes.world_size > 1:
                 raise_common_failure(processes, answer, worker.last_error)

@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 
 from ..adapters import Exchange
 from ..clients import (
+    Agreement,
     ClientModels,
     ClientWorker,
     DiskStore,
@@ -98,6 +99,22 @@ class Workers:
             private_models=self._model_builder() if setup.aggregation.trains_private_models else None,
             postprocessors=setup.postprocessors,
             callbacks=[*setup.client_callbacks, *self._watch_peers, *self._progress.client_callbacks()],
+            agreement=self._agreement(),
+        )
+
+    def _agreement(self) -> Agreement:
+        """What the requests of a server may contain, from the arguments of this trainer."""
+        setup, config = self._setup, self._setup.config
+        limits_rows = config.balance is not None or config.max_rows_per_round is not None
+        # A balanced client does not know the sizes of the others.
+        smallest_limit = (config.max_rows_per_round if config.balance is None else None) or 1
+        return Agreement(
+            [method.on_client() for method in setup.methods],
+            config.num_rounds or 1,
+            sends_state=setup.sends_parameters,
+            returns_state=setup.aggregation.exchanges_parameters,
+            smallest_limit=smallest_limit if limits_rows else None,
+            num_public_rows=0 if self.student is None else self.student.num_rows,
         )
 
     def _build_client_models(self) -> ClientModels:

@@ -20,7 +20,7 @@ PACKAGE = str(Path(hf_federated.__file__).parent)
 MAX_FILES = 35
 # How often a call enters another file than the call before it.
 MAX_CHANGES_OF_FILE = 260
-MAX_CALLS_OF_A_FURTHER_CLIENT = 240
+MAX_CALLS_OF_A_FURTHER_CLIENT = 260
 
 
 class RoundProfile:

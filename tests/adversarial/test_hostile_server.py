@@ -1,0 +1,199 @@
+"""A client refuses each request that its own settings do not allow, and computes nothing for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from distillation_setup import distillation_trainer
+from federations import CLIENTS, build_federation
+
+from hf_federated.clients import RefusedRequestError
+from hf_federated.clients.agreement import RULES, rules_of
+from hf_federated.engines import LocalEngine
+from hf_federated.messages import ClientFailure, Distill, Evaluate, Feedback, Fit, Message, Predict
+from hf_federated.messages.registry import KINDS
+from hf_federated.utils.errors import RoundFailedError
+
+
+@dataclass(frozen=True)
+class Demand:
+    """
+    A hostile request.
+
+    Args:
+        name (`str`): Name of the test.
+        kind (`type`): The request that the server changes.
+        change (`Callable`): Returns the fields to change, or another message.
+        field (`str`): The field that the client names.
+    """
+
+    name: str
+    kind: type[Message]
+    change: Callable[[Any], dict[str, Any] | Message]
+    field: str
+
+
+class HostileServer(LocalEngine):
+    """Changes one kind of requests, and keeps the client's replies to them. The honest reply is never seen."""
+
+    def __init__(self, demand: Demand) -> None:
+        super().__init__(serialize=True)
+        self._demand = demand
+        self.answers: list[Message] = []
+        self.errors: list[Exception | None] = []
+
+    def _deliver(self, message: Message) -> Message:
+        if type(message) is not self._demand.kind:
+            return super()._deliver(message)
+        changed = self._demand.change(message)
+        if isinstance(changed, dict):
+            changed = dataclasses.replace(message, **changed)
+        self.answers.append(super()._deliver(changed))
+        self.errors.append(self.worker.last_error)
+        return self.answers[-1]
+
+
+def first_tensor(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], dict[str, Any]]:
+    """Change the largest tensor of the state."""
+
+    def fields(request: Any) -> dict[str, Any]:
+        name = max(request.state, key=lambda key: request.state[key].numel())
+        return {"state": {**request.state, name: change(request.state[name])}}
+
+    return fields
+
+
+def other_settings(request: Any) -> dict[str, Any]:
+    return {"settings": {name: float("nan") for name in request.settings} or {"proximal_weight": 100.0}}
+
+
+FIT = [
+    Demand("the private model", Fit, lambda request: {"returns_state": not request.returns_state}, "returns_state"),
+    Demand("one example", Fit, lambda request: {"max_rows": 1}, "max_rows"),
+    Demand("no example", Fit, lambda request: {"max_rows": 0}, "max_rows"),
+    Demand("a further round", Fit, lambda request: {"round": 2}, "round"),
+    Demand("a setting", Fit, lambda request: {"settings": {**request.settings, "lr": 1.0}}, "settings"),
+    Demand("other settings", Fit, other_settings, "settings"),
+    Demand("a tensor", Fit, lambda request: {"extra": {**request.extra, "own": torch.ones(1)}}, "extra"),
+    Demand("a later update", Fit, lambda request: {"accepted_round": request.round}, "accepted_round"),
+]
+STATE = [
+    Demand("no state", Fit, lambda request: {"state": {}}, "state"),
+    Demand("one value for a matrix", Fit, first_tensor(lambda value: value.reshape(-1)[:1]), "state"),
+    Demand("a transposed matrix", Fit, first_tensor(lambda value: value.T.contiguous()), "state"),
+    Demand("integers", Fit, first_tensor(lambda value: value.to(torch.int32)), "state"),
+    Demand("a parameter less", Fit, lambda request: {"state": dict(list(request.state.items())[1:])}, "state"),
+    Demand("a parameter more", Fit, lambda request: {"state": {**request.state, "b": torch.ones(1)}}, "state"),
+]
+OWN_MODEL = [
+    Demand("training from a given model", Fit, lambda request: {"state": {"classifier.bias": torch.ones(2)}}, "state"),
+]
+ROWS = [
+    Demand("no rows", Predict, lambda request: {"stop": request.start}, "stop"),
+    Demand("rows that do not exist", Predict, lambda request: {"stop": 10**6}, "stop"),
+    Demand("predictions of a further round", Predict, lambda request: {"round": 2}, "round"),
+]
+TARGETS = [
+    Demand("epochs", Distill, lambda request: {"num_epochs": 10**9}, "num_epochs"),
+    Demand("a graph", Predict, lambda request: {"keeps_graph": True}, "keeps_graph"),
+    Demand(
+        "feedback",
+        Distill,
+        lambda request: Feedback(
+            request.round,
+            request.client_id,
+            request.order,
+            request.start,
+            request.stop,
+            request.seed,
+            request.targets,
+            feedback={},
+            step=0,
+            num_training_steps=1,
+            nonce=request.nonce,
+        ),
+        "feedback",
+    ),
+]
+
+
+def assert_refused(trainer: Any, demand: Demand) -> None:
+    with pytest.raises(RoundFailedError):
+        trainer.train()
+    engine = trainer.engine
+    assert engine.answers and all(isinstance(reply, ClientFailure) for reply in engine.answers)
+    assert all(isinstance(error, RefusedRequestError) for error in engine.errors)
+    assert all(f"`{demand.field}`" in reply.error and "agreed to" in reply.error for reply in engine.answers)
+
+
+@pytest.mark.parametrize("aggregation", ["fedavg", "fedprox", "scaffold"])
+@pytest.mark.parametrize("demand", [*FIT, *STATE], ids=lambda demand: demand.name)
+def test_client_of_an_averaging_federation_refuses(tmp_path, demand, aggregation):
+    settings = {"optim": "sgd", "lr_scheduler_type": "constant"} if aggregation == "scaffold" else {}
+    trainer = build_federation(
+        tmp_path,
+        CLIENTS,
+        federation={"aggregation": aggregation, "min_clients": 2},
+        trainer={"engine": HostileServer(demand)},
+        **settings,
+    )
+    assert_refused(trainer, demand)
+
+
+@pytest.mark.parametrize("demand", [*FIT, *OWN_MODEL, *ROWS, *TARGETS], ids=lambda demand: demand.name)
+def test_client_with_its_own_model_refuses(tmp_path, demand):
+    trainer = distillation_trainer(tmp_path, "dsfl", {}, engine=HostileServer(demand))
+    assert_refused(trainer, demand)
+
+
+@pytest.mark.parametrize("demand", [FIT[0], FIT[1], *ROWS], ids=lambda demand: demand.name)
+def test_client_of_a_bidirectional_distillation_refuses(tmp_path, demand):
+    trainer = distillation_trainer(tmp_path, "fedid", {}, engine=HostileServer(demand))
+    assert_refused(trainer, demand)
+
+
+def test_client_predicts_each_public_example_as_often_as_the_method_asks(tmp_path):
+    """Another order of the examples, for example, would give further predictions."""
+    asked: list[Predict] = []
+
+    def ask_again(request: Predict) -> Predict:
+        asked.append(request)
+        return dataclasses.replace(request, order=len(asked))
+
+    class Repeats(HostileServer):
+        def _deliver(self, message: Message) -> Message:
+            return (
+                [super(Repeats, self)._deliver(message) for _ in range(2)][-1]
+                if isinstance(message, Predict)
+                else super()._deliver(message)
+            )
+
+    demand = Demand("again", Predict, ask_again, "stop")
+    trainer = distillation_trainer(tmp_path, "dsfl", {}, engine=Repeats(demand))
+    with pytest.raises(RoundFailedError, match="passes_per_round"):
+        trainer.train()
+    assert [isinstance(reply, ClientFailure) for reply in trainer.engine.answers[:2]] == [False, True]
+
+
+def test_limit_of_the_recipe_is_the_smallest_limit(tmp_path):
+    demand = Demand("fewer", Fit, lambda request: {"max_rows": request.max_rows - 1}, "max_rows")
+    trainer = build_federation(
+        tmp_path, CLIENTS, federation={"max_rows_per_round": 2}, trainer={"engine": HostileServer(demand)}
+    )
+    assert_refused(trainer, demand)
+
+
+@pytest.mark.parametrize("cls", [Fit, Evaluate, Predict, Distill, Feedback])
+def test_each_field_of_a_request_has_a_rule(cls):
+    known = {name for base in cls.__mro__ for name in RULES.get(base, {})}
+    assert known == {field.name for field in dataclasses.fields(cls)} == rules_of(cls).keys()
+
+
+def test_all_requests_of_the_library_have_rules():
+    requests = {cls for cls in KINDS.values() if cls.answered_by}
+    assert requests == {Fit, Evaluate, Predict, Distill, Feedback}
