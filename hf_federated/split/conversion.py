@@ -23,6 +23,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from .parts import Part
+
 
 @dataclass
 class Conversion:
@@ -31,20 +33,21 @@ class Conversion:
 
     Args:
         target (`str`): Name of the first weight in the full model.
+        model (`PreTrainedModel`): The full model with empty parameters, from which a conversion reads shapes.
         converter (`WeightConverter`, *optional*): The conversion. By default the weight is only renamed.
         sources (`list[tuple[str, str]]`): Name of each stored weight, and the pattern that the name matches.
     """
 
     target: str
+    model: PreTrainedModel
     converter: Any = None
     sources: list[tuple[str, str]] = field(default_factory=list)
 
-    def convert(self, model: PreTrainedModel, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    def convert(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """
         Convert the stored weights.
 
         Args:
-            model (`PreTrainedModel`): A model of the class, with the full model's config or the config of a part.
             read (`Callable`): Returns a stored weight by name.
 
         Returns:
@@ -55,22 +58,23 @@ class Conversion:
         converter = copy.deepcopy(self.converter)
         for name, pattern in self.sources:
             converter.add_tensor(self.target, name, pattern, read(name))
-        converted = converter.convert(self.target, model=model, config=model.config)
+        converted = converter.convert(self.target, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
-def find_conversions(model: PreTrainedModel, stored_names: Iterable[str], required: Set[str]) -> list[Conversion]:
+def find_conversions(part: Part, stored_names: Iterable[str], required: Set[str]) -> list[Conversion]:
     """
     Find the conversions that create weights of a model class.
 
     Args:
-        model (`PreTrainedModel`): A model of the class.
+        part ([`Part`]): Any part of the model.
         stored_names (`Iterable[str]`): Names of the stored weights.
         required (`Set[str]`): Names of the required weights in the full model.
 
     Returns:
         `list[Conversion]`: The conversions. Required weights that no conversion creates are missing in the checkpoint.
     """
+    model = part.empty_full_model()
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -82,7 +86,7 @@ def find_conversions(model: PreTrainedModel, stored_names: Iterable[str], requir
         # A checkpoint of the base model lacks the prefix of its names.
         for candidate in (target, f"{model.base_model_prefix}.{target}"):
             if not required.isdisjoint(_targets(candidate, converter)):
-                conversion = found.setdefault(candidate, Conversion(candidate, converter))
+                conversion = found.setdefault(candidate, Conversion(candidate, model, converter))
                 conversion.sources.append((name, pattern or name))
     return list(found.values())
 

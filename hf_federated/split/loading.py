@@ -56,10 +56,10 @@ def load_parts(
     check_not_quantized(config)
     parts = {role: Part(config, cut, role, layout, model_class) for role in roles}
     required = {part.original_name(name) for part in parts.values() for name in part.model.state_dict()}
-    model, layout = parts[roles[0]].model, parts[roles[0]].layout
+    part = parts[roles[0]]
     is_tied = config.tie_word_embeddings and "tail" in roles
-    tied = {f"{layout.output}.weight": f"{layout.embedding}.weight"} if is_tied else {}
-    weights = read_weights(name, required - tied.keys() | set(tied.values()), dtype, model, **kwargs)
+    tied = {f"{part.layout.output}.weight": f"{part.layout.embedding}.weight"} if is_tied else {}
+    weights = read_weights(name, required - tied.keys() | set(tied.values()), dtype, part, **kwargs)
     for alias, source in tied.items():
         weights[alias] = weights[source]
     for part in parts.values():
@@ -71,7 +71,7 @@ def read_weights(
     name: str,
     weight_names: Iterable[str],
     dtype: torch.dtype | None,
-    model: PreTrainedModel,
+    part: Part,
     **kwargs: Any,
 ) -> dict[str, torch.Tensor]:
     """
@@ -85,8 +85,7 @@ def read_weights(
         weight_names (`Iterable[str]`):
             Names of the weights in the full model. The names in the checkpoint may lack the prefix of the base model.
         dtype (`torch.dtype`, *optional*): The dtype of floating-point weights. Defaults to the stored dtype.
-        model (`PreTrainedModel`):
-            A model of the class. Weights that the checkpoint stores in another form are converted.
+        part ([`Part`]): Any part of the model. Weights that the checkpoint stores in another form are converted.
         kwargs: Arguments of `cached_file`: `revision`, `token`, `cache_dir`, …
 
     Returns:
@@ -105,7 +104,7 @@ def read_weights(
             missing.append(weight)
         else:
             by_file.setdefault(weight_map[stored_name], []).append((weight, stored_name))
-    conversions = find_conversions(model, weight_map, set(missing)) if missing else []
+    conversions = find_conversions(part, weight_map, set(missing)) if missing else []
     for source, _ in (source for conversion in conversions for source in conversion.sources):
         by_file.setdefault(weight_map[source], []).append((source, source))
     tensors: dict[str, torch.Tensor] = {}
@@ -117,7 +116,7 @@ def read_weights(
                     tensor = tensor.to(dtype)
                 tensors[weight] = tensor
     for conversion in conversions:
-        tensors.update(conversion.convert(model, tensors.pop))
+        tensors.update(conversion.convert(tensors.pop))
     if missing := [weight for weight in missing if weight not in tensors]:
         raise ValueError(
             f"{name} has no weights named {missing[:3]}{' …' if len(missing) > 3 else ''}. Either the weights and the "

@@ -53,6 +53,7 @@ class Part(nn.Module):
             support the model class.
 
     Attributes:
+        full_config (`PretrainedConfig`): The config of the full model.
         model (`PreTrainedModel`): The part's blocks, with the modules before the first or after the last block.
         prefix ([`Prefix`], *optional*):
             Trained keys and values before the keys and values of the tokens (p-tuning v2).
@@ -71,6 +72,7 @@ class Part(nn.Module):
         self.role = role
         self.layout = layout_of(config) if layout is None else layout
         self.blocks = cut.blocks(role)
+        self.full_config = config
         if getattr(config, "output_router_logits", False):
             # They are computed from the routers of all blocks.
             raise ValueError(
@@ -113,6 +115,11 @@ class Part(nn.Module):
             owner, name = get_module_from_name(self.model, path)
             if has_module(owner, name):
                 setattr(owner, name, placeholder(kind))
+
+    def empty_full_model(self) -> PreTrainedModel:
+        """Create the full model with empty parameters on the meta device."""
+        with init_empty_weights(), _SkippedInitialization():
+            return type(self.model)(copy.deepcopy(self.full_config))
 
     def original_name(self, name: str) -> str:
         """Return the full model's name of a parameter or module of `model`."""

@@ -257,8 +257,8 @@ def rename_to_part_names(parts: Sequence[Part], state: dict[str, Any]) -> None:
     attributes = {"head": "client_head", "body": "server_body", "tail": "client_tail"}
     full_state = {name: value for name, value in state.items() if name.split(".")[0] not in attributes.values()}
     missing = {part.original_name(name) for part in parts for name in part.model.state_dict()} - full_state.keys()
-    for conversion in find_conversions(parts[0].model, full_state, missing):
-        full_state.update(conversion.convert(parts[0].model, full_state.__getitem__))
+    for conversion in find_conversions(parts[0], full_state, missing) if missing else ():
+        full_state.update(conversion.convert(full_state.__getitem__))
         for source, _ in conversion.sources:
             del state[source]
     for part in parts:
