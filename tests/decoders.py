@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -148,6 +149,74 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "stablelm": {"model_type": "stablelm", **_GROUPED},
 }
 
+# Sizes and settings by the names that config classes use. A class gets the entries that it knows. Windows, types of
+# layers and multipliers have a large effect on the output of a small model.
+_COMMON: dict[str, Any] = {
+    **_EXPERTS,
+    "head_dim": 8,
+    "kv_channels": 8,
+    "v_head_dim": 8,
+    "ffn_dim": 48,
+    "sliding_window": 4,
+    "layer_types": _LAYER_TYPES,
+    "mlp_layer_types": ["dense", "sparse", "dense", "sparse", "sparse"],
+    "num_attention_heads_per_layer": [4, 2, 4, 2, 4],
+    "first_k_dense_replace": 2,
+    "num_dense_layers": 2,
+    **dict.fromkeys(("num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("moe_k", "moe_topk", "n_group"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "topk_group"), 1),
+    **dict.fromkeys(("shared_intermediate_size", "shared_expert_intermediate_size", "dense_intermediate_size"), 16),
+    "routed_scaling_factor": 2.5,
+    "attention_dropout": 0.0,
+    "residual_dropout": 0.0,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.5,
+    "logits_scaling": 0.25,
+    "logit_scale": 0.25,
+    "query_pre_attn_scalar": 8,
+    "final_logit_softcapping": 0.5,
+    "attn_logit_softcapping": 0.5,
+}
+
+# Decoders of `_COMMON` by model type, with the settings that differ from `_COMMON`.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        (
+            "apertus apertus1p5_text arcee aria_text beam bitnet cohere2_moe cwm diffllama dots1 ernie4_5 "
+            "ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint glm4_moe gpt_oss granitemoe granitemoeshared "
+            "helium hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna mellum mimo_v2_flash "
+            "minimax_m2 moshi nemotron olmo3 phimoe sarvam_moe seed_oss solar_open starcoder2 vaultgemma"
+        ).split(),
+        {},
+    ),
+    "afmoe": {"mup_enabled": True},
+    "doge": {"is_moe": True, "num_experts": 16, "keep_window_size": 4},
+    "granite_swa": {"layer_rope_theta": [10000.0, 0.0, 500.0, 10000.0, 500.0]},
+    "granitemoe_swa": {"layer_rope_theta": [10000.0, 0.0, 500.0, 10000.0, 500.0]},
+    # Attention depends on the position, in steps of the original context length.
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 4,
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
+    "olmo": {"clip_qkv": 0.1},
+    "olmoe": {"clip_qkv": 0.1},
+}
+
+
+def family(model_type: str, **settings: Any) -> PretrainedConfig:
+    """Create the config of a small model of a model type. Other settings than the `_COMMON` ones can be passed."""
+    known = signature(CONFIG_MAPPING[model_type]).parameters
+    common = {name: value for name, value in _COMMON.items() if name in known}
+    return AutoConfig.for_model(model_type, **{**common, **settings})
+
+
 DECODERS: dict[str, Any] = {
     "glm": lambda: GlmConfig(**_GROUPED, head_dim=8),
     "glm4": lambda: Glm4Config(**_GROUPED, head_dim=8),
@@ -168,8 +237,16 @@ DECODERS: dict[str, Any] = {
         for name, settings in _SETTINGS.items()
         if settings["model_type"] in CONFIG_MAPPING
     },
+    **{
+        name: lambda name=name, settings=settings: family(name, **settings)
+        for name, settings in _FAMILIES.items()
+        if name in CONFIG_MAPPING
+    },
 }
 
+
+# The decoders of `_FAMILIES`. `family_table.py` measures them, and few other tests use them.
+FAMILIES = [name for name in DECODERS if name in _FAMILIES]
 
 # The decoders of `_SETTINGS`. Most tests of these decoders are slow.
 MORE_DECODERS = [name for name in DECODERS if name in _SETTINGS]

@@ -99,6 +99,11 @@ def _add_prefixes(parts: list[Part], config: PretrainedConfig, peft_config: Pref
             "PEFT creates prefixes for every query head, but the query heads of this Falcon model share one key/value "
             "head. Use LoRA."
         )
+    if not parts[0].layout.supports_prefixes:
+        raise ValueError(
+            f"PEFT creates keys and values of one shape for all blocks, but keys and values of {config.model_type} "
+            "have several shapes. Use LoRA."
+        )
     for part in parts:
         part.requires_grad_(False)
         if len(part.blocks):
@@ -124,6 +129,12 @@ def _add_lora(parts: list[Part], config: PretrainedConfig, peft_config: LoraConf
         )
     layers = [(name, module) for name, module in full_model.named_modules() if isinstance(module, LoraLayer)]
     lora_layers = {name.removeprefix(_PEFT_PREFIX): layer for name, layer in layers}
+    routers = [name for name, layer in lora_layers.items() if _is_router(layer)]
+    if routers:
+        raise ValueError(
+            f"With target_modules={peft_config.target_modules!r} PEFT adapts {routers[0]}, but the output of this "
+            'router is no tensor. Name other modules, for example target_modules=["q_proj", "v_proj"].'
+        )
     for part in parts:
         part.requires_grad_(False)
         _inject_lora(part, peft_config, lora_layers)
@@ -314,6 +325,11 @@ def full_peft_config(peft_config: PeftConfig, config: PretrainedConfig, part: Pa
         saved = _prefix_config(saved, config, part.cut.num_blocks, part.layout)
     saved.inference_mode = True
     return saved
+
+
+def _is_router(layer: LoraLayer) -> bool:
+    """Whether a layer adapts a router that is a subclass of a linear layer."""
+    return type(layer.get_base_layer()).__name__.endswith("Router")
 
 
 def _inject_lora(part: Part, peft_config: LoraConfig, lora_layers: Mapping[str, LoraLayer]) -> None:

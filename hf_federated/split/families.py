@@ -20,11 +20,23 @@ _LLAMA = Layout(
     tail_modules={"model.norm": "identity", "lm_head": "identity"},
 )
 
+_GRANITE = replace(_LLAMA, head_settings={"embedding_multiplier": 1.0})
+
+# Model types whose modules have the paths of Llama's modules.
+_NAMED_AS_LLAMA = (
+    "apertus apertus1p5_text arcee aria_text beam bitnet cohere cohere2 cohere2_moe cwm diffllama doge dots1 ernie4_5 "
+    "ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe gpt_oss helium "
+    "hy_v3 internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama mellum minimax_m2 "
+    "ministral3 mistral mixtral moshi nemotron olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe "
+    "qwen3 qwen3_moe sarvam_moe seed_oss smollm3 solar_open stablelm vaultgemma"
+).split()
+
 LAYOUTS: dict[str, Layout] = {
+    **dict.fromkeys(_NAMED_AS_LLAMA, _LLAMA),
+    **dict.fromkeys("granite granite_swa granitemoe granitemoe_swa granitemoeshared hyperclovax".split(), _GRANITE),
+    "afmoe": replace(_LLAMA, head_settings={"mup_enabled": False}),
     "chatglm": CHATGLM,
     "chatglm2": CHATGLM2,
-    "cohere": _LLAMA,
-    "cohere2": _LLAMA,
     "falcon": Layout(
         blocks="transformer.h",
         embedding="transformer.word_embeddings",
@@ -32,11 +44,6 @@ LAYOUTS: dict[str, Layout] = {
         head_modules={"transformer.word_embeddings": "identity"},
         tail_modules={"transformer.ln_f": "identity", "lm_head": "identity"},
     ),
-    "gemma": _LLAMA,
-    "gemma2": _LLAMA,
-    "gemma3_text": _LLAMA,
-    "glm": _LLAMA,
-    "glm4": _LLAMA,
     "gpt2": Layout(
         blocks="transformer.h",
         embedding="transformer.wte",
@@ -51,11 +58,7 @@ LAYOUTS: dict[str, Layout] = {
         head_modules={"gpt_neox.embed_in": "identity", "gpt_neox.emb_dropout": "identity"},
         tail_modules={"gpt_neox.final_layer_norm": "identity", GPT_NEOX_OUTPUT: "identity"},
     ),
-    "granite": replace(_LLAMA, head_settings={"embedding_multiplier": 1.0}),
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "mixtral": _LLAMA,
-    "olmo2": _LLAMA,
+    "mimo_v2_flash": replace(_LLAMA, supports_prefixes=False),
     "opt": Layout(
         blocks="model.decoder.layers",
         embedding="model.decoder.embed_tokens",
@@ -71,13 +74,7 @@ LAYOUTS: dict[str, Layout] = {
             "lm_head": "identity",
         },
     ),
-    "phi3": _LLAMA,
-    "qwen2": _LLAMA,
-    "qwen2_moe": _LLAMA,
-    "qwen3": _LLAMA,
-    "qwen3_moe": _LLAMA,
-    "smollm3": _LLAMA,
-    "stablelm": _LLAMA,
+    "starcoder2": replace(_LLAMA, head_settings={"embedding_dropout": 0.0}),
 }
 
 

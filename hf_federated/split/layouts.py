@@ -147,6 +147,8 @@ class Layout:
             embedding multiplier of Granite, with the value that changes nothing. Body and tail get this value.
         max_positions (`str`, *optional*, defaults to `"max_position_embeddings"`):
             Name of the config setting that holds the maximum number of positions. The config may lack it.
+        supports_prefixes (`bool`, *optional*, defaults to `True`):
+            Whether the keys and values of all blocks have one shape, which the prefixes of PEFT have.
         norm (`str`, *optional*): Path of the norm after the last block. Required only with a `runner`.
         runner ([`BlockRunner`], *optional*):
             Runs the blocks of a model class that does not accept `inputs_embeds`, such as ChatGLM's own classes.
@@ -170,6 +172,7 @@ class Layout:
     num_blocks: str = "num_hidden_layers"
     head_settings: Mapping[str, Any] = field(default_factory=dict)
     max_positions: str = "max_position_embeddings"
+    supports_prefixes: bool = True
     norm: str = ""
     runner: BlockRunner | None = None
 

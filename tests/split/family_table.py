@@ -5,6 +5,7 @@ python tests/split/family_table.py
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -22,9 +23,9 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from chatglm_layouts import chatglm  # noqa: E402  # the path is set above
-from decoders import DECODERS, batch, decoder  # noqa: E402
+from decoders import DECODERS, batch, decoder, from_config  # noqa: E402
 from peft import LoraConfig, get_peft_model  # noqa: E402
-from test_split_adapters import ADAPTERS, EXPERTS, NO_PREFIX, create_adapted  # noqa: E402
+from test_split_adapters import ADAPTERS, NO_PREFIX, create_adapted  # noqa: E402
 from test_split_chatglm import chatglm_input_ids, with_prefixes  # noqa: E402
 
 from hf_federated import SplitModel  # noqa: E402
@@ -38,31 +39,81 @@ TOLERANCE = 1e-5
 CUTS = [(1, 1), (0, 1), (2, 2), (1, 2)]
 PADDINGS = (None, "left", "right")
 NAMES = {
+    "afmoe": "Trinity (AFMoE)",
+    "apertus": "Apertus",
+    "apertus1p5_text": "Apertus 1.5 (text)",
+    "arcee": "Arcee AFM-4.5B",
+    "aria_text": "Aria (text)",
+    "beam": "Beam",
+    "bitnet": "BitNet b1.58",
     "chatglm": "ChatGLM-6B",
     "chatglm2": "ChatGLM2-6B, ChatGLM3-6B",
     "cohere": "Command R",
     "cohere2": "Command R7B, Command A",
+    "cohere2_moe": "Command A+",
+    "cwm": "CWM",
+    "diffllama": "DiffLlama",
+    "doge": "Doge",
+    "dots1": "dots.llm1",
+    "ernie4_5": "ERNIE 4.5",
+    "ernie4_5_moe": "ERNIE 4.5 MoE",
+    "exaone": "EXAONE 3",
+    "exaone4": "EXAONE 4",
+    "exaone_moe": "K-EXAONE",
     "falcon": "Falcon",
+    "flex_olmo": "FlexOlmo",
+    "flint": "Flint",
     "gemma": "Gemma",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",
     "glm": "GLM-4-9B",
     "glm4": "GLM-4-0414",
+    "glm4_moe": "GLM-4.5, GLM-4.6",
     "gpt2": "GPT-2",
     "gpt_neox": "GPT-NeoX, Pythia",
+    "gpt_oss": "gpt-oss",
     "granite": "Granite 3",
+    "granite_swa": "Granite Swash",
+    "granitemoe": "Granite 3 MoE",
+    "granitemoe_swa": "Granite Swash MoE",
+    "granitemoeshared": "Granite MoE with shared experts",
+    "helium": "Helium",
+    "hy_v3": "Hunyuan 3 (Hy3)",
+    "hyperclovax": "HyperCLOVA X SEED Think",
+    "internlm3": "InternLM3",
+    "iquestcoder": "IQuest-Coder",
+    "jais2": "Jais 2",
+    "jetmoe": "JetMoE",
+    "kolibri1": "Kolibri",
+    "laguna": "Laguna",
     "llama": "Llama, SmolLM, SmolLM2",
+    "mellum": "Mellum 2",
+    "mimo_v2_flash": "MiMo-V2-Flash",
+    "minimax_m2": "MiniMax-M2",
+    "minimax_m3_vl_text": "MiniMax-M3 (text)",
+    "ministral3": "Ministral 3",
     "mistral": "Mistral",
     "mixtral": "Mixtral",
+    "moshi": "Moshi (text)",
+    "nemotron": "Nemotron-4, Minitron",
+    "olmo": "OLMo",
     "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "olmoe": "OLMoE",
     "opt": "OPT",
     "phi3": "Phi-3, Phi-4",
+    "phimoe": "Phi-3.5-MoE",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen2_moe": "Qwen1.5-MoE, Qwen2-MoE",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-MoE",
+    "sarvam_moe": "Sarvam 30B",
+    "seed_oss": "Seed-OSS",
     "smollm3": "SmolLM3",
+    "solar_open": "Solar Open",
     "stablelm": "StableLM",
+    "starcoder2": "StarCoder2",
+    "vaultgemma": "VaultGemma",
 }
 
 
@@ -178,17 +229,20 @@ def _yes(passed: bool, exception: str = "") -> str:
 
 
 def _measure_decoder(key: str, name: str) -> Row:
-    full_model = decoder(name)
     logits = gradient = 0.0
-    for cut in CUTS:
+    for tied, cut in itertools.product((True, False), CUTS):
+        config = DECODERS[name]()
+        config.tie_word_embeddings = tied
+        full_model = from_config(config)
         split = SplitModel.from_model(full_model, *cut)
         for padding in PADDINGS:
             found = _compare(full_model, split, batch(padding), use_cache=False)
             logits, gradient = max(logits, found[0]), max(gradient, found[1])
-    # PEFT adapts the experts as parameters, or not at all.
-    experts = ", not the experts" if name in EXPERTS or "moe" in name else ""
+    full_model = decoder(name)
+    # One parameter holds the weights of all experts. PEFT adapts such a parameter as a parameter, or not at all.
+    has_experts = any(parameter.dim() == 3 for parameter in full_model.parameters())
     if name in NO_PREFIX:
-        prefixes = "Falcon-7B: no"
+        prefixes = "Falcon-7B: no" if name == "falcon" else "no"
     else:
         prefixes = _yes(_compare_adapter(name, "prefix") <= TOLERANCE)
     return Row(
@@ -196,7 +250,7 @@ def _measure_decoder(key: str, name: str) -> Row:
         type(full_model).__name__,
         logits,
         gradient,
-        _yes(_compare_adapter(name, "lora") <= TOLERANCE, experts),
+        _yes(_compare_adapter(name, "lora") <= TOLERANCE, ", not the experts" if has_experts else ""),
         prefixes,
         _yes(all(_generates_equally(full_model, SplitModel.from_model(full_model, *cut)) for cut in CUTS)),
     )

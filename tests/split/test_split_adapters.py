@@ -7,7 +7,7 @@ import copy
 import peft
 import pytest
 import torch
-from decoders import MORE_DECODERS, NUM_BLOCKS, batch, decoder, slow
+from decoders import DECODERS, MORE_DECODERS, NUM_BLOCKS, batch, decoder, slow
 from packaging.version import Version
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, get_peft_model
 
@@ -25,10 +25,15 @@ ATTENTION = {
     "gpt_neox": ["query_key_value"],
     "phi3": ["qkv_proj"],
 }
-# PEFT adapts the experts of these families as parameters, which a split model does not support.
-EXPERTS = ["mixtral", "qwen3_moe"]
-# PEFT creates prefixes for all query heads, but the blocks of this family have one key/value head.
-NO_PREFIX = ["falcon"]
+# PEFT adapts the experts of these families as parameters, which a split model does not support, or cannot adapt their
+# router (Phi-3.5-MoE).
+EXPERTS = (
+    "afmoe beam cohere2_moe dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe mellum minimax_m2 mixtral olmoe phimoe "
+    "qwen3_moe solar_open"
+).split()
+# PEFT creates prefixes for all query heads, but the blocks of Falcon have one key/value head. The blocks of
+# MiMo-V2-Flash have different numbers of key/value heads.
+NO_PREFIX = ["falcon", "mimo_v2_flash"]
 # PEFT 0.19 raises an IndexError for prefixes of these families.
 NO_PREFIX_IN_OLD_PEFT = ["gemma2", "gemma3"]
 if Version(peft.__version__) < Version("0.21"):
@@ -161,6 +166,13 @@ def test_adapters_that_peft_or_a_split_model_does_not_support_raise_error():
     split = SplitModel.from_model(decoder("falcon"))
     with pytest.raises(ValueError, match="share one key/value head"):
         split.add_adapter(ADAPTERS["prefix"]("falcon"))
+    if "mimo_v2_flash" in DECODERS:  # not in older versions of transformers
+        split = SplitModel.from_model(decoder("mimo_v2_flash"))
+        with pytest.raises(ValueError, match="keys and values of mimo_v2_flash have several shapes"):
+            split.add_adapter(ADAPTERS["prefix"]("mimo_v2_flash"))
+    split = SplitModel.from_model(decoder("phimoe"))
+    with pytest.raises(ValueError, match="PEFT adapts model.layers.0.mlp.router, but the output of this router"):
+        split.add_adapter(ADAPTERS["lora"]("llama"))
     split = SplitModel.from_model(decoder("mixtral"))
     # Older versions of PEFT do not find "all-linear" modules in a model with experts.
     with pytest.raises(ValueError, match="adapts the experts|not found in the base model"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from causal import pieces_tokenizer
-from decoders import MORE_DECODERS, NUM_BLOCKS, batch, decoder, slow
+from decoders import FAMILIES, MORE_DECODERS, NUM_BLOCKS, batch, decoder, slow
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -41,7 +41,9 @@ def save(split: SplitModel, folder: Path, peft_config: object = None) -> tuple[P
     return folder / "client", folder / "server"
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "opt-projected", "glm", *slow(MORE_DECODERS)])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-tied", "gpt2", "opt-projected", "glm", *slow(MORE_DECODERS + FAMILIES)]
+)
 def test_merged_parts_are_a_standard_model_with_the_same_logits(name, tmp_path):
     split = create_modified(name)
     merge_parts(save(split, tmp_path), tmp_path / "merged")
