@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from .._compat import GPT_NEOX_OUTPUT
 from .chatglm import CHATGLM, CHATGLM2
 from .cut import Cut
-from .layouts import Layout
+from .layouts import PAGE, Layout
 
 
 _LLAMA = Layout(
@@ -89,10 +89,16 @@ def cut_of(config: PretrainedConfig, head_blocks: int, tail_blocks: int, layout:
         layout ([`Layout`], *optional*): The layout of the model. Defaults to the layout of its model type.
 
     Raises:
-        ValueError: If the model has no layout, or too few blocks for the cuts.
+        ValueError: If the model has no layout, too few blocks for the cuts, or no setting with the number of blocks.
     """
     layout = layout_of(config) if layout is None else layout
-    return Cut(int(getattr(config, layout.num_blocks)), head_blocks, tail_blocks)
+    num_blocks = getattr(config, layout.num_blocks, None)
+    if num_blocks is None:
+        raise ValueError(
+            f"The config of {config.model_type!r} has no setting {layout.num_blocks!r}, which its layout names. Set "
+            f"num_blocks of the layout to the setting with the number of blocks, see {PAGE}."
+        )
+    return Cut(int(num_blocks), head_blocks, tail_blocks)
 
 
 def layout_of(config: PretrainedConfig) -> Layout:
@@ -112,7 +118,8 @@ def layout_of(config: PretrainedConfig) -> Layout:
     layout = LAYOUTS.get(name)
     if layout is None:
         raise ValueError(
-            f"Model type {config.model_type!r} has no layout. Supported model types: {sorted(LAYOUTS)}. Add a layout "
-            "to hf_federated.split.LAYOUTS, or pass one: SplitModel.from_model(..., layout=Layout(...))."
+            f"Model type {config.model_type!r} has no layout. Split a model of a family in "
+            f"docs/reference/split-families.md, or pass a layout: SplitModel.from_model(..., layout=Layout(...)), see "
+            f"{PAGE}."
         )
     return layout

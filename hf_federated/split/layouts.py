@@ -17,6 +17,9 @@ from torch import nn
 from transformers import DynamicCache, PretrainedConfig
 
 
+# The page that describes how to write a layout.
+PAGE = "docs/how-to/write-a-split-layout.md"
+
 # Placeholder for a module that a part does not have: "identity" returns its input, "zero" returns a zero that changes
 # no sum, and "none" is `None`.
 Placeholder = Literal["identity", "zero", "none"]
@@ -188,6 +191,38 @@ class ZeroModule(nn.Module):
             `torch.Tensor`: Shape `()`. Adding it changes neither the values nor the dtype of a sum.
         """
         return torch.zeros(())
+
+
+def check_paths(model: nn.Module, layout: Layout, num_blocks: int) -> None:
+    """
+    Check that a model has the modules that its layout names.
+
+    Args:
+        model (`torch.nn.Module`): The full model, possibly on the meta device.
+        layout ([`Layout`]): The layout.
+        num_blocks (`int`): Number of blocks that the config defines.
+
+    Raises:
+        ValueError: If a module is missing, or the number of blocks differs.
+    """
+    parents = [path.rpartition(".")[0] for path in (*layout.head_modules, *layout.tail_modules)]
+    for path in (layout.blocks, layout.embedding, layout.output, *parents):
+        owner, found = model, ""
+        for name in path.split(".") if path else ():
+            children = dict(owner.named_children())
+            if name not in children:
+                raise ValueError(
+                    f"{type(model).__name__} has no module {path!r}, which its layout names. The modules of "
+                    f"{found or 'the model'} are {', '.join(children)}. Correct the layout, see {PAGE}."
+                )
+            owner, found = children[name], f"{found}.{name}".lstrip(".")
+    blocks = model.get_submodule(layout.blocks)
+    if not isinstance(blocks, nn.ModuleList) or len(blocks) != num_blocks:
+        size = len(blocks) if isinstance(blocks, nn.ModuleList) else type(blocks).__name__
+        raise ValueError(
+            f"{layout.blocks!r} of {type(model).__name__} must be a ModuleList of {num_blocks} blocks "
+            f"(config.{layout.num_blocks}), but is {size}. Correct blocks or num_blocks of the layout, see {PAGE}."
+        )
 
 
 def placeholder(kind: Placeholder) -> nn.Module | None:

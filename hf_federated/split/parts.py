@@ -19,7 +19,7 @@ from .._compat import cache_argument, enable_activation_checkpointing, has_modul
 from .block_cache import BlockCache
 from .cut import Cut, Role
 from .families import layout_of
-from .layouts import AttentionInputs, BlockRunner, Layout, PastKeyValues, placeholder
+from .layouts import AttentionInputs, BlockRunner, Layout, PastKeyValues, check_paths, placeholder
 from .prefix import Prefix
 
 
@@ -49,8 +49,8 @@ class Part(nn.Module):
             The model class. Defaults to the class that `AutoModelForCausalLM` uses for the config.
 
     Raises:
-        ValueError: If the loss contains router losses (`output_router_logits=True`), or the layout's runner does not
-            support the model class.
+        ValueError: If the loss contains router losses (`output_router_logits=True`), the model lacks a module that the
+            layout names, or the layout's runner does not support the model class.
 
     Attributes:
         full_config (`PretrainedConfig`): The config of the full model.
@@ -91,6 +91,7 @@ class Part(nn.Module):
             else:
                 model = model_class(part_config)
         self.model: PreTrainedModel = model
+        check_paths(model, self.layout, cut.num_blocks)
         self._keep_blocks()
         self.prefix: Prefix | None = None
         head, tail = self.layout.head_modules, self.layout.tail_modules

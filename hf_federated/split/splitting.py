@@ -82,7 +82,7 @@ def check_modules(model: PreTrainedModel, parts: Iterable[Part]) -> None:
     Raises:
         ValueError: If a module of the model was replaced by a module of another class.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     for part in parts:
         for name, part_module in part.model.named_modules():
             if not part.owns(name):

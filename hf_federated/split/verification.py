@@ -29,6 +29,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from .._compat import CACHE_NAME, cache_argument
 from ..utils.random import preserved_generators
 from .cut import ROLES, Role
+from .layouts import PAGE
 from .parts import Part
 
 
@@ -91,7 +92,8 @@ def _compare(parts: Mapping[Role, Part], model: PreTrainedModel) -> None:
     for name, given, tokens in (("without padding", None, torch.ones_like(mask)), ("with left padding", mask, mask)):
         expected = model(input_ids=ids, attention_mask=given, use_cache=False).logits
         _check(name, parts, expected, _run(parts, ids, given), tokens)
-    caches = {role: part.new_cache() for role, part in parts.items()}
+    with _errors_of_parts(parts):
+        caches = {role: part.new_cache() for role, part in parts.items()}
     past = None
     start = 0
     for stop in range(ids.shape[1] - _STEPS, ids.shape[1] + 1):
@@ -132,10 +134,31 @@ def _run(
 ) -> torch.Tensor:
     """Run the parts one after the other, without messages."""
     states = ids
-    for role in ROLES:
-        cache = None if caches is None else caches[role]
-        states = parts[role](states, mask, None, cache, use_cache=cache is not None).logits
+    with _errors_of_parts(parts):
+        for role in ROLES:
+            cache = None if caches is None else caches[role]
+            states = parts[role](states, mask, None, cache, use_cache=cache is not None).logits
     return states
+
+
+@contextlib.contextmanager
+def _errors_of_parts(parts: Mapping[Role, Part]) -> Iterator[None]:
+    """
+    Replace the errors of a model class that runs as a part.
+
+    Raises:
+        ValueError: If the parts do not run, except for a lack of memory.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"The whole {type(parts['tail'].model).__name__} runs, but its parts do not ({type(error).__name__}: "
+            f"{error}). Correct the layout, see {PAGE}. A split model does not support layers that keep other states "
+            "than keys and values, such as state space layers."
+        ) from error
 
 
 def check_batch(head: Part) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ import copy
 import gc
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_federated import SplitModel
 from hf_federated._compat import CACHE_NAME
-from hf_federated.split import Cut, Forget, Layout, LocalLink
+from hf_federated.split import LAYOUTS, Cut, Forget, Layout, LocalLink
 from hf_federated.split.messages import Forward, read_request
 
 
@@ -366,10 +367,27 @@ def test_invalid_cut_raises_error():
             SplitModel.from_model(decoder("llama"), *cut)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blocks": "model.h"}, "has no module 'model.h'.* The modules of model are embed_tokens, layers, norm"),
+        ({"blocks": "model.norm"}, "must be a ModuleList of 5 blocks .config.num_hidden_layers., but is LlamaRMSNorm"),
+        ({"num_blocks": "num_attention_heads"}, "must be a ModuleList of 4 blocks .*, but is 5"),
+        ({"num_blocks": "n_layer"}, "no setting 'n_layer'"),
+        ({"embedding": "wte"}, "has no module 'wte'.* The modules of the model are model, lm_head"),
+        ({"tail_modules": {"transformer.ln_f": "identity"}}, "has no module 'transformer'"),
+    ],
+    ids=str,
+)
+def test_layout_that_does_not_fit_the_model_raises_error_with_the_path(changes, message):
+    with pytest.raises(ValueError, match=f"{message}.*docs/how-to/write-a-split-layout.md"):
+        SplitModel.from_model(decoder("llama"), layout=replace(LAYOUTS["llama"], **changes))
+
+
 def test_unknown_model_type_raises_error_and_works_with_a_given_layout():
     full_model = decoder("llama")
     full_model.config.model_type = "another"
-    with pytest.raises(ValueError, match="Model type 'another' has no layout"):
+    with pytest.raises(ValueError, match="Model type 'another' has no layout.*docs/how-to/write-a-split-layout.md"):
         SplitModel.from_model(full_model)
     layout = Layout(
         blocks="model.layers",

@@ -71,6 +71,24 @@ def test_layout_that_misses_a_scale_is_refused_with_the_check_and_the_difference
     assert torch.equal(split(ids).logits, full_model(ids, use_cache=False).logits)
 
 
+class TokensOnly(LlamaForCausalLM):
+    """Does not run without token ids."""
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        if input_ids is None:
+            raise KeyError("input_ids")
+        return super().forward(input_ids, **kwargs)
+
+
+def test_model_class_that_does_not_run_as_a_part_is_refused():
+    full_model = TokensOnly(decoder("llama").config)
+    with pytest.raises(
+        ValueError, match="its parts do not .KeyError: 'input_ids'.*docs/how-to/write-a-split-layout.md"
+    ):
+        SplitModel.from_model(full_model)
+    assert not verification.verified
+
+
 def test_family_with_the_layout_of_llama_is_refused():
     with pytest.raises(ValueError, match="The parts of GraniteForCausalLM"):
         SplitModel.from_model(decoder("granite"), layout=LLAMA)
