@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -180,21 +181,52 @@ _COMMON: dict[str, Any] = {
     "attn_logit_softcapping": 0.5,
 }
 
-# Decoders of `_COMMON` by model type, with the settings that differ from `_COMMON`.
+_GPT2_LIKE = {**gpt2_sizes(_SIZES), "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0}
+_LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+}
+
+# Decoders of `_COMMON` by model type (before a hyphen), with the settings that differ from `_COMMON`.
 _FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
             "apertus apertus1p5_text arcee aria_text beam bitnet cohere2_moe cwm diffllama dots1 ernie4_5 "
             "ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint glm4_moe gpt_oss granitemoe granitemoeshared "
-            "helium hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna mellum mimo_v2_flash "
-            "minimax_m2 moshi nemotron olmo3 phimoe sarvam_moe seed_oss solar_open starcoder2 vaultgemma"
+            "helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 "
+            "laguna mellum mimo_v2_flash minimax_m2 ministral moshi nemotron olmo3 persimmon phimoe sarvam_moe "
+            "seed_oss solar_open starcoder2 vaultgemma"
         ).split(),
         {},
     ),
     "afmoe": {"mup_enabled": True},
+    "bloom": {"n_layer": NUM_BLOCKS, "n_head": 4, "hidden_dropout": 0.0},
+    "codegen": {**_GPT2_LIKE, "rotary_dim": 4},
+    "deepseek_v2": {**_LATENT, "topk_method": "greedy"},
+    "deepseek_v2-groups": {**_LATENT, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": _LATENT,
+    "deepseek_v3-without-query-rank": {**_LATENT, "q_lora_rank": None},
     "doge": {"is_moe": True, "num_experts": 16, "keep_window_size": 4},
+    "glm4_moe_lite": _LATENT,
+    "gpt_bigcode": _GPT2_LIKE,
+    "gpt_bigcode-heads": {**_GPT2_LIKE, "multi_query": False},
+    "gpt_neo": {
+        "num_layers": NUM_BLOCKS,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 2], [["local"], 1]],
+        "window_size": 4,
+        "embed_dropout": 0.0,
+        "resid_dropout": 0.0,
+    },
+    "gptj": {**_GPT2_LIKE, "rotary_dim": 4},
     "granite_swa": {"layer_rope_theta": [10000.0, 0.0, 500.0, 10000.0, 500.0]},
     "granitemoe_swa": {"layer_rope_theta": [10000.0, 0.0, 500.0, 10000.0, 500.0]},
+    "minicpm3": {**_LATENT, "scale_emb": 12, "scale_depth": 1.4},
     # Attention depends on the position, in steps of the original context length.
     "ministral3": {
         "rope_parameters": {
@@ -205,16 +237,20 @@ _FAMILIES: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.5,
         }
     },
+    "mpt": {"d_model": 32, "n_layers": NUM_BLOCKS, "n_heads": 4, "max_seq_len": 64, "expansion_ratio": 2},
     "olmo": {"clip_qkv": 0.1},
     "olmoe": {"clip_qkv": 0.1},
+    "phi": {"partial_rotary_factor": 0.5},
+    "sarvam_mla": _LATENT,
 }
 
 
-def family(model_type: str, **settings: Any) -> PretrainedConfig:
-    """Create the config of a small model of a model type. Other settings than the `_COMMON` ones can be passed."""
+def family(name: str) -> PretrainedConfig:
+    """Create the config of one of `_FAMILIES`."""
+    model_type = name.split("-")[0]
     known = signature(CONFIG_MAPPING[model_type]).parameters
-    common = {name: value for name, value in _COMMON.items() if name in known}
-    return AutoConfig.for_model(model_type, **{**common, **settings})
+    common = {setting: value for setting, value in _COMMON.items() if setting in known}
+    return AutoConfig.for_model(model_type, **{**common, **_FAMILIES[name]})
 
 
 DECODERS: dict[str, Any] = {
@@ -237,11 +273,7 @@ DECODERS: dict[str, Any] = {
         for name, settings in _SETTINGS.items()
         if settings["model_type"] in CONFIG_MAPPING
     },
-    **{
-        name: lambda name=name, settings=settings: family(name, **settings)
-        for name, settings in _FAMILIES.items()
-        if name in CONFIG_MAPPING
-    },
+    **{name: partial(family, name) for name in _FAMILIES if name.split("-")[0] in CONFIG_MAPPING},
 }
 
 

@@ -20,37 +20,60 @@ _LLAMA = Layout(
     tail_modules={"model.norm": "identity", "lm_head": "identity"},
 )
 
+_FALCON = Layout(
+    blocks="transformer.h",
+    embedding="transformer.word_embeddings",
+    output="lm_head",
+    head_modules={"transformer.word_embeddings": "identity"},
+    tail_modules={"transformer.ln_f": "identity", "lm_head": "identity"},
+)
+
+_GPT2 = Layout(
+    blocks="transformer.h",
+    embedding="transformer.wte",
+    output="lm_head",
+    head_modules={"transformer.wte": "identity", "transformer.wpe": "zero", "transformer.drop": "identity"},
+    tail_modules={"transformer.ln_f": "identity", "lm_head": "identity"},
+)
+
 _GRANITE = replace(_LLAMA, head_settings={"embedding_multiplier": 1.0})
+
+_GPTJ = replace(_GPT2, head_modules={"transformer.wte": "identity", "transformer.drop": "identity"})
+
+# Keys and values have several sizes, for example in latent attention.
+_LATENT = replace(_LLAMA, supports_prefixes=False)
+
+_PHI = replace(
+    _LLAMA,
+    head_modules={"model.embed_tokens": "identity", "model.embed_dropout": "identity"},
+    tail_modules={"model.final_layernorm": "identity", "lm_head": "identity"},
+)
 
 # Model types whose modules have the paths of Llama's modules.
 _NAMED_AS_LLAMA = (
     "apertus apertus1p5_text arcee aria_text beam bitnet cohere cohere2 cohere2_moe cwm diffllama doge dots1 ernie4_5 "
     "ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe gpt_oss helium "
-    "hy_v3 internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama mellum minimax_m2 "
-    "ministral3 mistral mixtral moshi nemotron olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe "
-    "qwen3 qwen3_moe sarvam_moe seed_oss smollm3 solar_open stablelm vaultgemma"
+    "hunyuan_v1_dense hunyuan_v1_moe hy_v3 internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama mellum "
+    "minimax_m2 ministral ministral3 mistral mixtral moshi nemotron olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 "
+    "qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss smollm3 solar_open stablelm vaultgemma"
 ).split()
 
 LAYOUTS: dict[str, Layout] = {
     **dict.fromkeys(_NAMED_AS_LLAMA, _LLAMA),
+    **dict.fromkeys("deepseek_v2 deepseek_v3 glm4_moe_lite mimo_v2_flash sarvam_mla".split(), _LATENT),
     **dict.fromkeys("granite granite_swa granitemoe granitemoe_swa granitemoeshared hyperclovax".split(), _GRANITE),
     "afmoe": replace(_LLAMA, head_settings={"mup_enabled": False}),
+    "bloom": replace(
+        _FALCON,
+        head_modules={"transformer.word_embeddings": "identity", "transformer.word_embeddings_layernorm": "identity"},
+    ),
     "chatglm": CHATGLM,
     "chatglm2": CHATGLM2,
-    "falcon": Layout(
-        blocks="transformer.h",
-        embedding="transformer.word_embeddings",
-        output="lm_head",
-        head_modules={"transformer.word_embeddings": "identity"},
-        tail_modules={"transformer.ln_f": "identity", "lm_head": "identity"},
-    ),
-    "gpt2": Layout(
-        blocks="transformer.h",
-        embedding="transformer.wte",
-        output="lm_head",
-        head_modules={"transformer.wte": "identity", "transformer.wpe": "zero", "transformer.drop": "identity"},
-        tail_modules={"transformer.ln_f": "identity", "lm_head": "identity"},
-    ),
+    "codegen": _GPTJ,
+    "falcon": _FALCON,
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    "gpt_neo": _GPT2,
     "gpt_neox": Layout(
         blocks="gpt_neox.layers",
         embedding="gpt_neox.embed_in",
@@ -58,7 +81,15 @@ LAYOUTS: dict[str, Layout] = {
         head_modules={"gpt_neox.embed_in": "identity", "gpt_neox.emb_dropout": "identity"},
         tail_modules={"gpt_neox.final_layer_norm": "identity", GPT_NEOX_OUTPUT: "identity"},
     ),
-    "mimo_v2_flash": replace(_LLAMA, supports_prefixes=False),
+    "gptj": _GPTJ,
+    "minicpm3": replace(_LATENT, head_settings={"scale_emb": 1}),
+    "mpt": Layout(
+        blocks="transformer.blocks",
+        embedding="transformer.wte",
+        output="lm_head",
+        head_modules={"transformer.wte": "identity"},
+        tail_modules={"transformer.norm_f": "identity", "lm_head": "identity"},
+    ),
     "opt": Layout(
         blocks="model.decoder.layers",
         embedding="model.decoder.embed_tokens",
@@ -74,6 +105,8 @@ LAYOUTS: dict[str, Layout] = {
             "lm_head": "identity",
         },
     ),
+    "persimmon": _PHI,
+    "phi": _PHI,
     "starcoder2": replace(_LLAMA, head_settings={"embedding_dropout": 0.0}),
 }
 

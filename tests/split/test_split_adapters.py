@@ -7,7 +7,7 @@ import copy
 import peft
 import pytest
 import torch
-from decoders import DECODERS, MORE_DECODERS, NUM_BLOCKS, batch, decoder, slow
+from decoders import MORE_DECODERS, NUM_BLOCKS, batch, decoder, slow
 from packaging.version import Version
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PrefixTuningConfig, get_peft_model
 
@@ -28,24 +28,29 @@ ATTENTION = {
 # PEFT adapts the experts of these families as parameters, which a split model does not support, or cannot adapt their
 # router (Phi-3.5-MoE).
 EXPERTS = (
-    "afmoe beam cohere2_moe dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe mellum minimax_m2 mixtral olmoe phimoe "
-    "qwen3_moe solar_open"
+    "afmoe beam cohere2_moe deepseek_v2 deepseek_v2-groups deepseek_v3 deepseek_v3-without-query-rank dots1 "
+    "ernie4_5_moe exaone_moe flex_olmo glm4_moe glm4_moe_lite hunyuan_v1_moe mellum minimax_m2 mixtral olmoe phimoe "
+    "qwen3_moe sarvam_mla solar_open"
 ).split()
-# PEFT creates prefixes for all query heads, but the blocks of Falcon have one key/value head. The blocks of
-# MiMo-V2-Flash have different numbers of key/value heads.
-NO_PREFIX = ["falcon", "mimo_v2_flash"]
+# PEFT creates prefixes for all query heads, but the blocks of this family have one key/value head.
+NO_PREFIX = ["falcon"]
 # PEFT 0.19 raises an IndexError for prefixes of these families.
 NO_PREFIX_IN_OLD_PEFT = ["gemma2", "gemma3"]
 if Version(peft.__version__) < Version("0.21"):
     NO_PREFIX += NO_PREFIX_IN_OLD_PEFT
 ADAPTERS = {
-    "prefix": lambda name: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "prefix": lambda name: PrefixTuningConfig(
+        # PEFT does not find the number of heads in the config of MPT.
+        task_type="CAUSAL_LM",
+        num_virtual_tokens=4,
+        num_attention_heads=4 if name == "mpt" else None,
+    ),
     "lora": lambda name: LoraConfig(
         task_type="CAUSAL_LM",
         r=3,
         lora_alpha=6,
         init_lora_weights=False,
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"] if name in EXPERTS else "all-linear",
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "kv_b_proj"] if name in EXPERTS else "all-linear",
     ),
     "lora on two blocks": lambda name: LoraConfig(
         task_type="CAUSAL_LM",
@@ -166,10 +171,9 @@ def test_adapters_that_peft_or_a_split_model_does_not_support_raise_error():
     split = SplitModel.from_model(decoder("falcon"))
     with pytest.raises(ValueError, match="share one key/value head"):
         split.add_adapter(ADAPTERS["prefix"]("falcon"))
-    if "mimo_v2_flash" in DECODERS:  # not in older versions of transformers
-        split = SplitModel.from_model(decoder("mimo_v2_flash"))
-        with pytest.raises(ValueError, match="keys and values of mimo_v2_flash have several shapes"):
-            split.add_adapter(ADAPTERS["prefix"]("mimo_v2_flash"))
+    split = SplitModel.from_model(decoder("deepseek_v3"))
+    with pytest.raises(ValueError, match="keys and values of deepseek_v3 have several shapes. Use LoRA"):
+        split.add_adapter(ADAPTERS["prefix"]("deepseek_v3"))
     split = SplitModel.from_model(decoder("phimoe"))
     with pytest.raises(ValueError, match="PEFT adapts model.layers.0.mlp.router, but the output of this router"):
         split.add_adapter(ADAPTERS["lora"]("llama"))

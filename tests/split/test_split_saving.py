@@ -50,7 +50,8 @@ def test_merged_parts_are_a_standard_model_with_the_same_logits(name, tmp_path):
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     ids = batch(None)["input_ids"]
     # The position of the weights in memory decides the kernel of the experts, which rounds differently.
-    assert (merged(ids).logits - split(ids).logits).abs().max() <= (1e-6 if "moe" in name else 0)
+    tolerance = 1e-6 if "moe" in name or name in FAMILIES else 0
+    assert (merged(ids).logits - split(ids).logits).abs().max() <= tolerance
     assert not torch.equal(merged(ids).logits, decoder(name)(ids).logits)
 
 
