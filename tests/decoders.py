@@ -13,6 +13,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    DynamicCache,
     Glm4Config,
     GlmConfig,
     GPT2Config,
@@ -192,6 +193,15 @@ _LATENT = {
     "head_dim": 4,
 }
 
+_LINEAR = {
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "full", "linear", "linear", "full")],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_CONVOLUTION = {"layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"]}
+
 # Decoders of `_COMMON` by model type (before a hyphen), with the settings that differ from `_COMMON`.
 _FAMILIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
@@ -226,6 +236,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gptj": {**_GPT2_LIKE, "rotary_dim": 4},
     "granite_swa": {"layer_rope_theta": [10000.0, 0.0, 500.0, 10000.0, 500.0]},
     "granitemoe_swa": {"layer_rope_theta": [10000.0, 0.0, 500.0, 10000.0, 500.0]},
+    "lara_mini": {
+        **_LINEAR,
+        "layer_types": [f"{kind}_attention" for kind in ("linear", "full", "sliding", "linear", "full")],
+    },
+    "lfm2": _CONVOLUTION,
+    "lfm2_moe": _CONVOLUTION,
     "minicpm3": {**_LATENT, "scale_emb": 12, "scale_depth": 1.4},
     # Attention depends on the position, in steps of the original context length.
     "ministral3": {
@@ -239,8 +255,12 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "mpt": {"d_model": 32, "n_layers": NUM_BLOCKS, "n_heads": 4, "max_seq_len": 64, "expansion_ratio": 2},
     "olmo": {"clip_qkv": 0.1},
+    "olmo_hybrid": _LINEAR,
     "olmoe": {"clip_qkv": 0.1},
     "phi": {"partial_rotary_factor": 0.5},
+    "qwen3_5_moe_text": _LINEAR,
+    "qwen3_5_text": _LINEAR,
+    "qwen3_next": _LINEAR,
     "sarvam_mla": _LATENT,
 }
 
@@ -251,6 +271,13 @@ def family(name: str) -> PretrainedConfig:
     known = signature(CONFIG_MAPPING[model_type]).parameters
     common = {setting: value for setting, value in _COMMON.items() if setting in known}
     return AutoConfig.for_model(model_type, **{**common, **_FAMILIES[name]})
+
+
+def is_available(name: str) -> bool:
+    """Whether the installed version of transformers has the model type, and a cache for its linear attention."""
+    kinds = _FAMILIES[name].get("layer_types", [])
+    has_cache = hasattr(DynamicCache, "get_conv_state") or not {"linear_attention", "conv"} & set(kinds)
+    return has_cache and name.split("-")[0] in CONFIG_MAPPING
 
 
 DECODERS: dict[str, Any] = {
@@ -273,12 +300,15 @@ DECODERS: dict[str, Any] = {
         for name, settings in _SETTINGS.items()
         if settings["model_type"] in CONFIG_MAPPING
     },
-    **{name: partial(family, name) for name in _FAMILIES if name.split("-")[0] in CONFIG_MAPPING},
+    **{name: partial(family, name) for name in _FAMILIES if is_available(name)},
 }
 
 
 # The decoders of `_FAMILIES`. `family_table.py` measures them, and few other tests use them.
 FAMILIES = [name for name in DECODERS if name in _FAMILIES]
+
+# Decoders with blocks that have a recurrent state or the state of a convolution in place of keys and values.
+WITHOUT_KEYS = [name for name in ("lfm2", "olmo_hybrid") if name in DECODERS]
 
 # The decoders of `_SETTINGS`. Most tests of these decoders are slow.
 MORE_DECODERS = [name for name in DECODERS if name in _SETTINGS]

@@ -101,8 +101,8 @@ def _add_prefixes(parts: list[Part], config: PretrainedConfig, peft_config: Pref
         )
     if not parts[0].layout.supports_prefixes:
         raise ValueError(
-            f"PEFT creates keys and values of one shape for all blocks, but keys and values of {config.model_type} "
-            "have several shapes. Use LoRA."
+            f"Prefix tuning is not supported for {config.model_type}: PEFT creates keys and values of one shape for "
+            "all blocks, but in this family they have several shapes, or some blocks have none. Use LoRA."
         )
     for part in parts:
         part.requires_grad_(False)

@@ -40,8 +40,10 @@ _GRANITE = replace(_LLAMA, head_settings={"embedding_multiplier": 1.0})
 
 _GPTJ = replace(_GPT2, head_modules={"transformer.wte": "identity", "transformer.drop": "identity"})
 
-# Keys and values have several sizes, for example in latent attention.
-_LATENT = replace(_LLAMA, supports_prefixes=False)
+# Families with latent or linear attention, or with keys and values of several sizes.
+_WITHOUT_PREFIXES = replace(_LLAMA, supports_prefixes=False)
+
+_LFM2 = replace(_WITHOUT_PREFIXES, tail_modules={"model.embedding_norm": "identity", "lm_head": "identity"})
 
 _PHI = replace(
     _LLAMA,
@@ -60,7 +62,13 @@ _NAMED_AS_LLAMA = (
 
 LAYOUTS: dict[str, Layout] = {
     **dict.fromkeys(_NAMED_AS_LLAMA, _LLAMA),
-    **dict.fromkeys("deepseek_v2 deepseek_v3 glm4_moe_lite mimo_v2_flash sarvam_mla".split(), _LATENT),
+    **dict.fromkeys(
+        (
+            "deepseek_v2 deepseek_v3 glm4_moe_lite lara_mini mimo_v2_flash olmo_hybrid qwen3_5_moe_text qwen3_5_text "
+            "qwen3_next sarvam_mla"
+        ).split(),
+        _WITHOUT_PREFIXES,
+    ),
     **dict.fromkeys("granite granite_swa granitemoe granitemoe_swa granitemoeshared hyperclovax".split(), _GRANITE),
     "afmoe": replace(_LLAMA, head_settings={"mup_enabled": False}),
     "bloom": replace(
@@ -82,7 +90,9 @@ LAYOUTS: dict[str, Layout] = {
         tail_modules={"gpt_neox.final_layer_norm": "identity", GPT_NEOX_OUTPUT: "identity"},
     ),
     "gptj": _GPTJ,
-    "minicpm3": replace(_LATENT, head_settings={"scale_emb": 1}),
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
+    "minicpm3": replace(_WITHOUT_PREFIXES, head_settings={"scale_emb": 1}),
     "mpt": Layout(
         blocks="transformer.blocks",
         embedding="transformer.wte",

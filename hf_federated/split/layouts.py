@@ -151,7 +151,7 @@ class Layout:
         max_positions (`str`, *optional*, defaults to `"max_position_embeddings"`):
             Name of the config setting that holds the maximum number of positions. The config may lack it.
         supports_prefixes (`bool`, *optional*, defaults to `True`):
-            Whether the keys and values of all blocks have one shape, which the prefixes of PEFT have.
+            Whether all blocks have keys and values of one shape, as the prefixes of PEFT.
         norm (`str`, *optional*): Path of the norm after the last block. Required only with a `runner`.
         runner ([`BlockRunner`], *optional*):
             Runs the blocks of a model class that does not accept `inputs_embeds`, such as ChatGLM's own classes.

@@ -263,7 +263,7 @@ class Part(nn.Module):
         if past_key_values is not None:
             kwargs[cache_argument(model)] = past_key_values
         output = model(attention_mask=attention_mask, position_ids=position_ids, **kwargs)
-        if isinstance(past_key_values, BlockCache) and not self.blocks:
+        if isinstance(past_key_values, BlockCache) and not past_key_values.has_keys:
             past_key_values.count_tokens(states.shape[1])
         return output if self.role == "tail" else CausalLMOutputWithPast(logits=output.last_hidden_state)
 

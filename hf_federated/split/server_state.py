@@ -98,7 +98,8 @@ class GenerationCaches:
     """The key/value caches of unfinished generations. Iteration yields the client id and the id of each cache."""
 
     def __init__(self) -> None:
-        self._caches: OrderedDict[tuple[str, int], DynamicCache] = OrderedDict()
+        # Each cache and its number of sequences.
+        self._caches: OrderedDict[tuple[str, int], tuple[DynamicCache, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._caches)
@@ -128,22 +129,22 @@ class GenerationCaches:
             return None
         key = (message.client_id, message.cache_id)
         if message.seen == 0:
-            self._caches[key] = body.new_cache()
+            self._caches[key] = (body.new_cache(), message.batch_size)
             client_keys = [kept for kept in self._caches if kept[0] == message.client_id]
             for oldest in client_keys[: max(len(client_keys) - MAX_CACHES, 0)]:
                 del self._caches[oldest]
-            return self._caches[key]
+            return self._caches[key][0]
         prefix = 0 if body.prefix is None else body.prefix.length
-        cache = self._caches.get(key)
+        cache, num_sequences = self._caches.get(key, (None, 0))
         if cache is None or cache.get_seq_length() != prefix + message.seen:
             raise ValueError(
                 f"The server has no cache of {message.seen} positions for this generation: the cache was dropped, or "
                 "has a different length. Generate from the beginning."
             )
-        if len(cache.layers[0].keys) != message.batch_size:
+        if num_sequences != message.batch_size:
             raise ValueError(
-                f"The message has {message.batch_size} sequences, but the cache has {len(cache.layers[0].keys)} "
-                "sequences. Generate from the beginning."
+                f"The message has {message.batch_size} sequences, but the cache has {num_sequences} sequences. "
+                "Generate from the beginning."
             )
         if message.reorder is not None:
             cache.reorder_cache(message.reorder.long())

@@ -156,8 +156,7 @@ def _errors_of_parts(parts: Mapping[Role, Part]) -> Iterator[None]:
     except Exception as error:
         raise ValueError(
             f"The whole {type(parts['tail'].model).__name__} runs, but its parts do not ({type(error).__name__}: "
-            f"{error}). Correct the layout, see {PAGE}. A split model does not support layers that keep other states "
-            "than keys and values, such as state space layers."
+            f"{error}). Correct the layout, see {PAGE}. Models with linear attention need transformers 5.24 or later."
         ) from error
 
 

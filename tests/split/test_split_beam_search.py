@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from chatglm_layouts import ChatGlm, ChatGlm2, chatglm
-from decoders import MORE_DECODERS, batch, decoder, slow
+from decoders import MORE_DECODERS, WITHOUT_KEYS, batch, decoder, slow
 from loopback import Relay, certificates, join, serve
 from networked import Run
 from split_runs import STRATEGIES, clients_of, whole_model
@@ -78,7 +78,9 @@ def test_beam_search_matches_the_full_model(cut, variant):
         assert num_exchanges < NUM_TOKENS if variant == "early stopping" else num_exchanges == NUM_TOKENS
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen2-windows", *slow(["opt-projected", "glm", *MORE_DECODERS])])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "qwen2-windows", *slow(["opt-projected", "glm", *WITHOUT_KEYS, *MORE_DECODERS])]
+)
 def test_beam_search_of_other_families_matches_the_full_model(name):
     full_model = decoder(name)
     split = SplitModel.from_model(full_model, 1, 2)

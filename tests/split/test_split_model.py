@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from decoders import DECODERS, FAMILIES, MORE_DECODERS, NUM_BLOCKS, VOCABULARY, batch, decoder, from_config, slow
+from decoders import (
+    DECODERS,
+    FAMILIES,
+    MORE_DECODERS,
+    NUM_BLOCKS,
+    VOCABULARY,
+    WITHOUT_KEYS,
+    batch,
+    decoder,
+    from_config,
+    slow,
+)
 from tiny import checkpoints_activations
 from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
@@ -100,7 +111,9 @@ def test_trainer_gives_the_same_weights_as_with_the_full_model(name, tmp_path):
     assert not torch.equal(full_model.get_input_embeddings().weight, decoder(name).get_input_embeddings().weight)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt-projected", "qwen2-windows", "glm", *slow(MORE_DECODERS)])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "opt-projected", "qwen2-windows", "glm", *WITHOUT_KEYS, *slow(MORE_DECODERS)]
+)
 def test_greedy_generation_matches_the_full_model(name):
     full_model = decoder(name)
     split = SplitModel.from_model(full_model, 2, 1)
