@@ -221,7 +221,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2-groups": {**_LATENT, "topk_method": "group_limited_greedy"},
     "deepseek_v3": _LATENT,
     "deepseek_v3-without-query-rank": {**_LATENT, "q_lora_rank": None},
-    "doge": {"is_moe": True, "num_experts": 16, "keep_window_size": 4},
+    "doge": {"keep_window_size": 4},
     "glm4_moe_lite": _LATENT,
     "gpt_bigcode": _GPT2_LIKE,
     "gpt_bigcode-heads": {**_GPT2_LIKE, "multi_query": False},
