@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -81,11 +82,11 @@ class Agreement:
         self.sends_state, self.returns_state = sends_state, returns_state
         self.smallest_limit = smallest_limit
         self.num_public_rows = num_public_rows
-        # The tensors of `extra` in a `Fit`, without values, and the types of its settings.
-        self._extra: dict[str, torch.Tensor] | None = None
+        # The types of the settings of a `Fit` that do not depend on the state of the server.
         self.setting_types: dict[str, str] = {}
         for method in methods:
-            self.setting_types |= {name: type(value).__name__ for name, value in method.fit_settings().items()}
+            with suppress(Exception):  # a user's method may need the state of the server for its settings
+                self.setting_types |= {name: type(value).__name__ for name, value in method.fit_settings().items()}
         self._has_individual_states = any(type(method).state_for is not Method.state_for for method in methods)
         # The last round with a prediction, and the number of public examples of each request in it, by client.
         self._predicted: dict[str, tuple[int, dict[Message, int]]] = {}
@@ -119,41 +120,35 @@ class Agreement:
         Raises:
             RefusedRequestError: If a name or a shape differs from that of the client.
         """
-        # A method with another state for each client writes the tensors into the model itself.
         own = exchange.tensors
+        # A method with another state for each client writes the tensors into the model itself.
         if request.state and not self._has_individual_states:
-            _check_layout(request, "state", request.state, own)
-        if isinstance(request, Fit):
-            if self._extra is None:
-                self._extra = {}
-                for method in self.methods:
-                    self._extra |= method.on_client().fit_extra(
-                        {name: value.to("meta") for name, value in own.items()}
-                    )
-            _check_layout(request, "extra", request.extra, self._extra)
+            if unknown := request.state.keys() ^ own.keys():
+                name = min(unknown)
+                found = f"{'lacks' if name in own else 'contains'} {name!r}"
+                raise RefusedRequestError(request, "state", found, f"the names of {len(own)} tensors")
+            _check_shapes(request, "state", request.state, own)
+        # The client half of a method reads the names that it knows. Those of parameters have their shapes.
+        _check_shapes(request, "extra", getattr(request, "extra", {}), own)
 
     def _count_predictions(self, request: Predict) -> None:
         """Check how often a client predicts the public examples in a round. A repeated request counts once."""
-        number, rows = self._predicted.get(request.client_id, (-1, {}))
-        rows = {**(rows if number == request.round else {}), replace(request, nonce=""): request.stop - request.start}
+        if self._predicted.get(request.client_id, (-1, {}))[0] != request.round:
+            self._predicted[request.client_id] = request.round, {}
+        rows = self._predicted[request.client_id][1]
+        rows[replace(request, nonce="")] = request.stop - request.start
         passes = max(getattr(method, "passes_per_round", 0) for method in self.methods)
         if (num_rows := sum(rows.values())) > passes * self.num_public_rows:
             agreed = f"{passes} predictions of each of {self.num_public_rows} public examples (`passes_per_round`)"
             raise RefusedRequestError(request, "stop", f"makes {num_rows} predictions in this round", agreed)
-        self._predicted[request.client_id] = request.round, rows
 
 
-def _check_layout(
+def _check_shapes(
     request: Message, field: str, values: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
 ) -> None:
-    """Check the names and shapes of tensors, and which of them are floating. The precision may differ."""
-    if unknown := values.keys() ^ own.keys():
-        name = min(unknown)
-        raise RefusedRequestError(
-            request, field, f"{'lacks' if name in own else 'contains'} {name!r}", f"{len(own)} other names"
-        )
-    for name, value in values.items():
-        expected = own[name]
+    """Check the shapes of the tensors with known names, and which of them are floating. The precision may differ."""
+    for name in values.keys() & own.keys():
+        value, expected = values[name], own[name]
         if value.shape != expected.shape or value.is_floating_point() != expected.is_floating_point():
             agreed = f"{expected.dtype}, shape {tuple(expected.shape)}"
             raise RefusedRequestError(request, field, f"has {name!r} as {describe(value)}", agreed)
@@ -179,11 +174,12 @@ def _state(agreement: Agreement, value: Mapping[str, torch.Tensor], request: Mes
 
 
 def _settings(agreement: Agreement, value: Mapping[str, Any], request: Fit) -> str | None:
-    types = agreement.setting_types
+    # A step between training and aggregation can add settings.
     is_finite = all(math.isfinite(item) for item in value.values() if isinstance(item, float))
-    if is_finite and types == {name: type(item).__name__ for name, item in value.items()}:
+    types = agreement.setting_types
+    if is_finite and all(type(value[name]).__name__ == types[name] for name in value.keys() & types):
         return None
-    return f"finite settings of these types: {types}"
+    return f"finite numbers, and these types: {types}"
 
 
 def _returns_state(agreement: Agreement, value: bool, request: Fit) -> str | None:

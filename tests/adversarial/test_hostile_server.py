@@ -68,8 +68,9 @@ def first_tensor(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[An
     return fields
 
 
-def other_settings(request: Any) -> dict[str, Any]:
-    return {"settings": {name: float("nan") for name in request.settings} or {"proximal_weight": 100.0}}
+def first_extra(request: Any) -> dict[str, Any]:
+    name = max(request.state, key=lambda key: request.state[key].numel())
+    return {"extra": {**request.extra, name: torch.ones(1)}}
 
 
 FIT = [
@@ -77,15 +78,14 @@ FIT = [
     Demand("one example", Fit, lambda request: {"max_rows": 1}, "max_rows"),
     Demand("no example", Fit, lambda request: {"max_rows": 0}, "max_rows"),
     Demand("a further round", Fit, lambda request: {"round": 2}, "round"),
-    Demand("a setting", Fit, lambda request: {"settings": {**request.settings, "lr": 1.0}}, "settings"),
-    Demand("other settings", Fit, other_settings, "settings"),
-    Demand("a tensor", Fit, lambda request: {"extra": {**request.extra, "own": torch.ones(1)}}, "extra"),
+    Demand("a setting that is not finite", Fit, lambda request: {"settings": {"lr": float("nan")}}, "settings"),
     Demand("a later update", Fit, lambda request: {"accepted_round": request.round}, "accepted_round"),
 ]
 STATE = [
     Demand("no state", Fit, lambda request: {"state": {}}, "state"),
     Demand("one value for a matrix", Fit, first_tensor(lambda value: value.reshape(-1)[:1]), "state"),
     Demand("a transposed matrix", Fit, first_tensor(lambda value: value.T.contiguous()), "state"),
+    Demand("one value as the additional tensor of a matrix", Fit, first_extra, "extra"),
     Demand("integers", Fit, first_tensor(lambda value: value.to(torch.int32)), "state"),
     Demand("a parameter less", Fit, lambda request: {"state": dict(list(request.state.items())[1:])}, "state"),
     Demand("a parameter more", Fit, lambda request: {"state": {**request.state, "b": torch.ones(1)}}, "state"),
@@ -141,6 +141,14 @@ def test_client_of_an_averaging_federation_refuses(tmp_path, demand, aggregation
         federation={"aggregation": aggregation, "min_clients": 2},
         trainer={"engine": HostileServer(demand)},
         **settings,
+    )
+    assert_refused(trainer, demand)
+
+
+def test_type_of_a_setting_is_that_of_the_method(tmp_path):
+    demand = Demand("a text", Fit, lambda request: {"settings": {"proximal_weight": "0.1"}}, "settings")
+    trainer = build_federation(
+        tmp_path, CLIENTS, federation={"aggregation": "fedprox"}, trainer={"engine": HostileServer(demand)}
     )
     assert_refused(trainer, demand)
 
