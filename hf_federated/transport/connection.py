@@ -115,7 +115,7 @@ class Connection:
             "terms": session_config.to_dict(),
         }
         deadline = time.monotonic() + connect_timeout
-        num_attempts, is_held = 0, False
+        num_attempts = 0
         waits = pauses()
         while True:
             pause = next(waits)
@@ -126,13 +126,12 @@ class Connection:
             except self._grpc.RpcError as error:
                 code = error.code().name
                 if code == "DEADLINE_EXCEEDED":
-                    is_held = True
                     self.replace()
                 is_final = time.monotonic() + pause > deadline or "CERTIFICATE_VERIFY_FAILED" in str(error.details())
                 if code == "UNIMPLEMENTED":
                     raise self._wrong_server_error(code) from None
                 if code in (*CONNECTION_ERRORS, "DEADLINE_EXCEEDED") and is_final:
-                    text = self._no_connection_text(error, connect_timeout, num_attempts, is_held)
+                    text = self._no_connection_text(error, connect_timeout, num_attempts)
                     raise ServerUnreachableError(text) from None
                 if code not in (*CONNECTION_ERRORS, "DEADLINE_EXCEEDED", "ALREADY_EXISTS", BUSY) or is_final:
                     raise ClientRefusedError(f"{self._address}: {error.details()}") from None
@@ -145,17 +144,12 @@ class Connection:
             f"The server at {self._address} is not a server of hf-federated ({reason}). Check the address."
         )
 
-    def _no_connection_text(self, error: Any, connect_timeout: float, num_attempts: int, is_held: bool) -> str:
-        if is_held:
-            advice = "that it is not overloaded, and that no firewall between the two holds open connections"
-        else:
-            advice = (
-                "that the server's certificate contains this host name, that both certificates are signed by the "
-                "authority that the other party was given, and that the certificates have not expired"
-            )
+    def _no_connection_text(self, error: Any, connect_timeout: float, num_attempts: int) -> str:
         return (
             f"{self._client_id!r} got no connection to {self._address} within {connect_timeout:g} s, in "
-            f"{num_attempts} attempts. Check that the server runs at this address, {advice}. "
+            f"{num_attempts} attempts. Check that the server runs at this address, that no firewall between the two "
+            "holds connections, that the server's certificate contains this host name, that both certificates are "
+            "signed by the authority that the other party was given, and that the certificates have not expired. "
             f"gRPC status: {status_text(error)}"
         )
 
