@@ -131,7 +131,7 @@ def assert_refused(trainer: Any, demand: Demand) -> None:
     assert all(f"`{demand.field}`" in reply.error and "agreed to" in reply.error for reply in engine.answers)
 
 
-@pytest.mark.parametrize("aggregation", ["fedavg", "fedprox", "scaffold"])
+@pytest.mark.parametrize("aggregation", ["fedavg", pytest.param("fedprox", marks=pytest.mark.slow), "scaffold"])
 @pytest.mark.parametrize("demand", [*FIT, *STATE], ids=lambda demand: demand.name)
 def test_client_of_an_averaging_federation_refuses(tmp_path, demand, aggregation):
     settings = {"optim": "sgd", "lr_scheduler_type": "constant"} if aggregation == "scaffold" else {}

@@ -14,6 +14,7 @@ from hf_federated.transport import ServerUnreachableError
 RECONNECT_SECONDS = 3.0
 # Up to about 3 kB travel in each direction before the client's first message.
 POSITIONS = [0, 1, 300, 1000, 2000, 2500, 3000, 3500, 4000, 6000]
+FAST = [0, 2000, 6000]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,10 @@ def tls(tmp_path_factory) -> Path:
     return certificates(tmp_path_factory.mktemp("tls"))
 
 
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize(
+    "position",
+    [position if position in FAST else pytest.param(position, marks=pytest.mark.slow) for position in POSITIONS],
+)
 def test_held_connection_is_replaced(tls, position):
     answer = CountingAnswer()
     with serve(tls, answer) as server, Relay(server) as relay:
