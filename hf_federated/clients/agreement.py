@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -22,6 +23,10 @@ from ..methods import Method
 from ..utils.fields import describe
 
 
+# Largest number of characters of a value in an error.
+MAX_SHOWN = 300
+
+
 class RefusedRequestError(ValueError):
     """
     The client refuses a request, because a value differs from what its own settings allow.
@@ -34,6 +39,8 @@ class RefusedRequestError(ValueError):
     """
 
     def __init__(self, request: Message, field: str, found: str, agreed: str) -> None:
+        # A value of the server can be long, and a message to the server must be short.
+        found, agreed = (text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} …" for text in (found, agreed))
         super().__init__(f"`{field}` of a request of kind {request.kind!r} {found}. The client agreed to {agreed}.")
 
 
@@ -82,14 +89,16 @@ class Agreement:
         self.sends_state, self.returns_state = sends_state, returns_state
         self.smallest_limit = smallest_limit
         self.num_public_rows = num_public_rows
-        # The types of the settings of a `Fit` that do not depend on the state of the server.
-        self.setting_types: dict[str, str] = {}
+        # The settings of a `Fit` that do not depend on the state of the server. Their types are agreed.
+        self.settings: dict[str, Any] = {}
         for method in methods:
             with suppress(Exception):  # a user's method may need the state of the server for its settings
-                self.setting_types |= {name: type(value).__name__ for name, value in method.fit_settings().items()}
+                self.settings |= method.fit_settings()
         self._has_individual_states = any(type(method).state_for is not Method.state_for for method in methods)
-        # The last round with a prediction, and the number of public examples of each request in it, by client.
-        self._predicted: dict[str, tuple[int, dict[Message, int]]] = {}
+        # The requests for predictions, and the number of public examples in them, by client and round. A server that
+        # resumes repeats its requests.
+        self._predictions: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
+        self._num_predicted: Counter[tuple[str, int]] = Counter()
 
     def check(self, request: Message) -> None:
         """
@@ -133,14 +142,16 @@ class Agreement:
 
     def _count_predictions(self, request: Predict) -> None:
         """Check how often a client predicts the public examples in a round. A repeated request counts once."""
-        if self._predicted.get(request.client_id, (-1, {}))[0] != request.round:
-            self._predicted[request.client_id] = request.round, {}
-        rows = self._predicted[request.client_id][1]
-        rows[replace(request, nonce="")] = request.stop - request.start
+        key, repeated = (request.client_id, request.round), hash(replace(request, nonce=""))
+        if repeated in self._predictions[key]:
+            return
         passes = max(getattr(method, "passes_per_round", 0) for method in self.methods)
-        if (num_rows := sum(rows.values())) > passes * self.num_public_rows:
+        num_rows = self._num_predicted[key] + request.stop - request.start
+        if num_rows > passes * self.num_public_rows:
             agreed = f"{passes} predictions of each of {self.num_public_rows} public examples (`passes_per_round`)"
             raise RefusedRequestError(request, "stop", f"makes {num_rows} predictions in this round", agreed)
+        self._predictions[key].add(repeated)
+        self._num_predicted[key] = num_rows
 
 
 def _check_shapes(
@@ -176,21 +187,28 @@ def _state(agreement: Agreement, value: Mapping[str, torch.Tensor], request: Mes
 def _settings(agreement: Agreement, value: Mapping[str, Any], request: Fit) -> str | None:
     # A step between training and aggregation can add settings.
     is_finite = all(math.isfinite(item) for item in value.values() if isinstance(item, float))
-    types = agreement.setting_types
-    if is_finite and all(type(value[name]).__name__ == types[name] for name in value.keys() & types):
+    own = agreement.settings
+    if is_finite and all(_kind(value[name]) is _kind(own[name]) for name in value.keys() & own):
         return None
-    return f"finite numbers, and these types: {types}"
+    return f"finite numbers, and values of the types in {own}"
+
+
+def _kind(value: Any) -> type:
+    """Return the type of a value. Integers are valid numbers."""
+    return float if type(value) is int else type(value)
 
 
 def _returns_state(agreement: Agreement, value: bool, request: Fit) -> str | None:
-    return None if value == agreement.returns_state else str(agreement.returns_state)
+    return None if value == agreement.returns_state else f"returns_state={agreement.returns_state}"
 
 
 def _max_rows(agreement: Agreement, value: int | None, request: Fit) -> str | None:
     smallest = agreement.smallest_limit
     if value is None or (smallest is not None and value >= smallest):
         return None
-    return "None, because neither `balance` nor `max_rows_per_round` is set" if smallest is None else f">= {smallest}"
+    if smallest is None:
+        return "no limit, because neither `balance` nor `max_rows_per_round` is set"
+    return f"a limit of at least {smallest}"
 
 
 def _accepted_round(agreement: Agreement, value: int | None, request: Fit) -> str | None:

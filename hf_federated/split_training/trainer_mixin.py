@@ -124,7 +124,7 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
             model ([`SplitModel`]): The model.
             clients ([`FederatedDataset`], *optional*): The training datasets of the clients.
             trainer_kwargs (`dict[str, Any]`): Arguments of the constructor.
-            optional: Further arguments of the constructor. `None` stands for the default of the parent class.
+            optional: Further arguments of the constructor. `None` selects the default of the parent class.
         """
         dataset: Any = None
         if clients is not None:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from distillation_setup import distillation_trainer
 from federations import CLIENTS, build_federation
 
-from hf_federated.clients import RefusedRequestError
+from hf_federated import FedProx
+from hf_federated.clients import Agreement, RefusedRequestError
 from hf_federated.clients.agreement import RULES, rules_of
 from hf_federated.engines import LocalEngine
-from hf_federated.messages import ClientFailure, Distill, Evaluate, Feedback, Fit, Message, Predict
+from hf_federated.messages import ClientFailure, Distill, Evaluate, Feedback, Fit, Message, Predict, read_message
 from hf_federated.messages.registry import KINDS
+from hf_federated.trainer.join import ServerRefusedError
+from hf_federated.transport import Connection, LinkError
+from hf_federated.transport.framing import frame
 from hf_federated.utils.errors import RoundFailedError
 
 
@@ -91,6 +95,12 @@ STATE = [
     Demand("a parameter more", Fit, lambda request: {"state": {**request.state, "b": torch.ones(1)}}, "state"),
 ]
 OWN_MODEL = [
+    Demand(
+        "a state with many long names",
+        Fit,
+        lambda request: {"state": {f"{number:0500}": torch.ones(1) for number in range(2000)}},
+        "state",
+    ),
     Demand("training from a given model", Fit, lambda request: {"state": {"classifier.bias": torch.ones(2)}}, "state"),
 ]
 ROWS = [
@@ -165,27 +175,70 @@ def test_client_of_a_bidirectional_distillation_refuses(tmp_path, demand):
     assert_refused(trainer, demand)
 
 
-def test_client_predicts_each_public_example_as_often_as_the_method_asks(tmp_path):
+@pytest.mark.parametrize("rounds", [(0, 0), (0, 1, 0)], ids=["repeated", "after another round"])
+def test_client_predicts_each_public_example_as_often_as_the_method_asks(tmp_path, rounds):
     """Another order of the examples, for example, would give further predictions."""
-    asked: list[Predict] = []
 
-    def ask_again(request: Predict) -> Predict:
-        asked.append(request)
-        return dataclasses.replace(request, order=len(asked))
+    class AsksAgain(LocalEngine):
+        replies_to_predict: ClassVar[list[Message]] = []
 
-    class Repeats(HostileServer):
         def _deliver(self, message: Message) -> Message:
-            return (
-                [super(Repeats, self)._deliver(message) for _ in range(2)][-1]
-                if isinstance(message, Predict)
-                else super()._deliver(message)
-            )
+            if not isinstance(message, Predict):
+                return super()._deliver(message)
+            # A repeated request, as of a server that resumes, is answered.
+            for order, number in [(None, 0), *enumerate(rounds)]:
+                request = dataclasses.replace(message, order=None if order == 0 else order, round=number)
+                self.replies_to_predict.append(super()._deliver(request))
+            return self.replies_to_predict[-1]
 
-    demand = Demand("again", Predict, ask_again, "stop")
-    trainer = distillation_trainer(tmp_path, "dsfl", {}, engine=Repeats(demand))
+    AsksAgain.replies_to_predict = []
+    trainer = distillation_trainer(tmp_path, "dsfl", {}, engine=AsksAgain())
     with pytest.raises(RoundFailedError, match="passes_per_round"):
         trainer.train()
-    assert [isinstance(reply, ClientFailure) for reply in trainer.engine.answers[:2]] == [False, True]
+    failed = [isinstance(reply, ClientFailure) for reply in AsksAgain.replies_to_predict[: len(rounds) + 1]]
+    assert failed == [False] * len(rounds) + [True]
+
+
+class HostileConnection(Connection):
+    """Asks for the private model until the client leaves."""
+
+    def __init__(self) -> None:
+        self.replies: list[Message] = []
+
+    def receive(self, reply: bytes | None = None) -> bytes:
+        if reply is not None:
+            self.replies.append(read_message(reply))
+        number = len(self.replies)
+        if number > 5:
+            raise LinkError("The client did not leave.")
+        request = Fit(0, "a", seed=0, state={}, returns_state=False, nonce=str(number))
+        return frame({"state": "", "keep": [], "num_clients": 1}) + request.to_bytes()
+
+    def close(self) -> None:
+        pass
+
+
+def test_joined_client_leaves_after_three_refused_requests(tmp_path, caplog):
+    trainer = build_federation(tmp_path, {"a": CLIENTS["north"]})
+    connection = HostileConnection()
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    with pytest.raises(ServerRefusedError, match=r"after 3 requests .*`state`.*The client agreed to the global state"):
+        trainer.join_over(lambda settings, announcement: connection, client_id="a")
+    assert [type(reply) for reply in connection.replies] == [ClientFailure] * 2
+    assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+    assert sum("this client refused a request" in text for text in caplog.messages) == 3
+
+
+@pytest.mark.parametrize(("sent", "is_agreed"), [(1, True), (0.5, True), (True, False), ("1", False), (None, False)])
+def test_setting_has_the_type_of_the_clients_own_setting(sent, is_agreed):
+    """A recipe of another party can have the number 1 where this party has 1.0."""
+    agreement = Agreement([FedProx(1.0)], num_rounds=1)
+    request = Fit(0, "a", seed=0, state={"w": torch.zeros(1)}, settings={"proximal_weight": sent, "step": 3})
+    if is_agreed:
+        agreement.check(request)
+    else:
+        with pytest.raises(RefusedRequestError, match="`settings`"):
+            agreement.check(request)
 
 
 def test_limit_of_the_recipe_is_the_smallest_limit(tmp_path):
