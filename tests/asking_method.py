@@ -19,6 +19,7 @@ class AskNorms(Message):
 
     kind: ClassVar[str] = "ask_norms"
     answered_by: ClassVar[str] = "norms"
+    max_per_round: ClassVar[int] = 2
 
     center: dict[str, torch.Tensor]
 

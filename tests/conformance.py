@@ -38,6 +38,7 @@ class Question(Message):
 
     kind: ClassVar[str] = "question"
     answered_by: ClassVar[str] = "answer"
+    max_per_round: ClassVar[int] = 2
 
     factor: float
 

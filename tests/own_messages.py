@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_federated.clients import MemoryStore
+from hf_federated.clients import Agreement, MemoryStore
 from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import Engine, EngineContext, Plan
 from hf_federated.messages import Message, kinds_of
@@ -52,6 +52,7 @@ class SumWorker:
     def __init__(self, models: Any = None) -> None:
         self.models: Any = MemoryStore() if models is None else models
         self.last_error: Exception | None = None
+        self.agreement = Agreement([], num_rounds=2)
 
     def handle(self, message: Message) -> Message:
         return answer(message)

@@ -34,6 +34,7 @@ HALF = np.uint64(32)
 class Question(Message):
     kind: ClassVar[str] = "question"
     answered_by: ClassVar[str] = "answer"
+    max_per_round: ClassVar[int] = 2
     subject: str  # "key" or "rounds"
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -21,10 +21,14 @@ from ..messages import Distill, Evaluate, Feedback, Fit, Message, Predict
 from ..messages.distillation import PublicRowsMessage
 from ..methods import Method
 from ..utils.fields import describe
+from .request_record import RequestRecord
+from .sampling import client_seed
 
 
 # Largest number of characters of a value in an error.
 MAX_SHOWN = 300
+# A state is evaluated in its round and at the end of the run, and a user can evaluate another state.
+MAX_EVALUATIONS = 3
 
 
 class RefusedRequestError(ValueError):
@@ -56,6 +60,13 @@ class Agreement:
         smallest_limit (`int`, *optional*): Smallest limit of the examples of a round. By default, a client uses all of
             its examples.
         num_public_rows (`int`, *optional*, defaults to `0`): Number of public examples.
+        seed (`int`, *optional*): Seed of the federation, from which the seeds of local training are derived. By
+            default, any seed is allowed.
+        client_ids (`Collection[str]`, *optional*): Ids of the clients. By default, any id is allowed.
+
+    Attributes:
+        record ([`~hf_federated.clients.request_record.RequestRecord`], *optional*): The requests of the run. Without a
+            record, only requests for predictions are counted, because a server in the same process may train again.
 
     Example:
 
@@ -83,22 +94,45 @@ class Agreement:
         returns_state: bool = True,
         smallest_limit: int | None = None,
         num_public_rows: int = 0,
+        seed: int | None = None,
+        client_ids: Collection[str] | None = None,
     ) -> None:
         self.methods = methods
         self.num_rounds = num_rounds
         self.sends_state, self.returns_state = sends_state, returns_state
         self.smallest_limit = smallest_limit
         self.num_public_rows = num_public_rows
+        self.seed, self.client_ids = seed, client_ids
         # The settings of a `Fit` that do not depend on the state of the server. Their types are agreed.
         self.settings: dict[str, Any] = {}
         for method in methods:
             with suppress(Exception):  # a user's method may need the state of the server for its settings
                 self.settings |= method.fit_settings()
         self._has_individual_states = any(type(method).state_for is not Method.state_for for method in methods)
-        # The requests for predictions, and the number of public examples in them, by client and round. A server that
-        # resumes repeats its requests.
-        self._predictions: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
-        self._num_predicted: Counter[tuple[str, int]] = Counter()
+        self.record: RequestRecord | None = None
+        self._predictions = RequestRecord()
+        # Number of requests of a method of the user, by kind, client and round.
+        self._num_own: Counter[tuple[str, str, int]] = Counter()
+
+    def describe(self) -> dict[str, str]:
+        """Return what the client agreed to, as text by topic."""
+        requests = [f"{kind.kind!r} at most {kind.max_per_round}" for kind in self._own_requests()]
+        passes = max((getattr(method, "passes_per_round", 0) for method in self.methods), default=0)
+        return {
+            "rounds": f"{self.num_rounds}, in ascending order",
+            "received state": "the exchanged parameters" if self.sends_state else "none",
+            "sent state": "the exchanged parameters after local training" if self.returns_state else "none",
+            "local training": "once in a round, with the seed that follows from `federation_seed`",
+            "examples in a round": "all" if self.smallest_limit is None else f"all, or at least {self.smallest_limit}",
+            "evaluations": f"at most {MAX_EVALUATIONS} in a round",
+            "predictions of public examples": f"at most {passes} of each of {self.num_public_rows} in a round",
+            "other requests in a round": ", ".join(requests) or "none",
+        }
+
+    def _own_requests(self) -> list[type[Message]]:
+        """The requests of the methods that this library does not know."""
+        kinds = [kind for method in self.methods for kind in method.messages]
+        return [kind for kind in dict.fromkeys(kinds) if kind.answered_by and kind not in RULES]
 
     def check(self, request: Message) -> None:
         """
@@ -115,8 +149,20 @@ class Agreement:
             value = getattr(request, name)
             if (agreed := rule(self, value, request)) is not None:
                 raise RefusedRequestError(request, name, f"is {describe(value)}", agreed)
-        if isinstance(request, Predict):
-            self._count_predictions(request)
+        if self.record is not None:
+            self._add(request, self.record)
+        elif isinstance(request, Predict):
+            self._add(request, self._predictions)
+        elif cls not in RULES:
+            key = cls.kind, request.client_id, request.round
+            self._num_own[key] += 1
+            if self._num_own[key] > cls.max_per_round:
+                raise RefusedRequestError(request, "round", f"is {request.round}", self._limit(request)[2])
+
+    def _add(self, request: Message, record: RequestRecord) -> None:
+        amount, largest, agreed = self._limit(request)
+        if (found := record.add(request, amount, largest)) is not None:
+            raise RefusedRequestError(request, "round", found, agreed)
 
     def check_tensors(self, request: Fit | Evaluate, exchange: Exchange) -> None:
         """
@@ -140,18 +186,17 @@ class Agreement:
         # The client half of a method reads the names that it knows. Those of parameters have their shapes.
         _check_shapes(request, "extra", getattr(request, "extra", {}), own)
 
-    def _count_predictions(self, request: Predict) -> None:
-        """Check how often a client predicts the public examples in a round. A repeated request counts once."""
-        key, repeated = (request.client_id, request.round), hash(replace(request, nonce=""))
-        if repeated in self._predictions[key]:
-            return
-        passes = max(getattr(method, "passes_per_round", 0) for method in self.methods)
-        num_rows = self._num_predicted[key] + request.stop - request.start
-        if num_rows > passes * self.num_public_rows:
-            agreed = f"{passes} predictions of each of {self.num_public_rows} public examples (`passes_per_round`)"
-            raise RefusedRequestError(request, "stop", f"makes {num_rows} predictions in this round", agreed)
-        self._predictions[key].add(repeated)
-        self._num_predicted[key] = num_rows
+    def _limit(self, request: Message) -> tuple[int, int, str]:
+        """Return what a request asks for, how much is allowed in a round, and the limit in words."""
+        if isinstance(request, PublicRowsMessage):
+            passes = max(getattr(method, "passes_per_round", 0) for method in self.methods)
+            agreed = f"{passes} passes over {self.num_public_rows} public examples in a round (`passes_per_round`)"
+            return request.stop - request.start, passes * self.num_public_rows, agreed
+        if isinstance(request, Evaluate):
+            return 1, MAX_EVALUATIONS, f"{MAX_EVALUATIONS} evaluations in a round, in ascending rounds"
+        largest = request.max_per_round
+        limit = f"{largest} requests of this kind in a round (`max_per_round` of the message), in ascending rounds"
+        return 1, largest, limit
 
 
 def _check_shapes(
@@ -176,6 +221,17 @@ def _any(agreement: Agreement, value: Any, request: Any) -> str | None:
 
 def _round(agreement: Agreement, value: int, request: Message) -> str | None:
     return None if value < agreement.num_rounds else f"{agreement.num_rounds} rounds"
+
+
+def _client_id(agreement: Agreement, value: str, request: Message) -> str | None:
+    ids = agreement.client_ids
+    return None if ids is None or value in ids else f"requests to {', '.join(map(repr, sorted(ids)[:3]))}"
+
+
+def _seed(agreement: Agreement, value: int, request: Fit) -> str | None:
+    if agreement.seed is None or value == client_seed(agreement.seed, request.client_id, request.round):
+        return None
+    return "the seed that follows from `federation_seed`, the client and the round"
 
 
 def _state(agreement: Agreement, value: Mapping[str, torch.Tensor], request: Message) -> str | None:
@@ -229,9 +285,9 @@ def _evaluated_state(agreement: Agreement, value: Mapping[str, torch.Tensor], re
 
 # The rule of each field of the requests of this library. A class also has the rules of its base classes.
 RULES: dict[type[Message], dict[str, Rule]] = {
-    Message: {"round": _round, "client_id": _any, "nonce": _any},
+    Message: {"round": _round, "client_id": _client_id, "nonce": _any},
     Fit: {
-        "seed": _any,
+        "seed": _seed,
         "state": _state,
         "extra": _any,  # Agreement.check_tensors
         "settings": _settings,

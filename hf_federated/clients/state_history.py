@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..utils.errors import CheckpointError
 from .models import ClientModels
+from .store import link_or_copy
 
 
 DIGESTS_FILE = "digests.json"
@@ -52,6 +53,30 @@ class StateHistory:
         """
         path = self._folder(name) / REPLY_FILE
         return path.read_bytes() if path.is_file() else None
+
+    def repeat(self, earlier: str, name: str, reply: bytes) -> None:
+        """
+        Give the state after a request to another request with the same content.
+
+        A state that no longer exists is not needed: the server repeats the later requests, too.
+
+        Args:
+            earlier (`str`): Name of the earlier request.
+            name (`str`): Name of the request.
+            reply (`bytes`): The reply to the request.
+        """
+        folder, partial = self._folder(earlier), self.directory / _PARTIAL
+        if self._writes:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            for file in folder.iterdir():
+                if file.name != REPLY_FILE:
+                    link_or_copy(file, partial / file.name)
+            self._complete(partial, name, reply)
+
+    def has_state(self, name: str) -> bool:
+        """Whether the state after a request exists."""
+        return (self._folder(name) / DIGESTS_FILE).is_file()
 
     def restore(self, name: str) -> None:
         """
@@ -94,33 +119,42 @@ class StateHistory:
         self.current = name
 
     def _write(self, name: str, reply: bytes) -> None:
-        partial, folder = self.directory / _PARTIAL, self._folder(name)
+        partial = self.directory / _PARTIAL
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         digests = self._models.save(partial)
         (partial / DIGESTS_FILE).write_text(json.dumps(digests), encoding="utf-8")
+        self._complete(partial, name, reply)
+
+    def _complete(self, partial: Path, name: str, reply: bytes) -> None:
+        folder = self._folder(name)
         (partial / REPLY_FILE).write_bytes(reply)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
 
-    def prune(self, kept: Collection[str]) -> None:
+    def prune(self, kept: Collection[str], replies: Collection[str] = ()) -> None:
         """
-        Delete all states but some, and the replies of the states that remain except for the current one.
+        Delete all states and replies but some.
 
         Args:
             kept (`Collection[str]`): Names of the states to keep, in addition to the current one.
+            replies (`Collection[str]`, *optional*): Names of the replies to keep, in addition to the current one.
         """
         if not self._writes:
             return
         folders = {self._folder(name) for name in kept if name}
+        replied = {self._folder(name) for name in replies}
         current = self._folder(self.current) if self.current else None
         for folder in self.directory.iterdir() if self.directory.is_dir() else ():
             if folder == current or not _NAME.fullmatch(folder.name):
                 continue
-            if folder in folders:
-                (folder / REPLY_FILE).unlink(missing_ok=True)
-            else:
+            if folder not in folders | replied:
                 shutil.rmtree(folder, ignore_errors=True)
+                continue
+            for file in folder.iterdir():
+                is_reply = file.name == REPLY_FILE
+                if folder not in (replied if is_reply else folders):
+                    file.unlink(missing_ok=True)
 
     def _folder(self, name: str) -> Path:
         # The name comes from the server, so it is not used as a path.

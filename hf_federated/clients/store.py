@@ -201,7 +201,7 @@ class DiskStore(ClientStore):
         digests: dict[str, str] = {}
         for client_id, digest in self._digests.items():
             path = self.directory / client_file_name(client_id)
-            _link(path, directory / path.name)
+            link_or_copy(path, directory / path.name)
             digests[client_id] = sha256_of_file(path) if digest is None else digest
         self._digests.update(digests)
         return digests
@@ -211,7 +211,7 @@ class DiskStore(ClientStore):
         self.directory.mkdir(parents=True)
         for client_id, digest in digests.items():
             path = _checked_file(directory, client_id, digest)
-            _link(path, self.directory / path.name)
+            link_or_copy(path, self.directory / path.name)
         self._digests.update(digests)
 
 
@@ -241,7 +241,8 @@ def _checked_file(directory: Path, client_id: str, digest: str) -> Path:
     return path
 
 
-def _link(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make a file available under a second path. The file must not change afterwards."""
     try:
         os.link(source, target)
     except OSError:  # The paths are on different file systems, or the file system has no hard links.

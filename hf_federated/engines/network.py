@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers.utils import logging
 
-from ..clients.store import client_file_name
 from ..data import FederatedDataset
 from ..data.remote_datasets import RemoteDatasets
 from ..messages import Announcement, ClientFailure, Message, read_message
@@ -21,11 +18,12 @@ from ..transport.framing import frame
 from ..transport.protocol import DEFAULT_MAX_MESSAGE_BYTES, Blob, JoinedPieces
 from ..transport.session_config import SessionConfig
 from ..utils.arguments import require
-from ..utils.file_hash import sha256_of_file
 from .base import Engine
+from .client_states import ClientStates, saved_names
 from .context import EngineContext
+from .outcomes import Outcome, RecordedOutcomes
 from .requests import NoReply, OpenRequest, Plan
-from .run_monitor import RunMonitor
+from .run_monitor import FOLDER, RunMonitor
 from .run_status import RunStatus
 
 
@@ -124,8 +122,8 @@ class NetworkEngine(Engine):
         self._status = RunStatus(clients, self.transport)
         self._monitor: RunMonitor | None = None
         self._saved_clients: Callable[[], list[Path]] = list
-        # The state of each client after its last reply. It has the name of the request. Empty before the first one.
-        self._states: dict[str, str] = {}
+        self._states = ClientStates()
+        self._outcomes = RecordedOutcomes()
         # Replies to open requests for which no caller has waited.
         self._kept: dict[str, Blob] = {}
         # Clients whose request was withdrawn. Their reply may be among the events.
@@ -159,6 +157,7 @@ class NetworkEngine(Engine):
         self, settings: Callable[[], SessionConfig], output_dir: Path, num_rounds: int, *, is_complete: bool = False
     ) -> None:
         clients = self._datasets.client_ids
+        self._outcomes = RecordedOutcomes(output_dir / FOLDER)
         # Clients of a complete run may not know that it has ended, or may have left.
         num_awaited = len(clients) if is_complete else self._num_to_start
         seconds = min(self._join_timeout, _COMPLETE_SECONDS) if is_complete else self._join_timeout
@@ -207,7 +206,7 @@ class NetworkEngine(Engine):
 
     def start(self, context: EngineContext) -> None:
         super().start(context)
-        self._states = {}
+        self._states = ClientStates()
         self._saved_clients = context.saved_clients
 
     def stop(self, reason: str = "") -> None:
@@ -267,13 +266,37 @@ class NetworkEngine(Engine):
     def absence_reason(self, client_id: str) -> str | None:
         return self._missing.get(client_id)
 
+    def _is_over(self, until: float | None, enough: int, num_replies: int) -> bool:
+        # A resumed run also waits for the clients that replied in time in the interrupted run.
+        return super()._is_over(until, enough, num_replies) and not self._outcomes.awaits(self._requests)
+
     def describe_waiting(self) -> str | None:
         return self._status.describe_waiting()
 
     def run(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> Generator[Message, None, None]:
         self._status.begin(plan.round, plan.phase)
         self._note_all()
-        yield from super().run(plan, on_dispatch)
+        for reply in super().run(plan, on_dispatch):
+            self._add_outcome(plan.round, reply)
+            yield reply
+            del reply  # Free the memory before the next reply arrives.
+
+    def replies(
+        self, deadline: float | None = None, enough: int = 0, clients: Iterable[str] | None = None
+    ) -> Generator[Message, None, None]:
+        if clients is not None:
+            yield from super().replies(deadline, enough, clients)
+            return
+        # Requests that stay open beyond a round. A resumed run uses their replies in the order of the first run.
+        expected = self._outcomes.next_client()
+        clients = None if expected is None or expected not in self._requests else [expected]
+        for reply in super().replies(deadline, enough, clients):
+            self._add_outcome(reply.round, reply)
+            yield reply
+
+    def _add_outcome(self, round: int, reply: Message) -> None:
+        failure = reply.error[:MAX_SHOWN_LENGTH] if isinstance(reply, ClientFailure) else None
+        self._outcomes.add(Outcome(round, reply.client_id, failure))
 
     def withdraw(self, client_id: str) -> None:
         if self._is_asked(client_id):
@@ -287,13 +310,14 @@ class NetworkEngine(Engine):
     def _transmit(self, client_id: str, request: OpenRequest) -> None:
         if client_id in self._missing or client_id in self._withdrawn:
             self._note_all()
-        if client_id in self._missing:
+        self._outcomes.write()
+        if client_id in self._missing or self._outcomes.failure(request.round, client_id) is not None:
             return
         message = self._dispatch(client_id, request)
         header = {
-            "state": self._states.get(client_id, ""),
+            "state": self._states.of(client_id),
             # The client keeps the states of all checkpoints, because the run may resume from each of them.
-            "keep": [state for path in self._saved_clients() if (state := _read_state(path, client_id)) is not None],
+            "keep": saved_names(self._saved_clients(), client_id),
             "num_clients": len(self._datasets.client_ids),
         }
         self._status.sent(client_id, message.round, message.num_bytes)
@@ -310,7 +334,8 @@ class NetworkEngine(Engine):
             request = self._requests[client_id]
             if client_id in self._kept and client_id not in self._missing:
                 return self._reply(client_id, request, self._kept.pop(client_id))
-            if until is None and now - self._absent_since.get(client_id, now) > self._rejoin_timeout:
+            waits = until is None or (now >= until and self._outcomes.awaits({client_id: request}))
+            if waits and now - self._absent_since.get(client_id, now) > self._rejoin_timeout:
                 self.transport.withdraw(client_id)
                 self._missing[client_id] = f"the client was absent for {self._rejoin_timeout:g} s"
                 text = f"Round {request.round + 1} no longer waits for client {client_id!r}."
@@ -318,7 +343,8 @@ class NetworkEngine(Engine):
             if client_id in self._missing or request.expected is None:
                 self._status.withdrawn(client_id)
                 self._kept.pop(client_id, None)
-                reason = self._missing.get(client_id, "the client was absent")
+                reason = self._missing.get(client_id) or self._outcomes.failure(request.round, client_id)
+                reason = reason or "the client was absent"
                 return client_id, NoReply(request.round, client_id, reason)
         pause = self._rejoin_timeout if until is None else max(until - now, 0.01)
         event = self.transport.receive(min(_CHECK_SECONDS, pause))
@@ -341,44 +367,23 @@ class NetworkEngine(Engine):
         except ValueError as error:
             text = f"its reply is damaged: {error}"
             return client_id, ClientFailure(request.round, client_id, text, nonce=nonce)
-        self._states[client_id] = nonce
+        self._states.names[client_id] = nonce
         return client_id, reply
 
     # ---- Checkpoints
 
     def save(self, directory: Path) -> dict[str, str]:
-        digests = {}
-        for client_id, state in self._states.items():
-            content = json.dumps({"client": client_id, "state": state}).encode()
-            (directory / client_file_name(client_id)).write_bytes(content)
-            digests[client_id] = hashlib.sha256(content).hexdigest()
-        return digests
+        self._outcomes.write()
+        return self._states.save(directory, self._outcomes.num_used)
 
     def load(self, directory: Path, digests: Mapping[str, str]) -> None:
-        self._states = {}
-        for client_id, digest in digests.items():
-            path = directory / client_file_name(client_id)
-            state = _read_state(directory, client_id)
-            if state is None or sha256_of_file(path) != digest:
-                raise ValueError(
-                    f"The state of client {client_id!r}, {str(path)!r}, is missing or damaged, or the checkpoint was "
-                    "written by an engine whose clients run on one machine. Resume with the engine of the checkpoint."
-                )
-            self._states[client_id] = state
+        if (num_outcomes := self._states.load(directory, digests)) is not None:
+            self._outcomes.resume(num_outcomes)
+        for client_id in digests:
             if not self.transport.is_connected(client_id) and client_id not in self._status.expelled:
                 # The client took part before the checkpoint, so the round waits for it as for a client that was lost.
                 self._missing.pop(client_id, None)
                 self._absent_since[client_id] = time.monotonic()
-
-
-def _read_state(directory: Path, client_id: str) -> str | None:
-    """Return the name of a client's state in a checkpoint, or `None` if the checkpoint has none."""
-    try:
-        content = json.loads((directory / client_file_name(client_id)).read_bytes())
-    except (OSError, ValueError):
-        return None
-    state = content.get("state") if isinstance(content, dict) else None
-    return state if isinstance(state, str) else None
 
 
 def _log(text: str, event: str, client_id: str, level: int = logging.WARNING, **fields: Any) -> None:

@@ -164,6 +164,8 @@ class Message(Serializable):
 
     # Kind of the reply of a client that succeeds. Empty for a reply, and for a request that any message may answer.
     answered_by: ClassVar[str] = ""
+    # Largest number of requests of this kind that a client answers in a round.
+    max_per_round: ClassVar[int] = 1
 
     round: Count
     client_id: str

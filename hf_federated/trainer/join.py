@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils import logging
 
-from ..clients import RefusedRequestError
+from ..clients import Agreement, RefusedRequestError
 from ..clients.limits import examples_per_step
+from ..clients.request_record import RequestRecord
 from ..clients.state_history import StateHistory
 from ..data import FederatedDataset
 from ..data.client_ids import similar_ids_hint
@@ -22,6 +26,7 @@ from ..engines import ClientEngine, raise_common_failure
 from ..messages import Announcement, ClientFailure, ClientUpdate, Message, read_message
 from ..server import RoundSummary
 from ..transport import Connector
+from ..utils.arguments import require
 from ..utils.buffers import aligned_buffer
 from ..utils.client_names import escape_client_id
 from ..utils.errors import UserError
@@ -33,8 +38,7 @@ from .setup import FederationSetup
 logger = logging.get_logger(__name__)
 
 STATES_DIR = "client_states"
-# A client leaves after this number of requests to which it did not agree.
-MAX_REFUSALS = 3
+AGREEMENT_FILE = "agreement.json"
 
 
 class RunEndedError(UserError):
@@ -59,13 +63,22 @@ class JoinedClient:
         args (`TrainingArguments`): The user's training arguments.
         client_id (`str`): Id of the client.
         state_dir (`str`, *optional*): Folder of the states. Defaults to a folder in the output directory.
+        refusals (`int`, *optional*, defaults to `3`): Number of refused requests after which the client leaves.
 
     Raises:
         ValueError: If several processes would not train the client together, or if the trainer has the examples of
             several clients and `client_id` is none of them.
     """
 
-    def __init__(self, setup: FederationSetup, args: TrainingArguments, client_id: str, state_dir: str | None) -> None:
+    def __init__(
+        self,
+        setup: FederationSetup,
+        args: TrainingArguments,
+        client_id: str,
+        state_dir: str | None,
+        refusals: int = 3,
+    ) -> None:
+        require("refusals", refusals, refusals >= 1, "at least 1")
         self._processes = setup.processes
         if setup.spreads_clients:
             raise ValueError(
@@ -80,7 +93,9 @@ class JoinedClient:
         self._requests: ClientRequests | None = None
         self._history: StateHistory | None = None
         self._next: Request | None = None
-        self._num_refused = 0
+        self._max_refused = refusals
+        self._record = RequestRecord()
+        self._agreed: dict[str, str] = {}
         # Number of training examples in all rounds.
         self.examples_seen = 0
 
@@ -98,6 +113,7 @@ class JoinedClient:
         # A connection after a lost one has the same settings, although the parameters of the model have changed. All
         # processes prepare the examples, because a preparation may wait for all of them.
         settings = NetworkSettings.of(self.setup, self._args, self.client_id)
+        self._agreed = settings.to_dict()
         announcement = announcement_of(self.setup, self._args, self.client_id).to_bytes()
         connect = functools.partial(connector, settings, announcement)
         self._requests = ClientRequests(self.client_id, self._processes, connect)
@@ -136,6 +152,7 @@ class JoinedClient:
             raise RuntimeError("The client is not connected. Call `connect` first.")
         if self._history is None:
             self._history = StateHistory(self._state_dir, self._engine.worker.models, self._processes.is_main)
+            self._record = self._agreement.record = self._open_record()
         metrics: dict[str, dict[str, float]] = {}
         round: int | None = None
         if self._next is None:
@@ -149,7 +166,6 @@ class JoinedClient:
                 break
             round = message.round
             reply = self._answer(self._next, message, self._history, metrics)
-            self._history.prune([self._next.state, *self._next.keep])
             # Free the memory before the next request arrives.
             self._next = None
             del message, content
@@ -159,6 +175,7 @@ class JoinedClient:
             control.should_training_stop = True
             if requests.end:
                 raise RunEndedError(f"The server ended the run: {requests.end}")
+            self._record.end()
         return RoundSummary.from_clients(metrics, num_failed=0, round=round or 0)
 
     def _answer(
@@ -166,11 +183,9 @@ class JoinedClient:
     ) -> bytes:
         """Carry out a request, unless the client has done so before. Return the reply, and note the metrics."""
         worker, processes = self._engine.worker, self._processes
-        # Only the main process knows its replies for certain: other machines may see its files later.
-        reply = history.reply_to(message.nonce) if processes.is_main else None
-        if processes.run_on_main("earlier reply", lambda: reply is not None):
-            history.restore(message.nonce)
-            return reply or b""
+        self._record.start = request.state
+        if (reply := self._earlier_reply(message, history)) is not None:
+            return reply
         worker.is_federation = request.num_clients > 1
         history.restore(request.state)
         answer = worker.handle(message)
@@ -181,21 +196,64 @@ class JoinedClient:
             else:
                 self.examples_seen += answer.num_steps * examples_per_step(self._args, processes.world_size)
         elif isinstance(worker.last_error, RefusedRequestError):
-            self._num_refused += 1
             logger.warning(f"Round {message.round + 1}: this client refused a request: {worker.last_error}")
-            if self._num_refused >= MAX_REFUSALS:
-                raise ServerRefusedError(
-                    f"Client {self.client_id!r} left the federation after {self._num_refused} requests to which it "
-                    f"did not agree. The last one: {worker.last_error} Compare the settings of the server and the "
-                    "client."
-                )
+            self._note_refusal(worker.last_error)
         elif isinstance(answer, ClientFailure):
             if processes.world_size > 1:
                 raise_common_failure(processes, answer, worker.last_error)
             logger.warning(f"Round {message.round + 1}: this client failed: {worker.last_error}")
         reply = answer.to_bytes() if processes.is_main else b""
         history.record(message.nonce, reply)
+        # A server that resumes repeats the requests after its last checkpoint.
+        history.prune([request.state, *request.keep], self._record.since(request.keep))
         return reply
+
+    def _earlier_reply(self, message: Message, history: StateHistory) -> bytes | None:
+        """Return the reply to an earlier request with the content of a message, if the client still has the reply."""
+        processes = self._processes
+        # Only the main process knows its replies for certain: other machines may see its files later.
+        reply, earlier = None, None
+        if processes.is_main:
+            reply = history.reply_to(message.nonce)
+            earlier = None if reply is not None else self._record.earlier(message)
+        # A state in the middle of the repeated requests is not needed, if the state after the last of them exists.
+        has_later = history.has_state(earlier or "") or history.has_state(self._record.last)
+        if earlier is not None and has_later and (content := history.reply_to(earlier)) is not None:
+            reply = dataclasses.replace(read_message(content, self._engine.kinds), nonce=message.nonce).to_bytes()
+            history.repeat(earlier, message.nonce, reply)
+            self._agreement.check(message)
+        found = [reply is not None, reply is not None and history.has_state(message.nonce)]
+        is_answered, has_state = processes.run_on_main("earlier reply", lambda: found)
+        if has_state:
+            history.restore(message.nonce)
+        return (reply or b"") if is_answered else None
+
+    @property
+    def _agreement(self) -> Agreement:
+        agreement = self._engine.worker.agreement
+        if agreement is None:
+            raise RuntimeError("The worker of a client on another machine has an agreement.")
+        return agreement
+
+    def _open_record(self) -> RequestRecord:
+        """Open the record of the client's requests, and write what the client agrees to."""
+        folder, agreed = Path(self._state_dir), {**self._agreement.describe(), **self._agreed}
+        text = json.dumps(agreed, indent=2) + "\n"
+        record = RequestRecord(folder, hashlib.sha256(text.encode()).hexdigest(), self._processes.is_main)
+        if self._processes.is_main:
+            (folder / AGREEMENT_FILE).write_text(text, encoding="utf-8")
+        return record
+
+    def _note_refusal(self, error: RefusedRequestError) -> None:
+        """Count a refusal. Leave the federation after too many refusals."""
+        record = self._record
+        record.add_refusal(str(error))
+        if record.num_refused >= self._max_refused:
+            raise ServerRefusedError(
+                f"Client {self.client_id!r} left the federation after {record.num_refused} requests to which it "
+                f"did not agree. The last one: {error} Compare the settings of the server and the client. If the "
+                f"server starts a new run, start the client again without {str(record.path)!r}."
+            )
 
 
 def announcement_of(setup: FederationSetup, args: TrainingArguments, client_id: str) -> Announcement:

@@ -34,6 +34,7 @@ class JoinMixin(RoleMixin):
         connect_timeout: float = 600.0,
         reconnect_timeout: float = 45.0,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        refusals: int = 3,
     ) -> TrainOutput:
         """
         Take part in a federation as one client, until its server ends the run.
@@ -63,11 +64,14 @@ class JoinMixin(RoleMixin):
                 the connection ends.
             max_message_bytes (`int`, *optional*, defaults to 1 GiB): Size of the largest message that the server may
                 send.
+            refusals (`int`, *optional*, defaults to `3`): Number of refused requests after which the client leaves. A
+                client refuses requests that its own arguments do not allow.
 
         Raises:
             ClientRefusedError: If the server refuses the client. The message names the settings that differ.
             LinkError: If the connection ended. Join again to continue.
             RunEndedError: If the server ended the run because of an error.
+            ServerRefusedError: If the client refused several requests of the server.
             OutputDirInUseError: If another process trains in the output directory.
             PeerFailedError: If another process of the launch failed.
             ValueError: If the launch has several processes and `parallelism` is not `"data"`, or if the trainer has
@@ -83,9 +87,11 @@ class JoinMixin(RoleMixin):
             reconnect_timeout=reconnect_timeout,
             max_message_bytes=max_message_bytes,
         )
-        return self.join_over(connect, client_id=client_id, state_dir=state_dir)
+        return self.join_over(connect, client_id=client_id, state_dir=state_dir, refusals=refusals)
 
-    def join_over(self, connector: Connector, *, client_id: str, state_dir: str | None = None) -> TrainOutput:
+    def join_over(
+        self, connector: Connector, *, client_id: str, state_dir: str | None = None, refusals: int = 3
+    ) -> TrainOutput:
         """
         Take part in a federation as [`~JoinMixin.join`], over another transport.
 
@@ -94,15 +100,17 @@ class JoinMixin(RoleMixin):
                 the connection is lost.
             client_id (`str`): As in [`~JoinMixin.join`].
             state_dir (`str`, *optional*): As in [`~JoinMixin.join`].
+            refusals (`int`, *optional*, defaults to `3`): As in [`~JoinMixin.join`].
 
         Raises:
             RunEndedError: If the server ended the run because of an error.
+            ServerRefusedError: If the client refused several requests of the server.
             OutputDirInUseError: If another process trains in the output directory.
             ValueError: As in [`~JoinMixin.join`].
         """
         setup = self._federation_setup
         setup.processes.raise_if_failed()
-        joined = JoinedClient(setup, self.args, client_id, state_dir)
+        joined = JoinedClient(setup, self.args, client_id, state_dir, refusals)
         with setup.processes.fail_together(), output_dir_lock(self.args.output_dir, setup.processes):
             joined.connect(connector)
             self._setup, self._joined, args = joined.setup, joined, self.args

@@ -115,6 +115,8 @@ class Workers:
             returns_state=setup.aggregation.exchanges_parameters,
             smallest_limit=smallest_limit if limits_rows else None,
             num_public_rows=0 if self.student is None else self.student.num_rows,
+            seed=setup.seed,
+            client_ids=frozenset([*setup.clients, *(setup.eval_clients or ())]),
         )
 
     def _build_client_models(self) -> ClientModels:

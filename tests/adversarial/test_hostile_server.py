@@ -13,7 +13,7 @@ from distillation_setup import distillation_trainer
 from federations import CLIENTS, build_federation
 
 from hf_federated import FedProx
-from hf_federated.clients import Agreement, RefusedRequestError
+from hf_federated.clients import Agreement, RefusedRequestError, client_seed
 from hf_federated.clients.agreement import RULES, rules_of
 from hf_federated.engines import LocalEngine
 from hf_federated.messages import ClientFailure, Distill, Evaluate, Feedback, Fit, Message, Predict, read_message
@@ -211,7 +211,7 @@ class HostileConnection(Connection):
         number = len(self.replies)
         if number > 5:
             raise LinkError("The client did not leave.")
-        request = Fit(0, "a", seed=0, state={}, returns_state=False, nonce=str(number))
+        request = Fit(0, "a", client_seed(42, "a", 0), state={}, returns_state=False, nonce=str(number))
         return frame({"state": "", "keep": [], "num_clients": 1}) + request.to_bytes()
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from tiny import arguments, rows, tiny_model
 from transformers import ProgressCallback, TrainerCallback
 
 from hf_federated import FederatedConfig, FederatedTrainer
+from hf_federated.clients import client_seed
 from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import EngineContext, NetworkEngine, Plan
 from hf_federated.messages import ClientUpdate, Fit
@@ -71,7 +72,9 @@ def joined(tmp_path) -> tuple[FederatedTrainer, Events, Events, list[ClientUpdat
         engine._note(engine.transport.receive(20))
         engine.start(EngineContext(lambda: None, {}, "data", process_group()))
         for round in range(NUM_ROUNDS):
-            plan = Plan(round, ("north",), lambda name, round=round: Fit(round, name, round, state))
+            plan = Plan(
+                round, ("north",), lambda name, round=round: Fit(round, name, client_seed(42, name, round), state)
+            )
             updates.extend(engine.run(plan))
         engine.transport.stop()
 

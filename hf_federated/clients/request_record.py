@@ -1,0 +1,185 @@
+"""`RequestRecord`: the requests that a client has agreed to, so that a server cannot ask for more answers in a round.
+
+A server that resumes a run repeats its requests. A client therefore answers a request again if the request has the
+same content and starts from the same state of the client, and refuses another request in its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any
+
+from ..messages import Message
+from ..utils.fields import Count, check_values
+from ..utils.journal import Journal
+
+
+REQUESTS_FILE = "requests.jsonl"
+_END = {"end": "complete"}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A request. Its nonce is the name of the client's state after it, and `start` the name of the state before it."""
+
+    kind: str
+    client_id: str
+    round: Count
+    amount: Count
+    digest: str
+    nonce: str
+    start: str
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.kind, self.client_id, self.round
+
+
+class RequestRecord:
+    """
+    The requests that a client has agreed to.
+
+    Args:
+        folder (`pathlib.Path`, *optional*): Folder of the file, so that the record survives the process. By default,
+            the record is in memory.
+        agreement (`str`, *optional*): Digest of what the client agreed to. The record of another agreement is dropped,
+            as is the record of a complete run.
+        writes (`bool`, *optional*, defaults to `True`): Whether this process writes the file.
+
+    Attributes:
+        num_refused (`int`): Number of requests that the client refused in this run.
+
+    Raises:
+        ValueError: If the file is damaged.
+    """
+
+    def __init__(self, folder: Path | None = None, agreement: str = "", writes: bool = True) -> None:
+        self._journal = None if folder is None else Journal(folder / REQUESTS_FILE)
+        self._writes = writes
+        self.num_refused = 0
+        # Nonce of the last request that repeats no earlier one.
+        self.last = ""
+        # Name of the state from which the client answers the next request.
+        self.start = ""
+        # The entries by kind, client and round, and then by digest and state.
+        self._entries: defaultdict[tuple[str, str, int], dict[tuple[str, str], _Entry]] = defaultdict(dict)
+        self._last_rounds: Counter[str] = Counter()
+        # The nonces of all requests, in their order, each with the nonce of the first request that it repeats.
+        self._nonces: dict[str, str] = {}
+        if self._journal is None:
+            return
+        saved = self._journal.read()
+        if saved[:1] == [{"agreement": agreement}] and saved[-1] != _END:
+            for fields in saved[1:]:
+                self._load(fields)
+        elif writes:
+            self._journal.replace([{"agreement": agreement}])
+
+    @property
+    def path(self) -> Path | None:
+        """The file of the record, if it has one."""
+        return None if self._journal is None else self._journal.path
+
+    def add(self, request: Message, amount: int, largest: int) -> str | None:
+        """
+        Add a request before the client computes the reply. A request with the content of an earlier one is allowed.
+
+        Args:
+            request ([`Message`]): The request.
+            amount (`int`): What the request asks for, such as a number of public examples.
+            largest (`int`): Largest sum of the amounts of different requests of this kind in a round.
+
+        Returns:
+            `str`, *optional*: Why the request is not allowed, as the predicate of a sentence about its round.
+        """
+        entry = self._entry(request, amount)
+        entries = self._entries[entry.key]
+        if (entry.digest, entry.start) not in entries:
+            if request.round < (last := self._last_rounds[request.client_id]):
+                return f"is {request.round}, but the client has answered requests of round {last}"
+            answered = sum(each.amount for each in entries.values())
+            if answered + amount > largest:
+                return f"is {request.round}, in which the client has already answered {answered}"
+        self._keep(entry)
+        self._write(asdict(entry))
+        return None
+
+    def earlier(self, request: Message) -> str | None:
+        """
+        Return the nonce of the last request with the same content and the same state.
+
+        Args:
+            request ([`Message`]): A request.
+        """
+        entry = self._entry(request)
+        found = self._entries[entry.key].get((entry.digest, entry.start))
+        return None if found is None else found.nonce
+
+    def since(self, nonces: Collection[str]) -> list[str]:
+        """
+        Return the nonces of all requests after the last of some requests. Empty if the record has none of them.
+
+        Args:
+            nonces (`Collection[str]`): Nonces of requests.
+        """
+        later: list[str] = []
+        for nonce in reversed(self._nonces):
+            if nonce in nonces:
+                return later
+            later.append(nonce)
+        return []
+
+    def add_refusal(self, reason: str) -> None:
+        """
+        Count a refused request.
+
+        Args:
+            reason (`str`): Why the client refused the request.
+        """
+        self.num_refused += 1
+        self._write({"refused": reason})
+
+    def end(self) -> None:
+        """Record that the run is complete. The next run has a new record."""
+        self._write(_END)
+
+    def _entry(self, request: Message, amount: int = 1) -> _Entry:
+        key = request.kind, request.client_id, request.round
+        start = self._nonces.get(self.start, self.start)
+        return _Entry(*key, amount, digest_of(request), request.nonce, start)
+
+    def _keep(self, entry: _Entry) -> None:
+        entries, content = self._entries[entry.key], (entry.digest, entry.start)
+        if content not in entries:
+            self.last = entry.nonce
+        first = entries[content].nonce if content in entries else entry.nonce
+        entries[content] = entry
+        self._last_rounds[entry.client_id] = max(self._last_rounds[entry.client_id], entry.round)
+        self._nonces[entry.nonce] = self._nonces.get(first, first)
+
+    def _write(self, fields: Mapping[str, Any]) -> None:
+        if self._journal is not None and self._writes:
+            self._journal.append([fields])
+
+    def _load(self, fields: dict[str, Any]) -> None:
+        if fields.keys() == {"refused"}:
+            self.num_refused += 1
+            return
+        where = f"{str(self.path)!r} is damaged: "
+        if fields.keys() != {field.name for field in dataclass_fields(_Entry)}:
+            raise ValueError(f"{where}{fields} is not a request.")
+        check_values(_Entry, fields, where)
+        self._keep(_Entry(**fields))
+
+
+def digest_of(request: Message) -> str:
+    """Return the SHA-256 digest of a request without its nonce."""
+    digest = hashlib.sha256()
+    for piece in replace(request, nonce="").to_pieces():
+        digest.update(piece)
+    return digest.hexdigest()
