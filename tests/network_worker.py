@@ -2,9 +2,9 @@
 
 The worker imports the libraries once and forks for every party, like `rank_worker.py`, whose scenarios it uses. It
 reads one request per line from its standard input:
-`{"directory", "scenario", "num_parties", "resume", "kill", "absent", "late", "twin", "faults", "differ"}`. Process 0
-is the server, process i is the i-th client. It answers with one line that contains the exit code of every process, and
-the seconds until the last process ended.
+`{"directory", "scenario", "num_parties", "resume", "kill", "absent", "late", "twin", "faults", "differ", "slow"}`.
+Process 0 is the server, process i is the i-th client. It answers with one line that contains the exit code of every
+process, and the seconds until the last process ended.
 """
 
 from __future__ import annotations
@@ -79,6 +79,19 @@ class KillInStep(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class DelayInRound(TrainerCallback):
+    """Delays one local training of a client, so that the reply comes after the deadline of the round."""
+
+    def __init__(self, training: int, seconds: float) -> None:
+        self.training, self.seconds = training, seconds
+        self.trainings = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainings += 1
+        if self.trainings == self.training + 1:
+            time.sleep(self.seconds)
+
+
 class AwaitCondition(FederatedCallback):
     """Delays a round of the server until a condition holds."""
 
@@ -145,11 +158,13 @@ def train(number: int, request: dict[str, Any]) -> None:
         common["eval_dataset"] = eval_clients.select_clients([client_id])
     if is_killed and kill.get("before_reply"):
         kill_before_reply(kill["round"])
-    kills_in_step = is_killed and not kill.get("before_reply")
+    client_callbacks: list[TrainerCallback] = []
+    if is_killed and not kill.get("before_reply"):
+        client_callbacks.append(KillInStep(kill["round"]))
+    if (slow := request.get("slow")) and slow["party"] == number:
+        client_callbacks.append(DelayInRound(slow["round"], slow["seconds"]))
     trainer = FederatedTrainer(
-        train_dataset={client_id: clients[client_id]},
-        client_callbacks=[KillInStep(kill["round"])] if kills_in_step else [],
-        **common,
+        train_dataset={client_id: clients[client_id]}, client_callbacks=client_callbacks, **common
     )
     trainer.join(
         request.get("proxy", address),
@@ -202,7 +217,7 @@ def start_again(killed: int, child: int, request: dict[str, Any], deadline: floa
         code = wait(child, deadline)
     if code != -signal.SIGKILL or kill.get("stays_away"):
         return code, None
-    resume = killed == 0 and has_checkpoint(request)
+    resume = killed == 0 and has_checkpoint(request) and (kill.get("resume_from") or True)
     return code, start_party(killed, {**request, "kill": None, "resume": resume})
 
 

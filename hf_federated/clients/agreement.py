@@ -195,7 +195,7 @@ class Agreement:
         if isinstance(request, Evaluate):
             return 1, MAX_EVALUATIONS, f"{MAX_EVALUATIONS} evaluations in a round, in ascending rounds"
         largest = request.max_per_round
-        limit = f"{largest} requests of this kind in a round (`max_per_round` of the message), in ascending rounds"
+        limit = f"at most {largest} of these requests in a round (`max_per_round` of the message), in ascending rounds"
         return 1, largest, limit
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..utils.fields import check_fields
+
 
 Role = Literal["head", "body", "tail"]
 ROLES: tuple[Role, ...] = ("head", "body", "tail")
@@ -42,6 +44,7 @@ class Cut:
     tail_blocks: int = 1
 
     def __post_init__(self) -> None:
+        check_fields(self, "A cut is invalid: ")
         if self.head_blocks < 0:
             raise ValueError(f"head_blocks={self.head_blocks}, but it must be at least 0.")
         if self.tail_blocks < 1:

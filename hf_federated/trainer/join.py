@@ -161,10 +161,10 @@ class JoinedClient:
             content = aligned_buffer(len(self._next.content))
             content[:] = self._next.content
             message = read_message(content, self._engine.kinds)
-            if round is not None and message.round != round:
-                # The request belongs to the next step of the loop.
+            if round is not None and message.round > round:
+                # The request belongs to the next step of the loop. A server that resumes repeats earlier rounds.
                 break
-            round = message.round
+            round = message.round if round is None else round
             reply = self._answer(self._next, message, self._history, metrics)
             # Free the memory before the next request arrives.
             self._next = None

@@ -96,6 +96,24 @@ def test_run_goes_on_without_a_client_that_stays_away(network, tmp_path):
     assert all("the client was absent for 1 s" in names["client 3"] for names in rejected[1:])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["run/checkpoint-1", "run/checkpoint-2"])
+def test_resumed_run_leaves_out_the_clients_that_were_late(network, tmp_path, checkpoint):
+    """With the reply that comes in time after the resume, clients would refuse the state of the next round."""
+    options = {
+        "slow": {"party": 3, "round": 1, "seconds": 6.5},
+        "federation": {"clients_per_round": 1.0, "min_clients": 3, "round_deadline": 5.0},
+    }
+    expected, found = tmp_path / "expected", tmp_path / "found"
+    for directory, kill in [(expected, None), (found, {"party": 0, "round": 2, "resume_from": checkpoint})]:
+        directory.mkdir()
+        answer = network(directory, "scaffold", kill=kill, **options)
+        assert answer["codes"] == [0] * NUM_PARTIES, logs(directory)
+    assert [list(names) for names in notes(expected)["rejected"]] == [[], ["client 2"], []]
+    assert same_bits(weights(expected), weights(found)), logs(found)
+    assert "refused a request" not in logs(found)
+
+
 KILLS = {
     "server": {"party": 0, "round": 1},
     "client in a step": {"party": 4, "round": 1},
