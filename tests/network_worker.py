@@ -2,7 +2,8 @@
 
 The worker imports the libraries once and forks for every party, like `rank_worker.py`, whose scenarios it uses. It
 reads one request per line from its standard input:
-`{"directory", "scenario", "num_parties", "resume", "kill", "absent", "late", "twin", "faults", "differ", "slow"}`.
+`{"directory", "scenario", "num_parties", "resume", "kill", "absent", "late", "twin", "faults", "differ", "slow",
+"buffer_size"}`.
 Process 0 is the server, process i is the i-th client. It answers with one line that contains the exit code of every
 process, and the seconds until the last process ended.
 """
@@ -25,6 +26,7 @@ from transformers import TrainerCallback
 from hf_federated import FederatedCallback, FederatedConfig, FederatedDataset, FederatedTrainer
 from hf_federated.clients.state_history import StateHistory
 from hf_federated.engines import NetworkEngine
+from hf_federated.server.collectors import BufferedCollector
 from hf_federated.testing.processes import fork, free_address, serve, wait
 from hf_federated.testing.runs import RUN_DIR, RoundRecorder
 from hf_federated.testing.scenario import NUM_ROUNDS
@@ -114,6 +116,8 @@ def train(number: int, request: dict[str, Any]) -> None:
     model, federation, args, trainer_args = scenario(name)
     federation.pop("parallelism", None)
     federation |= request.get("federation", {})
+    if "buffer_size" in request:
+        federation["collector"] = BufferedCollector(request["buffer_size"])
     clients = trainer_args.pop("train_dataset")
     clients = clients.select_clients(list(clients)[: request["num_parties"] - 1])
     eval_clients = trainer_args.get("eval_dataset")

@@ -114,6 +114,25 @@ def test_resumed_run_leaves_out_the_clients_that_were_late(network, tmp_path, ch
     assert "refused a request" not in logs(found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["run/checkpoint-1", "run/checkpoint-2"])
+def test_resumed_asynchronous_run_uses_the_replies_in_their_first_order(network, tmp_path, checkpoint):
+    """In another order, the states of the later rounds would differ, and the clients would refuse them."""
+    answer = network(
+        tmp_path,
+        "fedprox",
+        kill={"party": 0, "round": 2, "resume_from": checkpoint},
+        buffer_size=2,
+        federation={"clients_per_round": 4, "min_clients": 1},
+    )
+    assert answer["is_killed"] and answer["codes"] == [0] * NUM_PARTIES, logs(tmp_path)
+    assert "refused a request" not in logs(tmp_path)
+    outcomes = [
+        json.loads(line) for line in (tmp_path / "run" / "network" / "outcomes.jsonl").read_text().splitlines()
+    ]
+    assert len(outcomes) >= 4 and all(outcome["failure"] is None for outcome in outcomes)
+
+
 KILLS = {
     "server": {"party": 0, "round": 1},
     "client in a step": {"party": 4, "round": 1},
