@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..messages import ClientUpdate, Disclosure, Fit
+from ..messages import ClientUpdate, Disclosure, Fit, Message
+from ..messages.validation import RefusedRequestError
 from ..methods import Accumulator, ClientPart
 from ..utils.arguments import require
 from ..utils.weighted_mean import State, wide_dtype
@@ -24,6 +25,11 @@ class ControlVariatePart(ClientPart):
     _own: State
     _sum: State
     _num_steps = 0
+
+    def check_request(self, message: Message) -> None:
+        if missing := self.context.model.exchange.trainable.keys() - getattr(message, "extra", {}).keys():
+            found, agreed = f"lacks {min(missing)!r}", "a control variate of each trained parameter"
+            raise RefusedRequestError(message, "extra", found, agreed)
 
     def receive(self, message: Fit) -> None:
         self._server = message.extra

@@ -1,6 +1,7 @@
 """The client side of a federation: local training, the client worker, client state and the sampling of clients."""
 
-from .agreement import Agreement, RefusedRequestError
+from ..messages.validation import RefusedRequestError
+from .agreement import Agreement
 from .local_training import UnsupportedTrainerError, client_arguments, fresh_collator
 from .models import ClientModels, OwnModels, SharedModel
 from .sampling import ClientSampler, RowLimit, batches_per_round, client_seed

@@ -19,33 +19,17 @@ import torch
 from ..adapters import Exchange
 from ..messages import Distill, Evaluate, Feedback, Fit, Message, Predict
 from ..messages.distillation import PublicRowsMessage
+from ..messages.validation import RefusedRequestError, first_non_finite
 from ..methods import Method
 from ..utils.fields import describe
 from .request_record import RequestRecord
 from .sampling import client_seed
 
 
-# Largest number of characters of a value in an error.
-MAX_SHOWN = 300
+# Largest number of values in a tensor field of a request to a client that exchanges fewer parameters.
+MIN_VALUES = 2**24
 # A state is evaluated in its round and at the end of the run, and a user can evaluate another state.
 MAX_EVALUATIONS = 3
-
-
-class RefusedRequestError(ValueError):
-    """
-    The client refuses a request, because a value differs from what its own settings allow.
-
-    Args:
-        request ([`Message`]): The request.
-        field (`str`): The field with the value.
-        found (`str`): The value, as the predicate of a sentence.
-        agreed (`str`): What the client agreed to.
-    """
-
-    def __init__(self, request: Message, field: str, found: str, agreed: str) -> None:
-        # A value of the server can be long, and a message to the server must be short.
-        found, agreed = (text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} …" for text in (found, agreed))
-        super().__init__(f"`{field}` of a request of kind {request.kind!r} {found}. The client agreed to {agreed}.")
 
 
 class Agreement:
@@ -164,18 +148,23 @@ class Agreement:
         if (found := record.add(request, amount, largest)) is not None:
             raise RefusedRequestError(request, "round", found, agreed)
 
-    def check_tensors(self, request: Fit | Evaluate, exchange: Exchange) -> None:
+    def check_tensors(self, request: Message, exchange: Exchange) -> None:
         """
-        Check the names and shapes of the tensors of a request, after the postprocessors have decoded them.
+        Check the tensors of a request, after the postprocessors have decoded them.
 
         Args:
-            request ([`Fit`] or [`Evaluate`]): A request of the server.
+            request ([`Message`]): A request of the server.
             exchange ([`Exchange`]): The tensors that the client exchanges.
 
         Raises:
-            RefusedRequestError: If a name or a shape differs from that of the client.
+            RefusedRequestError: If a name, a shape or a value is not allowed.
         """
         own = exchange.tensors
+        # A server in the same process has the tensors of the client anyway.
+        if self.record is not None:
+            _check_values(request, max(sum(value.numel() for value in own.values()), MIN_VALUES))
+        if not isinstance(request, (Fit, Evaluate)):
+            return
         # A method with another state for each client writes the tensors into the model itself.
         if request.state and not self._has_individual_states:
             if unknown := request.state.keys() ^ own.keys():
@@ -208,6 +197,22 @@ def _check_shapes(
         if value.shape != expected.shape or value.is_floating_point() != expected.is_floating_point():
             agreed = f"{expected.dtype}, shape {tuple(expected.shape)}"
             raise RefusedRequestError(request, field, f"has {name!r} as {describe(value)}", agreed)
+
+
+def _check_values(request: Message, largest: int) -> None:
+    """Check that the tensors of a request are finite and not larger than the tensors that the client exchanges."""
+    for field in fields(request):
+        value = getattr(request, field.name)
+        tensors = {"": value} if isinstance(value, torch.Tensor) else value
+        if not isinstance(tensors, Mapping):
+            continue
+        tensors = {name: each for name, each in tensors.items() if isinstance(each, torch.Tensor)}
+        number = sum(each.numel() for each in tensors.values())
+        # The number of public examples limits the targets.
+        if number > largest and not isinstance(request, PublicRowsMessage):
+            raise RefusedRequestError(request, field.name, f"has {number} values", f"at most {largest} values")
+        if (name := first_non_finite(tensors)) is not None:
+            raise RefusedRequestError(request, field.name, f"is not finite: {name!r}", "finite values")
 
 
 # Returns what was agreed if a value of a field is not allowed, otherwise `None`.
@@ -244,7 +249,7 @@ def _settings(agreement: Agreement, value: Mapping[str, Any], request: Fit) -> s
     # A step between training and aggregation can add settings.
     is_finite = all(math.isfinite(item) for item in value.values() if isinstance(item, float))
     own = agreement.settings
-    if is_finite and all(_kind(value[name]) is _kind(own[name]) for name in value.keys() & own):
+    if is_finite and all(name in value and _kind(value[name]) is _kind(own[name]) for name in own):
         return None
     return f"finite numbers, and values of the types in {own}"
 

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -22,12 +21,13 @@ from ..data.client_ids import similar_ids_hint
 from ..data.torch_datasets import is_map_style, is_stream, subset
 from ..distributed.process_group import PeerFailedError
 from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
-from ..messages.validation import first_non_finite
+from ..messages.validation import RefusedRequestError, first_non_finite, refusing
 from ..methods import ClientContext, ClientPart, Method
 from ..postprocessing import Postprocessor, run_client_receive, run_client_send
 from ..utils.random import preserved_generators, seed_torch
 from ..utils.trainer_banner import trainer_banner
-from .agreement import Agreement, RefusedRequestError
+from .agreement import Agreement
+from .failures import describe_failure
 from .gradient_scaler import ClientScaler
 from .local_training import (
     LocalTraining,
@@ -44,8 +44,6 @@ from .streams import ClientStream
 
 
 logger = logging.get_logger(__name__)
-
-_PACKAGE = Path(__file__).parents[1]
 
 # Keys of log entries that are not metrics: the progress of training, and token counts, which have a separate field.
 NON_METRIC_KEYS = {"epoch", "step", "num_input_tokens_seen", "num_tokens"}
@@ -145,12 +143,15 @@ class ClientWorker:
                 f"{', '.join(['Fit', 'Evaluate', *own])}."
             )
         self.last_error = None
-        model = self.models.open(message.client_id)
         kept: dict[str, Any] | None = None
         reply: Message
         try:
             if self.agreement is not None:
                 self.agreement.check(message)
+        except RefusedRequestError as error:
+            return self._refuse(message, error)
+        model = self.models.open(message.client_id)
+        try:
             with trainer_banner(shown=False):
                 if isinstance(message, Fit):
                     reply, kept = self._fit(message, model)
@@ -162,8 +163,7 @@ class ClientWorker:
             # These errors do not depend on the client. They end the run.
             raise
         except RefusedRequestError as error:
-            self.last_error = error
-            return ClientFailure(message.round, message.client_id, str(error), nonce=message.nonce)
+            return self._refuse(message, error)
         except Exception as error:
             self.last_error = error
             self._log_traceback(error, message)
@@ -171,6 +171,10 @@ class ClientWorker:
         if kept:
             self.models.set_state(message.client_id, kept)
         return replace(reply, nonce=message.nonce)
+
+    def _refuse(self, message: Message, error: RefusedRequestError) -> ClientFailure:
+        self.last_error = error
+        return ClientFailure(message.round, message.client_id, str(error), nonce=message.nonce)
 
     def _log_traceback(self, error: Exception, message: Message) -> None:
         """Log the traceback of a client's error. An error with the same lines of code is not logged again."""
@@ -186,8 +190,12 @@ class ClientWorker:
         kept = self.models.get_state(message.client_id)
         model.exchange.write_local(kept.get(_LOCAL), message.client_id)
         context = self._context(message.client_id, model, kept, key)
+        if self.agreement is not None:
+            self.agreement.check_tensors(message, model.exchange)
         before = dict(context.memory)
-        reply = self._methods[key].client(context).answer(message)
+        part = self._methods[key].client(context)
+        part.check_request(message)
+        reply = part.answer(message)
         memory = context.memory
         if memory.keys() == before.keys() and all(memory[name] is before[name] for name in memory):
             return reply, None
@@ -200,12 +208,15 @@ class ClientWorker:
         parts = [method.client(contexts[key]) for key, method in self._methods.items()]
         step_memories = dict(kept.get(_STEP_MEMORIES, {}))
         if self._postprocessors:
-            message = run_client_receive(self._postprocessors, message, step_memories)
+            with refusing(message, "state"):
+                message = run_client_receive(self._postprocessors, message, step_memories)
         if self.agreement is not None:
             self.agreement.check_tensors(message, model.exchange)
         model.exchange.write_local(kept.get(_LOCAL), message.client_id)
-        for part in parts:
-            part.receive(message)
+        with refusing(message, "extra"):
+            for part in parts:
+                part.check_request(message)
+                part.receive(message)
         if message.state:
             model.exchange.write(message.state)
         model.exchange.write_local(kept.get(_LOCAL), message.client_id)
@@ -353,24 +364,6 @@ class ClientWorker:
         metrics.pop("eval_num_tokens", None)
         values = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         return Metrics(message.round, message.client_id, num_examples=len(dataset), metrics=values)
-
-
-def describe_failure(error: Exception) -> str:
-    """
-    Describe an error without its text, which may contain an example of the client.
-
-    Args:
-        error (`Exception`): The error.
-
-    Returns:
-        `str`: Class of the error, and the innermost line of this package in its traceback.
-    """
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = [(Path(name).relative_to(_PACKAGE), line) for name, line in frames if Path(name).is_relative_to(_PACKAGE)]
-    if not own:
-        return type(error).__name__
-    path, line = own[-1]
-    return f"{type(error).__name__} ({_PACKAGE.name}/{path.as_posix()}, line {line})"
 
 
 def _num_tokens(trainer: Trainer) -> int:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..clients.agreement import RefusedRequestError
 from ..clients.models import OwnModel
 from ..clients.positions import Positions
 from ..clients.student import Student
 from ..messages import Distill, Feedback, Message, Metrics, Predict, Predictions, PublicRowsMessage
+from ..messages.validation import RefusedRequestError, refusing
 from ..methods import ClientPart
 from ..utils.meta_tensors import to_cpu
 from ..utils.random import isolated_rng
@@ -105,7 +105,6 @@ class DistillationPart(ClientPart):
                 f"The client cannot answer a {type(message).__name__}, because it has no own model or no public "
                 "examples. Pass `public_dataset` to the trainer of the client."
             )
-        self.check_request(message)
         if isinstance(message, Predict):
             return self.predict(message, context.model, context.student)
         if isinstance(message, Distill):
@@ -138,11 +137,15 @@ class DistillationPart(ClientPart):
         student.prepare(
             message.num_training_epochs * steps_per_epoch, message.round * message.num_epochs * steps_per_epoch
         )
-        if student.positions is None:
-            targets: Targets = self.encoding.decode_targets(message.targets, student.num_classes)
-        else:
-            targets = self.encoding.unpack_targets(_targets(message, student.positions, rows), student.num_classes)
-            if len(targets) != (expected := len(student.positions.agreed_of(rows))):
+        with refusing(message, "targets"):
+            if student.positions is None:
+                targets: Targets = self.encoding.decode_targets(message.targets, student.num_classes)
+                expected = len(rows)
+            else:
+                encoded = _targets(message, student.positions, rows)
+                targets = self.encoding.unpack_targets(encoded, student.num_classes)
+                expected = len(student.positions.agreed_of(rows))
+            if len(targets) != expected:
                 raise ValueError(
                     f"The message has targets for {len(targets)} positions, but its {len(rows)} examples have "
                     f"{expected} positions. Give the server and the clients the same `public_dataset` and, if they "
@@ -173,9 +176,15 @@ class DistillationPart(ClientPart):
             positions.agree(rows)
         logits = pending[1] if pending and pending[0] == _place(message) else _training_forward(message, student)
         if positions is not None:
-            message = dataclasses.replace(message, targets=_targets(message, positions, rows))
+            with refusing(message, "targets"):
+                message = dataclasses.replace(message, targets=_targets(message, positions, rows))
             logits = logits[positions.agreed_among_seen(rows).to(logits.device)]
-        loss = student.learn(lambda: self.feedback_loss(logits, message))
+
+        def feedback_loss() -> torch.Tensor:
+            with refusing(message, "feedback"):
+                return self.feedback_loss(logits, message)
+
+        loss = student.learn(feedback_loss)
         return Metrics(message.round, message.client_id, num_examples=len(rows), metrics={"distillation_loss": loss})
 
 

@@ -24,6 +24,7 @@ from ..messages import (
     Predict,
     Predictions,
 )
+from ..messages.validation import INVALID_CONTENT
 from ..utils.errors import RoundFailedError
 from ..utils.random import derived_seed
 from ..utils.weighted_mean import Tensors, WeightedMean
@@ -39,8 +40,6 @@ logger = logging.get_logger(__name__)
 MAX_LOGIT = 1e6
 # Largest distillation loss that a client may report: a squared error of logits.
 MAX_LOSS = MAX_LOGIT**2
-# Errors of reading what a client sent. Each of them is a failure of this client.
-INVALID_CONTENT = (ValueError, TypeError, KeyError, IndexError, RuntimeError, OverflowError)
 
 # `ask(phase, client_ids, message_for)` sends each client its message and returns the replies, in the clients' order.
 Ask = Callable[[str, Sequence[str], Callable[[str], Message]], dict[str, Message]]

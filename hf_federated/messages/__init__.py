@@ -6,6 +6,7 @@ from .disclosure import Disclosure
 from .distillation import Distill, Feedback, Predict, Predictions, PublicRowsMessage, public_order
 from .registry import KINDS, kinds_of, message_from_tree, read_message
 from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Evaluate, Fit, Metrics
+from .validation import RefusedRequestError, refusing
 
 
 __all__ = [
@@ -26,9 +27,11 @@ __all__ = [
     "Predict",
     "Predictions",
     "PublicRowsMessage",
+    "RefusedRequestError",
     "Serializable",
     "kinds_of",
     "message_from_tree",
     "public_order",
     "read_message",
+    "refusing",
 ]

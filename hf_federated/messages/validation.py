@@ -1,8 +1,12 @@
-"""Checks of replies: whether a reply answers the request, and keys, shapes, dtypes and values of client updates."""
+"""Checks of replies: whether a reply answers the request, and keys, shapes, dtypes and values of client updates.
+
+A client that refuses a request raises a [`RefusedRequestError`].
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +21,10 @@ from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Metrics
 
 # Longest part of a received text in an error message.
 MAX_SHOWN_LENGTH = 100
+# Largest number of characters of a value in a refusal.
+MAX_REFUSED_LENGTH = 300
+# Errors of reading what another party sent. Each of them is a failure of this party.
+INVALID_CONTENT = (ValueError, TypeError, KeyError, IndexError, RuntimeError, OverflowError)
 
 
 # Function that raises `ValueError` for unusable values of `extra`. Names, shapes and dtypes are already checked.
@@ -25,6 +33,46 @@ CheckExtra = Callable[[Mapping[str, torch.Tensor]], None]
 
 class InvalidUpdateError(ValueError):
     """The server rejected an update. The message names the client, the round, the key and the expected value."""
+
+
+class RefusedRequestError(ValueError):
+    """
+    The client refuses a request, because a value differs from what its own settings allow.
+
+    Args:
+        request ([`Message`]): The request.
+        field (`str`): The field with the value.
+        found (`str`): The value, as the predicate of a sentence.
+        agreed (`str`): What the client agreed to.
+    """
+
+    def __init__(self, request: Message, field: str, found: str, agreed: str) -> None:
+        # A value of the server can be long, and a message to the server must be short.
+        found, agreed = (
+            text if len(text) <= MAX_REFUSED_LENGTH else f"{text[:MAX_REFUSED_LENGTH]} …" for text in (found, agreed)
+        )
+        super().__init__(f"`{field}` of a request of kind {request.kind!r} {found}. The client agreed to {agreed}.")
+
+
+@contextmanager
+def refusing(request: Message, field: str) -> Iterator[None]:
+    """
+    Refuse a request whose content cannot be read.
+
+    Args:
+        request ([`Message`]): The request.
+        field (`str`): The field that is read in the block.
+
+    Raises:
+        RefusedRequestError: In place of an error that invalid content causes.
+    """
+    try:
+        yield
+    except INVALID_CONTENT as error:
+        if isinstance(error, (RefusedRequestError, torch.OutOfMemoryError)):
+            raise
+        found = f"cannot be read: {type(error).__name__}: {error}"
+        raise RefusedRequestError(request, field, found, "the content that its own methods read") from error
 
 
 @dataclass(frozen=True)
