@@ -25,6 +25,7 @@ from ..transport import Connector
 from ..utils.buffers import aligned_buffer
 from ..utils.client_names import escape_client_id
 from ..utils.errors import UserError
+from .announcement_limits import AnnouncementError, agreed_problem
 from .client_requests import ClientRequests, Request
 from .network_settings import NetworkSettings
 from .setup import FederationSetup
@@ -92,14 +93,17 @@ class JoinedClient:
             connector ([`~hf_federated.transport.Connector`]): Connects the client. Only the main process calls it.
 
         Raises:
+            AnnouncementError: If the client has more examples than all parties agreed to.
             ClientRefusedError: If the server refuses the client.
             ServerUnreachableError: If the server does not respond.
         """
         # A connection after a lost one has the same settings, although the parameters of the model have changed. All
         # processes prepare the examples, because a preparation may wait for all of them.
         settings = NetworkSettings.of(self.setup, self._args, self.client_id)
-        announcement = announcement_of(self.setup, self._args, self.client_id).to_bytes()
-        connect = functools.partial(connector, settings, announcement)
+        announcement = announcement_of(self.setup, self._args, self.client_id)
+        if (problem := agreed_problem(self.setup, self.client_id, announcement)) is not None:
+            raise AnnouncementError(problem)
+        connect = functools.partial(connector, settings, announcement.to_bytes())
         self._requests = ClientRequests(self.client_id, self._processes, connect)
         if self._processes.is_main:
             logger.warning(f"Client {self.client_id!r} joined the federation.")
