@@ -167,9 +167,9 @@ def nvflare_recipe(
         sync_task_timeout=max(_SYNC_SECONDS, section.join_timeout),
         min_clients=num_to_start,
     )
-    if examples is None:
-        values = {**values, "federation": {**(values.get("federation") or {}), **listed_counts(recipe, site_names)}}
     job.set_per_site_config({site_name: {} for site_name in site_names})
+    if examples is None and (counts := listed_counts(recipe, site_names)):
+        values = {**values, "federation": {**(values.get("federation") or {}), **counts}}
     _ship_recipe(job, values, site_names, Path(module.__file__).parent)
     return job
 
