@@ -79,22 +79,27 @@ def run_with_threads(
     announced: Mapping[str, Announcement],
     errors: dict[str, Exception] | None = None,
     late: Mapping[str, Callable[[], object]] = MappingProxyType({}),
+    resume_from: Path | None = None,
     **federation: Any,
 ) -> tuple[FederatedTrainer, list[dict[str, str]]]:
     """
     Run two rounds with clients in threads. Return the trainer and the rejected clients of each round.
 
     `errors` collects the clients whose connection ended. The clients of `late` join when their function has returned.
+    `resume_from` is a checkpoint.
     """
     errors = {} if errors is None else errors
     num_to_start = len(replies) - len(late)
-    engine = NetworkEngine(
-        list(replies), address="127.0.0.1:0", insecure=True, join_timeout=20, num_to_start=num_to_start
-    )
+    options = {"join_timeout": 20, "num_to_start": num_to_start, "rejoin_timeout": 60 if resume_from is None else 0.1}
+    engine = NetworkEngine(list(replies), address="127.0.0.1:0", insecure=True, **options)
     rejections = Rejections()
     trainer = FederatedTrainer(
         model=tiny_model(),
-        args=arguments(directory, eval_strategy="epoch" if federation.get("evaluate_clients") else "no"),
+        args=arguments(
+            directory,
+            eval_strategy="epoch" if federation.get("evaluate_clients") else "no",
+            save_strategy="epoch",
+        ),
         eval_dataset=rows(4),
         engine=engine,
         federation=FederatedConfig(num_rounds=2, min_clients=1, **federation),
@@ -114,5 +119,5 @@ def run_with_threads(
         serve_replies(*options)
 
     engine.transport.start = start_with_clients
-    trainer.train()
+    trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
     return trainer, rejections.rejected

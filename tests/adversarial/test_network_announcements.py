@@ -22,7 +22,7 @@ HUGE = 10**12
 
 
 def announces(number: int) -> Announcement:
-    return dataclasses.replace(ANNOUNCED, num_examples=number, num_encoded_examples=number)
+    return dataclasses.replace(ANNOUNCED, num_examples=number, num_encoded_examples=number, class_counts=None)
 
 
 def claims(number: int, factor: float = -25.0):
@@ -33,7 +33,7 @@ def claims(number: int, factor: float = -25.0):
         if not isinstance(answer, ClientUpdate):
             return answer
         state = {name: value + factor * 0.01 for name, value in request.state.items()}
-        return dataclasses.replace(answer, state=state, num_examples=number)
+        return dataclasses.replace(answer, state=state, num_examples=number, num_steps=min(2, number))
 
     return reply
 
@@ -73,6 +73,7 @@ def test_client_above_the_agreed_number_is_refused_and_the_others_train(tmp_path
     assert all("its announcement was refused" in reasons[HOSTILE] for reasons in rejected)
     expected = f"Client 'west' announced num_examples={HUGE}, but max_examples_per_client={NUM_EXAMPLES}"
     assert any("refused client 'west'" in text and expected in text for text in caplog.messages)
+    assert not any("'west' joined" in text for text in caplog.messages)
     # The client does not learn the numbers of the other clients.
     assert "refused the announcement of client 'west'. The log of the server has the details" in str(errors[HOSTILE])
 
@@ -128,3 +129,21 @@ def test_client_that_joins_later_with_a_huge_number_is_refused(tmp_path, alone, 
     assert rejected[1] == {HOSTILE: "Client 'west', round 2: its announcement was refused"}
     expected = f"announced num_examples={HUGE}, which is more than 10 times the median of the other clients, 8. If the"
     assert any("refused client 'west'" in text and expected in text for text in caplog.messages)
+
+
+def test_resumed_server_accepts_the_clients_that_the_checkpoint_accepted(tmp_path):
+    """Only some of the clients return, and the median of their numbers is lower."""
+    sizes = {"north": NUM_EXAMPLES, "south": NUM_EXAMPLES, "large": 9 * NUM_EXAMPLES, "tiny": 1}
+    replies = {name: claims(size, 1.0) for name, size in sizes.items()}
+    announced = {name: announces(size) for name, size in sizes.items()}
+    run_with_threads(tmp_path, replies, announced)
+    absent = dict.fromkeys(HONEST, threading.Event().wait)
+    trainer, rejected = run_with_threads(
+        tmp_path, replies, announced, late=absent, resume_from=tmp_path / "checkpoint-1"
+    )
+    assert trainer.state.global_step == 2 and [list(reasons) for reasons in rejected] == [["north", "south"]]
+    packed = dataclasses.replace(announced["large"], num_encoded_examples=11 * NUM_EXAMPLES)
+    with pytest.raises(AnnouncementError, match="'large' announced num_encoded_examples=88, .* other clients, 8"):
+        run_with_threads(
+            tmp_path, replies, {**announced, "large": packed}, late=absent, resume_from=tmp_path / "checkpoint-1"
+        )

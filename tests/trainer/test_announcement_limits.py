@@ -207,7 +207,7 @@ def test_client_compares_its_own_number_before_it_connects(tmp_path):
     with pytest.raises(
         AnnouncementError, match="Client 'north' announced num_examples=6, but .*_client=5. .* least 6"
     ):
-        trainer.join("127.0.0.1:1", client_id="north", insecure=True)
+        trainer.join("127.0.0.1:1", client_id="north", insecure=True, connect_timeout=0.1)
     assert agreed_problem(trainer._federation_setup, "north", announced(5)) is None
 
 
