@@ -135,8 +135,9 @@ class FederatedConfig(SavedConfig):
             after encoding, evaluation examples with `evaluate_clients`, and the examples of a round if a stream or
             `weighting="tokens"` counts them. The server refuses a client that announces more. A dictionary has the
             number of training examples of each client by its id, before encoding, such as those in `partition.json`.
-            All parties set the same value. By default, from three clients on, the server refuses a number of more than
-            ten times the median of the other clients. Clients in one process or one launch announce nothing.
+            It is not saved with the model. All parties set the same value. By default, from three clients on, the
+            server refuses a number of more than ten times the median of the other clients. Clients in one process or
+            one launch announce nothing.
         aggregation (`str` or [`~hf_federated.aggregation.Aggregation`], *optional*, defaults to `"fedavg"`):
             Algorithm that computes the global parameters from the client parameters: a name in
             `hf_federated.AGGREGATIONS`, the name of an entry point `hf_federated.aggregations` of an installed

@@ -125,7 +125,7 @@ def _federation(trainer: FederatedRun) -> dict[str, Any]:
     seed = trainer.federation.federation_seed
     config = trainer.federation.to_dict()
     if isinstance(limits := config["max_examples_per_client"], dict):
-        # The number of examples of each client is not for the readers of a model card.
+        # The number of examples of each client is not for the readers of a model.
         config["max_examples_per_client"] = f"one number for each of {len(limits)} clients"
     failed = [entry["federated/num_failed"] for entry in log_history if "federated/num_failed" in entry]
     return {
