@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -56,6 +57,21 @@ def _parse_dict(value: Any, name: str) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise ValueError(f"`{name}` must be a dictionary, got {type(value).__name__}.")
+    return value
+
+
+def _parse_limits(value: Any) -> int | dict[str, int] | None:
+    """Check the value of `max_examples_per_client`, which a command line passes as JSON text."""
+    name = "max_examples_per_client"
+    if isinstance(value, str):
+        with suppress(json.JSONDecodeError):
+            value = json.loads(value)
+    limits = list(value.values()) if isinstance(value, dict) else [value]
+    if value is not None and not (limits and all(type(limit) is int and limit >= 1 for limit in limits)):
+        raise ValueError(
+            f"`{name}` is {value!r}; it must be an integer of at least 1, or such an integer for each client id. "
+            f"Example: --{name} '{{\"north\": 500}}'."
+        )
     return value
 
 
@@ -114,6 +130,14 @@ class FederatedConfig(SavedConfig):
             clients with many examples do not dominate (the "balance trick" of FedDRS, section 5.3). Examples are drawn
             as for `max_rows_per_round`. If both are set, the smaller number applies. By default clients are not
             balanced.
+        max_examples_per_client (`int` or `dict[str, int]`, *optional*):
+            Largest number of examples that a client on another machine may announce: training examples before and
+            after encoding, evaluation examples with `evaluate_clients`, and the examples of a round if a stream or
+            `weighting="tokens"` counts them. The server refuses a client that announces more. A dictionary has the
+            number of training examples of each client by its id, before encoding, such as those in `partition.json`.
+            It is not saved with the model. All parties set the same value. By default, from three clients on, the
+            server refuses a number of more than ten times the median of the other clients. Clients in one process or
+            one launch announce nothing.
         aggregation (`str` or [`~hf_federated.aggregation.Aggregation`], *optional*, defaults to `"fedavg"`):
             Algorithm that computes the global parameters from the client parameters: a name in
             `hf_federated.AGGREGATIONS`, the name of an entry point `hf_federated.aggregations` of an installed
@@ -225,6 +249,10 @@ class FederatedConfig(SavedConfig):
     balance: str | None = option(
         None, "'min': no client trains on more examples than the smallest client of its cohort.", choices=["min"]
     )
+    # `HfArgumentParser` passes text.
+    max_examples_per_client: dict | str | int | None = option(
+        None, "Maximum number of examples that a client on another machine may announce, or one per client as JSON."
+    )
     aggregation: str = option("fedavg", "Name of the aggregation algorithm, or my_package.module:MyAverage.")
     aggregation_kwargs: dict | str | None = option(None, "Arguments of the algorithm, as JSON on a command line.")
     distillation: str | None = option(None, "Name of the distillation algorithm, or my_package.module:MyDistillation.")
@@ -290,6 +318,7 @@ class FederatedConfig(SavedConfig):
             require("max_update_ratio", self.max_update_ratio, self.max_update_ratio > 1, "above 1, or None for any")
         if self.round_deadline is not None:
             require("round_deadline", self.round_deadline, self.round_deadline > 0, "a positive number of seconds")
+        self.max_examples_per_client = _parse_limits(self.max_examples_per_client)
         # Without the option on a command line, `HfArgumentParser` passes `None` for a field that may be a list.
         self.exchange = check_selection("exchange", "auto" if self.exchange is None else self.exchange)
         if isinstance(self.exchange, str) and self.exchange not in EXCHANGES and not set("*?[.") & set(self.exchange):

@@ -25,7 +25,7 @@ def test_command_line_without_options_gives_the_defaults():
 def test_config_parses_together_with_training_arguments():
     args, config = parse(
         *("--seed", "7", "--num_rounds", "5", "--clients_per_round", "0.5", "--local_steps", "3"),
-        *("--max_rows_per_round", "250", "--balance", "min"),
+        *("--max_rows_per_round", "250", "--balance", "min", "--max_examples_per_client", "900"),
         *("--aggregation", "fedopt", "--aggregation_kwargs", '{"server_lr": 0.1, "server_betas": [0.9, 0.99]}'),
         *("--client_optimizer_state", "carry", "--evaluate_clients", "--freeze", "embeddings+2"),
         *("--client_store", "disk", "--federation_seed", "11"),
@@ -38,6 +38,7 @@ def test_config_parses_together_with_training_arguments():
         local_steps=3,
         max_rows_per_round=250,
         balance="min",
+        max_examples_per_client=900,
         aggregation="fedopt",
         aggregation_kwargs={"server_lr": 0.1, "server_betas": [0.9, 0.99]},
         client_optimizer_state="carry",
@@ -56,6 +57,13 @@ def test_config_parses_together_with_training_arguments():
 def test_share_and_count_are_distinguished_by_the_decimal_point(text, expected):
     clients_per_round = parse("--clients_per_round", text)[1].clients_per_round
     assert (type(clients_per_round), clients_per_round) == (type(expected), expected)
+
+
+def test_numbers_of_examples_of_each_client_survive_the_command_line_and_a_file(tmp_path):
+    config = parse("--max_examples_per_client", '{"north": 40, "south": 700}')[1]
+    assert config.max_examples_per_client == {"north": 40, "south": 700}
+    config.save_pretrained(tmp_path)
+    assert FederatedConfig.from_pretrained(tmp_path) == config
 
 
 def test_every_field_has_help_and_is_parsed(capsys):
@@ -164,6 +172,10 @@ def test_instance_is_saved_as_name_and_settings(tmp_path):
             0,
             "`max_rows_per_round` is 0; it must be at least 1, or None for all examples",
         ),
+        ("max_examples_per_client", 0, "`max_examples_per_client` is 0; it must be an integer of at least 1, or such"),
+        ("max_examples_per_client", "many", "`max_examples_per_client` is 'many'; it must be an integer"),
+        ("max_examples_per_client", {"north": 2.5}, "`max_examples_per_client` is {'north': 2.5}; it must be"),
+        ("max_examples_per_client", {}, "`max_examples_per_client` is {}; it must be"),
         ("balance", "max", "`balance` is 'max'; allowed are 'min'"),
         ("min_clients", 0, "`min_clients` is 0; it must be at least 1"),
         ("exchange", "everything", "`exchange` is 'everything'; allowed are 'auto', 'trainable', 'adapter', 'all'"),

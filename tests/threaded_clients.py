@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tiny import arguments, rows, tiny_model
@@ -13,7 +14,7 @@ from tiny import arguments, rows, tiny_model
 from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer, NetworkEngine
 from hf_federated.messages import Announcement, ClientUpdate, Evaluate, Message, Metrics, read_message
 from hf_federated.trainer.network_settings import NetworkSettings
-from hf_federated.transport import GrpcConnection
+from hf_federated.transport import GrpcConnection, LinkError
 from hf_federated.transport.framing import unframe
 
 
@@ -53,26 +54,52 @@ def changed(**fields: Any) -> Reply:
 
 
 def serve_replies(
-    engine: NetworkEngine, settings: NetworkSettings, name: str, announced: Announcement, reply: Reply
+    engine: NetworkEngine,
+    settings: NetworkSettings,
+    name: str,
+    announced: Announcement,
+    reply: Reply,
+    errors: dict[str, Exception],
 ) -> None:
     answer: bytes | None = None
-    with GrpcConnection(
-        engine.transport.address, None, name, settings, announced.to_bytes(), insecure=True, connect_timeout=10
-    ) as connection:
-        while (blob := connection.receive(answer)) is not None:
-            _, content = unframe(blob, state=str, keep=list, num_clients=int)
-            answer = reply(read_message(bytes(content))).to_bytes()
+    try:
+        with GrpcConnection(
+            engine.transport.address, None, name, settings, announced.to_bytes(), insecure=True, connect_timeout=10
+        ) as connection:
+            while (blob := connection.receive(answer)) is not None:
+                _, content = unframe(blob, state=str, keep=list, num_clients=int)
+                answer = reply(read_message(bytes(content))).to_bytes()
+    except LinkError as error:
+        errors[name] = error
 
 
 def run_with_threads(
-    directory: Path, replies: Mapping[str, Reply], announced: Mapping[str, Announcement], **federation: Any
+    directory: Path,
+    replies: Mapping[str, Reply],
+    announced: Mapping[str, Announcement],
+    errors: dict[str, Exception] | None = None,
+    late: Mapping[str, Callable[[], object]] = MappingProxyType({}),
+    resume_from: Path | None = None,
+    **federation: Any,
 ) -> tuple[FederatedTrainer, list[dict[str, str]]]:
-    """Run two rounds with clients in threads. Return the trainer and the rejected clients of each round."""
-    engine = NetworkEngine(list(replies), address="127.0.0.1:0", insecure=True, join_timeout=20)
+    """
+    Run two rounds with clients in threads. Return the trainer and the rejected clients of each round.
+
+    `errors` collects the clients whose connection ended. The clients of `late` join when their function has returned.
+    `resume_from` is a checkpoint.
+    """
+    errors = {} if errors is None else errors
+    num_to_start = len(replies) - len(late)
+    options = {"join_timeout": 20, "num_to_start": num_to_start, "rejoin_timeout": 60 if resume_from is None else 0.1}
+    engine = NetworkEngine(list(replies), address="127.0.0.1:0", insecure=True, **options)
     rejections = Rejections()
     trainer = FederatedTrainer(
         model=tiny_model(),
-        args=arguments(directory, eval_strategy="epoch" if federation.get("evaluate_clients") else "no"),
+        args=arguments(
+            directory,
+            eval_strategy="epoch" if federation.get("evaluate_clients") else "no",
+            save_strategy="epoch",
+        ),
         eval_dataset=rows(4),
         engine=engine,
         federation=FederatedConfig(num_rounds=2, min_clients=1, **federation),
@@ -83,9 +110,14 @@ def run_with_threads(
     def start_with_clients(client_ids, settings) -> None:
         start(client_ids, settings)
         for name, reply in replies.items():
-            options = (engine, settings, name, announced.get(name, ANNOUNCED), reply)
-            threading.Thread(target=serve_replies, args=options, daemon=True).start()
+            options = (engine, settings, name, announced.get(name, ANNOUNCED), reply, errors)
+            threading.Thread(target=join, args=[late.get(name), *options], daemon=True).start()
+
+    def join(wait: Callable[[], object] | None, *options: Any) -> None:
+        if wait is not None:
+            wait()
+        serve_replies(*options)
 
     engine.transport.start = start_with_clients
-    trainer.train()
+    trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
     return trainer, rejections.rejected

@@ -105,7 +105,8 @@ class CenteredClipping(ClippedMean):
     Requirements:
         Fewer than half of the clients of a cohort are hostile (the proof of the paper asks for at most one tenth).
         Clients take part in most rounds, unless `client_momentum=0`. The client optimizer keeps the gradients until
-        its step. LOMO and AdaLomo do not.
+        its step. LOMO and AdaLomo do not. All updates have equal weight: the numbers of examples that clients announce
+        have no influence.
 
     Relations:
         - [`NormBoundedMean`] limits the changes around zero and keeps no history.

@@ -46,7 +46,8 @@ class CoordinateMedian(RobustAggregation):
 
     Requirements:
         Fewer than half of the clients of a cohort are hostile. The server holds all updates of a round in a temporary
-        file and sees every update, so secure aggregation is not possible.
+        file and sees every update, so secure aggregation is not possible. All updates have equal weight: the numbers
+        of examples that clients announce have no influence.
 
     Relations:
         - [`TrimmedMean`] averages the middle values, which is more accurate if few clients are hostile.

@@ -57,7 +57,8 @@ class FLTrust(RobustAggregation):
     Requirements:
         The server has labeled examples of the task (`server_dataset`), about 100 in the paper, from a distribution
         close to that of the clients. Any number of clients may be hostile. The server holds all updates of a round in
-        a temporary file and sees every update, so secure aggregation is not possible.
+        a temporary file and sees every update, so secure aggregation is not possible. The examples of the server
+        decide the weights: the numbers of examples that clients announce have no influence.
 
     Relations:
         - All other robust methods need a majority of honest clients and no examples on the server.

@@ -60,9 +60,10 @@ class GeometricMedian(RobustAggregation):
             whose factors are both trained.
 
     Requirements:
-        Hostile clients have less than half of the weight of a cohort. The server holds all updates of a round in a
-        temporary file and sees every update. The paper computes the iterations under secure aggregation, which this
-        class does not.
+        Hostile clients have less than half of the weight of a cohort. With `weighting="examples"`, a client announces
+        its weight, up to `max_examples_per_client` of [`FederatedConfig`], so one client can have half of it. The
+        server holds all updates of a round in a temporary file and sees every update. The paper computes the
+        iterations under secure aggregation, which this class does not.
 
     Relations:
         - [`CoordinateMedian`] takes the median of each parameter.

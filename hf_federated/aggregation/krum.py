@@ -63,7 +63,8 @@ class Krum(RobustAggregation):
     Requirements:
         At most `num_hostile` clients of a cohort are hostile, and the honest clients have similar data: the model of
         one client replaces the global model. The server holds all updates of a round in a temporary file and sees
-        every update, so secure aggregation is not possible.
+        every update, so secure aggregation is not possible. All updates have equal weight: the numbers of examples
+        that clients announce have no influence.
 
     Relations:
         - [`GeometricMedian`] uses all updates, so it loses less if clients differ.

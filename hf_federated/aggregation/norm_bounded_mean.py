@@ -60,7 +60,8 @@ class NormBoundedMean(ClippedMean):
 
     Requirements:
         Few clients of a cohort are hostile: the mean moves by up to `f / n · M`, in every round. Without `max_norm`,
-        fewer than half of the clients are hostile.
+        fewer than half of the clients are hostile. With `weighting="examples"`, the share of the weight replaces
+        `f / n`. A client announces its weight, up to `max_examples_per_client` of [`FederatedConfig`].
 
     Relations:
         - [`ClipUpdate`] limits the norm on the client, which a hostile client can leave out.

@@ -50,7 +50,8 @@ class TrimmedMean(RobustAggregation):
 
     Requirements:
         At most `num_hostile` clients of a cohort are hostile. The server holds all updates of a round in a temporary
-        file and sees every update, so secure aggregation is not possible.
+        file and sees every update, so secure aggregation is not possible. All updates have equal weight: the numbers
+        of examples that clients announce have no influence.
 
     Relations:
         - [`CoordinateMedian`] tolerates any minority.

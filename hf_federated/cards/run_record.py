@@ -123,9 +123,13 @@ class RunRecord(CardRecord):
 def _federation(trainer: FederatedRun) -> dict[str, Any]:
     log_history, distillation = trainer.state.log_history, trainer.distillation
     seed = trainer.federation.federation_seed
+    config = trainer.federation.to_dict()
+    if isinstance(limits := config["max_examples_per_client"], dict):
+        # The number of examples of each client is not for the readers of a model.
+        config["max_examples_per_client"] = f"one number for each of {len(limits)} clients"
     failed = [entry["federated/num_failed"] for entry in log_history if "federated/num_failed" in entry]
     return {
-        **{key: to_json_value(value) for key, value in trainer.federation.to_dict().items()},
+        **{key: to_json_value(value) for key, value in config.items()},
         "aggregation": type(trainer.aggregation).__name__,
         "aggregation_kwargs": to_json_value(trainer.aggregation.non_default_settings()),
         "distillation": None if distillation is None else type(distillation).__name__,

@@ -21,7 +21,7 @@ from ..data.client_ids import similar_ids_hint
 from ..data.torch_datasets import is_map_style, is_stream, subset
 from ..distributed.process_group import PeerFailedError
 from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
-from ..messages.validation import RefusedRequestError, first_non_finite, refusing
+from ..messages.validation import INVALID_CONTENT, RefusedRequestError, first_non_finite, refusal_of, refusing
 from ..methods import ClientContext, ClientPart, Method
 from ..postprocessing import Postprocessor, run_client_receive, run_client_send
 from ..utils.random import preserved_generators, seed_torch
@@ -213,10 +213,12 @@ class ClientWorker:
         if self.agreement is not None:
             self.agreement.check_tensors(message, model.exchange)
         model.exchange.write_local(kept.get(_LOCAL), message.client_id)
-        with refusing(message, "extra"):
+        try:
             for part in parts:
                 part.check_request(message)
                 part.receive(message)
+        except INVALID_CONTENT as error:
+            raise refusal_of(error, message, "extra") from error
         if message.state:
             model.exchange.write(message.state)
         model.exchange.write_local(kept.get(_LOCAL), message.client_id)

@@ -61,6 +61,9 @@ class Engine(ABC):
         self.last_error: Exception | None = None
         # Called about every second while the engine waits for replies, if the clients are on other machines.
         self.on_wait: Callable[[], None] | None = None
+        # Called with the announcements of the clients on other machines, and with the id of the client that joins.
+        # Returns the clients to refuse, with the reasons.
+        self.find_refused: Callable[[Mapping[str, Announcement], str], Mapping[str, str]] | None = None
         # The kinds of messages that engine and clients read.
         self.kinds: Mapping[str, type[Message]] = KINDS
         # The open requests by client id, in the order of sending. The first key of a large `dict` without its earlier
@@ -88,14 +91,14 @@ class Engine(ABC):
         """The clients with the sizes of their evaluation examples, if the clients are on other machines."""
         return None
 
-    def announcement(self, client_id: str) -> Announcement | None:
-        """
-        Return what a client on another machine announced when it joined.
+    @property
+    def announcements(self) -> Mapping[str, Announcement]:
+        """What the clients on other machines have announced, by client id."""
+        return {}
 
-        Args:
-            client_id (`str`): Id of the client.
-        """
-        return None
+    def announcement(self, client_id: str) -> Announcement | None:
+        """Return what a client on another machine announced when it joined."""
+        return self.announcements.get(client_id)
 
     def connect(  # noqa: B027 - most engines run here
         self, settings: Callable[[], SessionConfig], output_dir: Path, num_rounds: int, *, is_complete: bool = False

@@ -143,8 +143,9 @@ class NetworkEngine(Engine):
         """The clients, with the numbers of evaluation examples that they have announced."""
         return FederatedDataset(RemoteDatasets(self._datasets.client_ids, self._announced, "num_eval_examples"))
 
-    def announcement(self, client_id: str) -> Announcement | None:
-        return self._announced.get(client_id)
+    @property
+    def announcements(self) -> Mapping[str, Announcement]:
+        return self._announced
 
     def check_launch(self, num_processes: int) -> None:
         if num_processes > 1:
@@ -180,7 +181,8 @@ class NetworkEngine(Engine):
             if remaining <= 0 and is_complete:
                 break
             if remaining <= 0:
-                absent = [name for name in clients if not self.transport.is_connected(name)]
+                awaited = [name for name in clients if name not in self._status.expelled]
+                absent = [name for name in awaited if not self.transport.is_connected(name)]
                 raise TimeoutError(
                     f"Clients {absent} have not joined within {self._join_timeout:g} s, and num_to_start is "
                     f"{self._num_to_start}. Start these clients, or lower `num_to_start`."
@@ -193,16 +195,29 @@ class NetworkEngine(Engine):
     def _can_start(self, num_awaited: int) -> bool:
         self._expel_clients()
         names = [name for name in self._datasets.client_ids if name not in self._status.expelled]
-        return sum(map(self.transport.is_connected, names)) >= min(num_awaited, len(names))
+        # The announcement of a connected client may be among the events.
+        num_joined = sum(name in self._announced and self.transport.is_connected(name) for name in names)
+        return num_joined >= min(num_awaited, len(names))
 
     def _expel_clients(self) -> None:
         """Expel the clients that the operator has named."""
         for name in [] if self._monitor is None else self._monitor.expelled():
             if name in self._datasets.client_ids and name not in self._status.expelled:
-                self._status.expelled.add(name)
-                self._missing[name] = "the operator has expelled the client"
-                self.transport.expel(name)
+                self._exclude(name, "the operator has expelled the client")
                 _log(f"The operator has expelled client {name!r}.", "expelled", name)
+
+    def _exclude(self, client_id: str, reason: str, text: str = "") -> None:
+        """Disconnect a client and refuse it from now on. The client receives the text."""
+        self._status.expelled.add(client_id)
+        self._missing[client_id] = reason
+        self.transport.expel(client_id, text)
+
+    def _refuse_announcement(self, client_id: str, reason: str) -> None:
+        """Exclude a client because of its announcement. The reason may contain numbers of other clients."""
+        self._announced.pop(client_id, None)
+        text = f"The server refused the announcement of client {client_id!r}. The log of the server has the details."
+        self._exclude(client_id, "its announcement was refused", text)
+        _log(f"The server refused client {client_id!r}: {reason}", "refused", client_id)
 
     def start(self, context: EngineContext) -> None:
         super().start(context)
@@ -233,11 +248,11 @@ class NetworkEngine(Engine):
             try:
                 announced = Announcement.from_bytes(event.blob)
             except ValueError as error:
-                logger.warning(f"Client {name!r} sent an invalid announcement: {error}")
+                self._refuse_announcement(name, f"it sent an invalid announcement: {error}")
                 return
-            self._announce(name, announced)
-            self._absent_since.pop(name, None)
             self._missing.pop(name, None)
+            self._absent_since.pop(name, None)
+            self._announce(name, announced)
         elif event.kind in ("left", "lost"):
             self._absent_since[name] = time.monotonic()
             _log(f"Client {name!r} {'left' if event.kind == 'left' else 'is no longer heard'}.", event.kind, name)
@@ -250,8 +265,13 @@ class NetworkEngine(Engine):
         return client_id in self._requests and self._requests[client_id].expected is not None
 
     def _announce(self, client_id: str, announced: Announcement) -> None:
-        """Keep the first announcement of a client, because it limits what the client may claim."""
+        """Keep the first announcement of a client, because it limits what the client may claim, or refuse it."""
         first = self._announced.setdefault(client_id, announced)
+        refused = {} if self.find_refused is None else self.find_refused(self._announced, client_id)
+        for name, reason in refused.items():
+            self._refuse_announcement(name, reason)
+        if client_id in refused:
+            return
         number = announced.num_examples
         described = "a stream" if number is None else f"{number} examples"
         if first != announced:

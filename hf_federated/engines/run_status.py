@@ -30,7 +30,7 @@ class RunStatus:
 
     Attributes:
         num_rounds (`int`): Number of rounds of the run.
-        expelled (`set[str]`): Clients that the operator has expelled.
+        expelled (`set[str]`): Clients that the operator has expelled, or whose announcement the server has refused.
     """
 
     def __init__(self, client_ids: Sequence[str], transport: Transport) -> None:

@@ -48,10 +48,12 @@ class RefusedRequestError(ValueError):
 
     def __init__(self, request: Message, field: str, found: str, agreed: str) -> None:
         # A value of the server can be long, and a message to the server must be short.
-        found, agreed = (
-            text if len(text) <= MAX_REFUSED_LENGTH else f"{text[:MAX_REFUSED_LENGTH]} …" for text in (found, agreed)
-        )
+        found, agreed = map(_shortened, (found, agreed))
         super().__init__(f"`{field}` of a request of kind {request.kind!r} {found}. The client agreed to {agreed}.")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_REFUSED_LENGTH else f"{text[:MAX_REFUSED_LENGTH]} …"
 
 
 @contextmanager
@@ -69,10 +71,22 @@ def refusing(request: Message, field: str) -> Iterator[None]:
     try:
         yield
     except INVALID_CONTENT as error:
-        if isinstance(error, (RefusedRequestError, torch.OutOfMemoryError)):
-            raise
-        found = f"cannot be read: {type(error).__name__}: {error}"
-        raise RefusedRequestError(request, field, found, "the content that its own methods read") from error
+        raise refusal_of(error, request, field) from error
+
+
+def refusal_of(error: Exception, request: Message, field: str) -> Exception:
+    """
+    Return the refusal of a request whose content cannot be read.
+
+    Args:
+        error (`Exception`): The error of reading. A refusal, and an error of the device, are returned as they are.
+        request ([`Message`]): The request.
+        field (`str`): The field that was read.
+    """
+    if isinstance(error, (RefusedRequestError, torch.OutOfMemoryError)):
+        return error
+    found = f"cannot be read: {type(error).__name__}: {error}"
+    return RefusedRequestError(request, field, found, "the content that its own methods read")
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,10 @@ class Accumulator:
         The names, shapes and order of the values depend only on the references of the means. They are the same for all
         clients, so contributions can be added and serialized. Integer and boolean tensors are not part of them.
 
+        The party that adds a contribution chooses the weight in it, and a sum of contributions shows the total weight
+        only. A receiver of such a sum cannot compare the weight of one client with what the client announced, so a
+        protocol for secure sums must bound the weight, for example by `max_examples_per_client`.
+
         Args:
             update ([`ClientUpdate`]): An update that passed all checks.
             reference (`dict[str, torch.Tensor]`, *optional*): The global state that the client received. The values of

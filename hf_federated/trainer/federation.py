@@ -36,6 +36,7 @@ from ..server import (
 from ..server.bound_update import BoundUpdate
 from ..utils.weighted_mean import State
 from .announcement import announce
+from .announcement_limits import AnnouncementLimits
 from .checkpoint import clients_directory, num_finished_rounds, read_server_state, write_server_state
 from .checks.data import check_labeled
 from .checks.resume import check_resumed, federation_identity
@@ -82,14 +83,20 @@ class Federation:
         computes_features = setup.distillation is not None and setup.distillation.requirements.initial_model
         needs_initial = has_other_models or computes_features
         self.initial = (saved.get("initial") or self.exchange.read()) if needs_initial else None
+        self._announcements = AnnouncementLimits(setup)
+        self._announcements.load_state_dict(saved.get("announcements", {}))
+        self.engine.find_refused = self._announcements.refused
+        is_complete = checkpoint is not None and num_finished_rounds(checkpoint) >= setup.num_rounds
         self.engine.connect(
             lambda: NetworkSettings.of(setup, args, initial=self.initial),
             Path(str(args.output_dir)),
             setup.num_rounds,
-            is_complete=checkpoint is not None and num_finished_rounds(checkpoint) >= setup.num_rounds,
+            is_complete=is_complete,
         )
         if checkpoint is not None:
             check_resumed(saved["identity"], federation_identity(setup, args), checkpoint, setup.clients.is_remote)
+        if not is_complete:
+            self._announcements.start(self.engine.announcements)
         self._num_examples = setup.clients.num_rows
         self._row_limit = RowLimit(self._num_examples, setup.config.balance, setup.config.max_rows_per_round)
         self._progress = RoundProgress(lambda: self._trainer.callback_handler.callbacks, setup.num_rounds)
@@ -364,6 +371,7 @@ class Federation:
             "clients": digests,
             "teachers": teacher_digests,
             "steps": step_digests,
+            "announcements": self._announcements.state_dict(),
             "sums_of_steps": self._steps.state_dict(),
         }
         if self.exchange.has_local:

@@ -30,6 +30,7 @@ from ..utils.arguments import require
 from ..utils.buffers import aligned_buffer
 from ..utils.client_names import escape_client_id
 from ..utils.errors import UserError
+from .announcement_limits import AnnouncementError, agreed_problem
 from .client_requests import ClientRequests, Request
 from .network_settings import NetworkSettings
 from .setup import FederationSetup
@@ -107,6 +108,7 @@ class JoinedClient:
             connector ([`~hf_federated.transport.Connector`]): Connects the client. Only the main process calls it.
 
         Raises:
+            AnnouncementError: If the client has more examples than all parties agreed to.
             ClientRefusedError: If the server refuses the client.
             ServerUnreachableError: If the server does not respond.
         """
@@ -114,8 +116,10 @@ class JoinedClient:
         # processes prepare the examples, because a preparation may wait for all of them.
         settings = NetworkSettings.of(self.setup, self._args, self.client_id)
         self._agreed = settings.to_dict()
-        announcement = announcement_of(self.setup, self._args, self.client_id).to_bytes()
-        connect = functools.partial(connector, settings, announcement)
+        announcement = announcement_of(self.setup, self._args, self.client_id)
+        if (problem := agreed_problem(self.setup, self.client_id, announcement)) is not None:
+            raise AnnouncementError(problem)
+        connect = functools.partial(connector, settings, announcement.to_bytes())
         self._requests = ClientRequests(self.client_id, self._processes, connect)
         if self._processes.is_main:
             logger.warning(f"Client {self.client_id!r} joined the federation.")

@@ -20,8 +20,11 @@ from .setup import FederationSetup
 
 
 # Settings of a federation that only the server uses, or that each party chooses for itself. The fields that a resumed
-# run may change are among them, except the number of rounds.
-_OWN_FIELDS = {*CHANGEABLE_FIELDS, "clients_per_round", "round_deadline", "server_device"} - {"num_rounds"}
+# run may change are among them, except those that a client holds the requests or its announcement against.
+_OWN_FIELDS = {*CHANGEABLE_FIELDS, "clients_per_round", "round_deadline", "server_device"} - {
+    "num_rounds",
+    "max_examples_per_client",
+}
 # Training arguments that decide the result. Other arguments may differ, such as batch size, precision and device.
 _SHARED_ARGUMENTS = frozenset(
     {
@@ -49,8 +52,10 @@ _LOCAL_ARGUMENTS = re.compile(
     r"model_init_kwargs|trust_remote_code|dataset_\w+|shuffle_dataset|eval_packing|sortish_sampler|precompute_\w+_size"
     r"|padding_free|pad_to_multiple_of|activation_offloading|predict_with_generate|generation_\w+"
 )
-# Settings that are compared only if both parties have them. A party with encoded examples needs neither of them.
-_OPTIONAL = frozenset({"task", "tokenizer"})
+# Settings that are compared only if both parties have them. A party with encoded examples needs neither task nor
+# tokenizer, and a client with its own files has no `partition.json`.
+_COUNTS = "number of examples of each client"
+_OPTIONAL = frozenset({"task", "tokenizer", _COUNTS})
 _MAX_LENGTH = 500
 # A longer list of labels ends with a digest.
 _MAX_LABELS_LENGTH = 400
@@ -88,6 +93,9 @@ class NetworkSettings:
         described = describe_setup(setup, args, datasets={})
         general = {item.name for item in dataclasses.fields(TrainingArguments)}
         settings = {"version of hf-federated": importlib.metadata.version("hf-federated")}
+        limits = setup.config.max_examples_per_client
+        # One number is compared as a field of the configuration.
+        own_fields = _OWN_FIELDS if isinstance(limits, int) else {*_OWN_FIELDS, "max_examples_per_client"}
         for name, text in described.items():
             prefix, _, path = name.partition(".")
             field = path.partition(".")[0]
@@ -97,10 +105,13 @@ class NetworkSettings:
             elif (
                 # An argument of the trainer's class, such as `packing` of `SFTConfig`.
                 (is_argument and field not in general and not _LOCAL_ARGUMENTS.fullmatch(field))
-                or (prefix == "FederatedConfig" and field not in _OWN_FIELDS)
+                or (prefix == "FederatedConfig" and field not in own_fields)
                 or prefix in ("aggregation", "distillation", "postprocessors")
             ):
                 settings[name] = text
+        if isinstance(limits, dict):
+            content = json.dumps(sorted(limits.items())).encode()
+            settings[_COUNTS] = f"{len(limits)} clients (SHA-256 {_digest(content)})"
         settings |= _data_settings(setup, client_id) | _model_settings(setup, described["model"], initial)
         return cls({name: text[:_MAX_LENGTH] for name, text in settings.items()})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -47,7 +48,11 @@ class SavingMixin(RoleMixin):
         is_checkpoint = _internal_call and output_dir is not None
         output_dir = self.args.output_dir if output_dir is None else output_dir
         if self.args.should_save:
-            self.federation.save_pretrained(output_dir)
+            config = self.federation
+            if isinstance(config.max_examples_per_client, dict):
+                # The number of examples of each client is not for the readers of a model.
+                config = dataclasses.replace(config, max_examples_per_client=None)
+            config.save_pretrained(output_dir)
             if not is_checkpoint:
                 self.ledger.save(output_dir)
         with self._arguments(self._user_args):

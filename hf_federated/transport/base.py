@@ -86,8 +86,14 @@ class Transport(ABC):
         """Seconds since the last sign of a connected client, or `None` if the transport does not know."""
         return None
 
-    def expel(self, client_id: str) -> None:
-        """Disconnect a client and refuse it from now on. By default, only its open request is closed."""
+    def expel(self, client_id: str, reason: str = "") -> None:
+        """
+        Disconnect a client and refuse it from now on. By default, only its open request is closed.
+
+        Args:
+            client_id (`str`): Id of the client.
+            reason (`str`, *optional*): Why, as a sentence for the client. By default, the operator expelled it.
+        """
         self.withdraw(client_id)
 
     @abstractmethod

@@ -183,7 +183,7 @@ class CallTransport(Transport):
     def seconds_since_heard(self, client_id: str) -> float | None:
         return time.monotonic() - self._clients[client_id].heard if self.is_connected(client_id) else None
 
-    def expel(self, client_id: str) -> None:
+    def expel(self, client_id: str, reason: str = "") -> None:
         self.withdraw(client_id)
         client = self._clients.get(client_id)
         if client is None:
@@ -192,7 +192,7 @@ class CallTransport(Transport):
             client.is_expelled = True
             self._changed.notify_all()
         if client.session:
-            self._dismiss(client, "the server expelled the client")
+            self._dismiss(client, reason or "the server expelled the client")
             self._lose(client_id, client, "left")
 
     def stop(self, reason: str = "") -> None:

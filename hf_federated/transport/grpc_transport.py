@@ -150,10 +150,10 @@ class GrpcTransport(Transport):
     def seconds_since_heard(self, client_id: str) -> float | None:
         return None if self._server is None else self._server.seconds_since_heard(client_id)
 
-    def expel(self, client_id: str) -> None:
+    def expel(self, client_id: str, reason: str = "") -> None:
         self.withdraw(client_id)
         if self._server is not None:
-            self._server.expel(client_id)
+            self._server.expel(client_id, reason)
         self._disconnect(client_id, "left")
 
     def stop(self, reason: str = "") -> None:

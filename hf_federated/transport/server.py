@@ -199,9 +199,9 @@ class GrpcServer:
         """Whether a client is connected and was active within `heartbeat_timeout`."""
         return self._sessions.is_alive(client_id)
 
-    def expel(self, client_id: str) -> None:
-        """End the session of a client, and refuse the client from now on."""
-        self._sessions.expel(client_id)
+    def expel(self, client_id: str, reason: str = "") -> None:
+        """End the session of a client for a reason, and refuse the client from now on."""
+        self._sessions.expel(client_id, reason)
 
     def seconds_since_heard(self, client_id: str) -> float | None:
         """Seconds since the last activity of a connected client, or `None` if the client is not connected."""

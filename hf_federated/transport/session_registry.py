@@ -139,7 +139,8 @@ class SessionRegistry:
         self._run_id = secrets.token_hex(8)
         self._lock = threading.Lock()
         self._sessions: dict[str, TransportSession] = {}
-        self._expelled: set[str] = set()
+        # The reason for each expelled client.
+        self._expelled: dict[str, str] = {}
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="session-watcher", daemon=True)
 
@@ -179,7 +180,7 @@ class SessionRegistry:
         """
         with self._lock:
             if client_id in self._expelled:
-                raise RequestRejectedError("PERMISSION_DENIED", _expelled(client_id))
+                raise RequestRejectedError("PERMISSION_DENIED", self._expelled[client_id])
             existing = self._sessions.get(client_id)
             if existing is not None and existing.end_reason is None:
                 if existing.process_token == process_token:
@@ -197,13 +198,14 @@ class SessionRegistry:
             self._sessions[client_id] = session
             return session, True
 
-    def expel(self, client_id: str) -> None:
-        """End the session of a client, and refuse the client from now on."""
+    def expel(self, client_id: str, reason: str = "") -> None:
+        """End the session of a client for a reason, and refuse the client from now on."""
+        reason = reason or f"The operator of the server has expelled client {client_id!r}."
         with self._lock:
-            self._expelled.add(client_id)
+            self._expelled[client_id] = reason
             session = self._sessions.get(client_id)
         if session is not None:
-            session.close(_expelled(client_id))
+            session.close(reason)
 
     def find(self, session_id: str) -> TransportSession:
         """
@@ -263,7 +265,3 @@ class SessionRegistry:
                 # An error of the callback must not end this thread, which watches all clients.
                 except Exception:
                     logger.exception(f"on_lost failed for client {session.client_id!r}.")
-
-
-def _expelled(client_id: str) -> str:
-    return f"The operator of the server has expelled client {client_id!r}."

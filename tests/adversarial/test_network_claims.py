@@ -40,6 +40,28 @@ def test_claim_above_the_announcement_is_refused_and_the_run_goes_on(tmp_path, a
     assert same_weights(trainer.model, alone.model)
 
 
+LARGE = dataclasses.replace(ANNOUNCED, num_examples=64, num_encoded_examples=64)
+ROUNDS = {
+    "limit of a round": (6, LARGE, {"max_rows_per_round": 6}, 6),
+    "balance": (8, LARGE, {"balance": "min"}, 8),
+    "steps of a stream": (8, STREAM, {"local_steps": 2}, 2 * 2 * ANNOUNCED.examples_per_step),
+}
+
+
+@pytest.mark.parametrize("case", ROUNDS)
+def test_claim_above_the_examples_of_a_round_is_refused_and_the_run_goes_on(tmp_path, alone, case):
+    num_examples, announced, federation, limit = ROUNDS[case]
+    for claimed in (limit, limit + 1):
+        replies = {HONEST: changed(num_examples=num_examples), HOSTILE: changed(num_examples=claimed, num_steps=2)}
+        trainer, rejected = run_with_threads(tmp_path / str(claimed), replies, {HOSTILE: announced}, **federation)
+        if claimed == limit:
+            assert rejected == [{}, {}]
+        else:
+            text = f"the update claims {claimed} examples, but the client has at most {limit}"
+            assert all(text in reasons[HOSTILE] for reasons in rejected)
+            assert same_weights(trainer.model, alone.model)
+
+
 @pytest.mark.parametrize(
     ("counts", "announced", "expected"),
     [

@@ -29,6 +29,16 @@ def test_card_lists_what_clients_announced_and_which_settings_were_compared(tmp_
     assert record.eval_data is not None and record.eval_data.num_rows == 4 and record.eval_data.num_clients is None
 
 
+def test_model_and_card_do_not_contain_the_number_of_examples_of_each_client(tmp_path):
+    counts = {"north": 31_337, "south": 31_337}
+    trainer, _ = run_with_threads(tmp_path, dict.fromkeys(counts, honest), {}, max_examples_per_client=counts)
+    trainer.save_model()
+    record = RunRecord.from_trainer(trainer)
+    assert record.federation["max_examples_per_client"] == "one number for each of 2 clients"
+    assert "31337" not in repr(record) and "31337" not in (tmp_path / "federated_config.json").read_text()
+    assert trainer.federation.max_examples_per_client == counts
+
+
 def test_card_of_a_run_in_one_process_has_no_such_paragraph(tmp_path):
     trainer = FederatedTrainer(
         model=tiny_model(),

@@ -118,6 +118,18 @@ def test_clients_of_the_command_replace_those_of_the_recipe(export):
     ]
 
 
+@needs_nvflare
+def test_job_of_partitioned_data_has_the_number_of_examples_of_each_client(export, tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for name in CLIENTS:
+        (tmp_path / f"{name}.parquet").rename(folder / f"{name}.parquet")
+    assert main(["partition", str(folder), "--client-per-file", "--output", str(tmp_path / "parts")]) == 0
+    job = export("--set", f"data.path={tmp_path / 'parts'}")
+    written = yaml.safe_load((job / "app_server" / "custom" / "recipe.txt").read_text())
+    assert written["federation"]["max_examples_per_client"] == {"north": 30, "south": 15}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -14,11 +14,18 @@ from datasets import Dataset, load_dataset
 from safetensors.torch import load_file
 from workers import worker
 
+from hf_federated import NetworkEngine
 from hf_federated.cli.main import main
+from hf_federated.experiments.network.listed_counts import listed_counts
+from hf_federated.experiments.network.run import build_client, build_server
+from hf_federated.experiments.recipe.recipe import parse_recipe
+from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.security.certificates import create_certificates
+from hf_federated.trainer.network_settings import NetworkSettings
 
 
 CLIENTS = ("north", "south")
+FIELD = "federation.max_examples_per_client=900"
 Run = Callable[..., dict[str, int]]
 
 
@@ -163,6 +170,27 @@ def test_serve_and_join_need_certificates_clients_and_an_address(recipe, tmp_pat
     for (command, *options), message in errors.items():
         assert main([command, str(recipe), *options]) == 2
         assert message in capsys.readouterr().err, (command, options)
+
+
+def test_partitioned_data_limits_what_clients_announce(recipe, examples, tmp_path, monkeypatch):
+    """`partition.json` lists the number of examples of each client, and both parties compare it."""
+    monkeypatch.chdir(tmp_path)
+    folder, parts = tmp_path / "files", tmp_path / "parts"
+    folder.mkdir()
+    for name in CLIENTS:
+        Dataset.from_parquet(examples[name]).to_parquet(folder / f"{name}.parquet")
+    assert main(["partition", str(folder), "--client-per-file", "--output", str(parts)]) == 0
+    loaded = parse_recipe(read_values(str(recipe), [f"data.path={parts}"]))
+    engine = NetworkEngine(CLIENTS, address="127.0.0.1:0", insecure=True)
+    server, client = build_server(loaded, engine).trainer, build_client(loaded, "north").trainer
+    expected = {"north": 30, "south": 15}
+    assert server.federation.max_examples_per_client == client.federation.max_examples_per_client == expected
+    ours, theirs = (NetworkSettings.of(each._federation_setup, each.args) for each in (server, client))
+    assert "number of examples of each client" in ours.settings and ours.differences(theirs.to_dict()) == []
+    # A client with its own files, another client, and the field of the recipe.
+    assert build_client(loaded, "north", examples=examples["north"]).trainer.federation.max_examples_per_client is None
+    assert listed_counts(loaded, ["north", "west"]) == {}
+    assert listed_counts(parse_recipe(read_values(str(recipe), [f"data.path={parts}", FIELD])), CLIENTS) == {}
 
 
 def test_share_of_training_examples_cannot_be_public(recipe, examples, capsys):

@@ -191,6 +191,20 @@ DIFFERENCES: dict[str, tuple[str, Arguments, Arguments, str, str]] = {
         "2 (SHA-256",
         "1 (SHA-256",
     ),
+    "largest number of examples": (
+        "FederatedConfig.max_examples_per_client",
+        lambda: {"federation": {"max_examples_per_client": 40}},
+        lambda: {},
+        "40",
+        "not set",
+    ),
+    "numbers of examples of the clients": (
+        "number of examples of each client",
+        lambda: {"federation": {"max_examples_per_client": {"north": 4, "south": 9}}},
+        lambda: {"federation": {"max_examples_per_client": {"north": 4, "south": 8}}},
+        "2 clients (SHA-256",
+        "2 clients (SHA-256",
+    ),
     "patterns of exchanged tensors": (
         "FederatedConfig.exchange",
         lambda: {"federation": {"exchange": ["bert.*", "classifier.*"]}},
@@ -231,6 +245,7 @@ HARMLESS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     ),
     "a party without a tokenizer": ({}, lambda: {"processing_class": masking_tokenizer()}),
     "model in a distillation": (DSFL, lambda: {**DSFL, "model": tiny_model(seed=1, num_hidden_layers=3)}),
+    "a client without partition.json": ({"federation": {"max_examples_per_client": {"north": 4}}}, lambda: {}),
     "number of processes": ({}, lambda: {"federation": {"parallelism": "clients"}}),
 }
 

@@ -6,7 +6,7 @@ event has its facts as further fields:
 | event | fields |
 |---|---|
 | `joined` | `client`, `num_examples` |
-| `left`, `lost`, `expelled` | `client` |
+| `left`, `lost`, `expelled`, `refused` | `client` |
 | `request` | `client`, `round`, `bytes` |
 | `reply` | `client`, `round`, `bytes`, `seconds` |
 | `absent` | `client`, `round` |

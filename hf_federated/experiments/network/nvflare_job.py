@@ -23,6 +23,7 @@ import yaml
 from hf_federated.engines import NetworkEngine
 from hf_federated.engines.nvflare import NVFlareClient, NVFlareServer, output_folder, require_nvflare
 from hf_federated.experiments.errors import CommandError
+from hf_federated.experiments.network.listed_counts import listed_counts
 from hf_federated.experiments.network.run import PartyRun, build_client, build_server, party_folder, serve_run
 from hf_federated.experiments.recipe.recipe import Recipe, parse_recipe
 from hf_federated.experiments.recipe.yaml_file import read_values
@@ -167,6 +168,8 @@ def nvflare_recipe(
         min_clients=num_to_start,
     )
     job.set_per_site_config({site_name: {} for site_name in site_names})
+    if examples is None and (counts := listed_counts(recipe, site_names)):
+        values = {**values, "federation": {**(values.get("federation") or {}), **counts}}
     _ship_recipe(job, values, site_names, Path(module.__file__).parent)
     return job
 

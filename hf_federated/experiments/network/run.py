@@ -20,6 +20,7 @@ from hf_federated.experiments.data.tokenized import tokenize_test
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.execution import train_and_evaluate
 from hf_federated.experiments.model_loading import load_model, load_tokenizer
+from hf_federated.experiments.network.listed_counts import listed_counts
 from hf_federated.experiments.network.party_data import PartyData, load_client_data, load_server_data
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import build, recipe_errors
@@ -106,7 +107,8 @@ def build_server(
     else:
         encoded["eval_dataset"], metric_arguments = tokenize_test(data.task, tokenizer, data.test)
     raw = {"eval_dataset": data.test}
-    trainer = _build_trainer(recipe, data, tokenizer, args, raw, encoded, metric_arguments, engine=engine)
+    counts = listed_counts(recipe, list(engine.remote_clients))
+    trainer = _build_trainer(recipe, data, tokenizer, args, raw, encoded, metric_arguments, counts, engine=engine)
     further = {
         split: data.task.for_evaluation(data.task.prepare(examples, tokenizer), tokenizer)
         for split, examples in data.further_tests.items()
@@ -143,7 +145,8 @@ def build_client(
         encoded["eval_dataset"] = FederatedDataset.from_dict({client_id: test})
     else:
         args.eval_strategy = IntervalStrategy.NO
-    trainer = _build_trainer(recipe, data, tokenizer, args, raw, encoded, metric_arguments, client_id)
+    counts = listed_counts(recipe, [client_id]) if examples is None else {}
+    trainer = _build_trainer(recipe, data, tokenizer, args, raw, encoded, metric_arguments, counts, client_id)
     return PartyRun(recipe, data, trainer, {})
 
 
@@ -190,6 +193,7 @@ def _build_trainer(
     raw: dict[str, Any],
     encoded: dict[str, Any],
     metric_arguments: dict[str, Any],
+    counts: dict[str, Any],
     client_id: str | None = None,
     engine: NetworkEngine | None = None,
 ) -> Any:
@@ -212,7 +216,7 @@ def _build_trainer(
     if client_id is not None and arguments.get("clients"):
         arguments["clients"] = {client_id: arguments["clients"][client_id]}
     trainer_class: Any = data.task.trainer_class
-    federation = build("federation", FederatedConfig, recipe.federation)
+    federation = build("federation", FederatedConfig, {**recipe.federation, **counts})
     with recipe_errors("federation"):
         return federate(trainer_class)(model=model, args=args, federation=federation, engine=engine, **arguments)
 

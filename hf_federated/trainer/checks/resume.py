@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 CHANGEABLE_FIELDS = (
     "num_rounds",
     "min_clients",
+    "max_examples_per_client",
     "max_update_ratio",
     "evaluate_clients",
     "log_clients",
