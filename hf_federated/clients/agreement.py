@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..adapters import Exchange
-from ..messages import Distill, Evaluate, Feedback, Fit, Message, Predict
+from ..messages import KINDS, Distill, Evaluate, Feedback, Fit, Message, Predict
 from ..messages.distillation import PublicRowsMessage
 from ..messages.validation import RefusedRequestError, first_non_finite
 from ..methods import Method
@@ -93,6 +93,11 @@ class Agreement:
             with suppress(Exception):  # a user's method may need the state of the server for its settings
                 self.settings |= method.fit_settings()
         self._has_individual_states = any(type(method).state_for is not Method.state_for for method in methods)
+        own: list[type[Message]] = [kind for method in methods for kind in method.messages]
+        # The methods also declare the kinds of the replies.
+        replies = {kind for kind in KINDS.values() if not kind.answered_by}
+        requests: list[type[Message]] = [Fit, Evaluate, *own]
+        self._kinds = tuple(kind for kind in dict.fromkeys(requests) if kind not in replies)
         self.record: RequestRecord | None = None
         self._predictions = RequestRecord()
         # Number of requests of a method of the user, by kind, client and round.
@@ -100,7 +105,8 @@ class Agreement:
 
     def describe(self) -> dict[str, str]:
         """Return what the client agreed to, as text by topic."""
-        requests = [f"{kind.kind!r} at most {kind.max_per_round}" for kind in self._own_requests()]
+        own = [kind for kind in self._kinds if kind not in RULES]
+        requests = [f"{kind.kind!r} at most {kind.max_per_round}" for kind in own]
         passes = max((getattr(method, "passes_per_round", 0) for method in self.methods), default=0)
         return {
             "rounds": f"{self.num_rounds}, in ascending order",
@@ -113,11 +119,6 @@ class Agreement:
             "other requests in a round": ", ".join(requests) or "none",
         }
 
-    def _own_requests(self) -> list[type[Message]]:
-        """The requests of the methods that this library does not know."""
-        kinds = [kind for method in self.methods for kind in method.messages]
-        return [kind for kind in dict.fromkeys(kinds) if kind.answered_by and kind not in RULES]
-
     def check(self, request: Message) -> None:
         """
         Check the fields of a request.
@@ -129,6 +130,9 @@ class Agreement:
             RefusedRequestError: If the client did not agree to the value of a field.
         """
         cls: Any = type(request)
+        if not issubclass(cls, self._kinds):
+            kinds = ", ".join(repr(kind.kind) for kind in self._kinds)
+            raise RefusedRequestError(request, "kind", "is no request of the methods", f"the kinds {kinds}")
         for name, rule in rules_of(cls).items():
             value = getattr(request, name)
             if (agreed := rule(self, value, request)) is not None:

@@ -135,13 +135,6 @@ class ClientWorker:
         Raises:
             TypeError: If the message has an unknown type.
         """
-        key = next((key for key, method in self._methods.items() if isinstance(message, method.messages)), None)
-        if key is None and not isinstance(message, (Fit, Evaluate)):
-            own = [kind.__name__ for method in self._methods.values() for kind in method.messages]
-            raise TypeError(
-                f"The client received a {type(message).__name__}, but it answers only "
-                f"{', '.join(['Fit', 'Evaluate', *own])}."
-            )
         self.last_error = None
         kept: dict[str, Any] | None = None
         reply: Message
@@ -150,6 +143,13 @@ class ClientWorker:
                 self.agreement.check(message)
         except RefusedRequestError as error:
             return self._refuse(message, error)
+        key = next((key for key, method in self._methods.items() if isinstance(message, method.messages)), None)
+        if key is None and not isinstance(message, (Fit, Evaluate)):
+            own = [kind.__name__ for method in self._methods.values() for kind in method.messages]
+            raise TypeError(
+                f"The client received a {type(message).__name__}, but it answers only "
+                f"{', '.join(['Fit', 'Evaluate', *own])}."
+            )
         model = self.models.open(message.client_id)
         try:
             with trainer_banner(shown=False):

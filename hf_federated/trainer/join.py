@@ -164,9 +164,16 @@ class JoinedClient:
         while self._next is not None:
             content = aligned_buffer(len(self._next.content))
             content[:] = self._next.content
-            message = read_message(content, self._engine.kinds)
-            if round is not None and message.round > round:
-                # The request belongs to the next step of the loop. A server that resumes repeats earlier rounds.
+            try:
+                message = read_message(content, self._engine.kinds)
+            except ValueError as error:
+                raise ServerRefusedError(
+                    f"Client {self.client_id!r} left the federation, because it cannot read a message of the server: "
+                    f"{error}"
+                ) from error
+            if round is not None and round < message.round < (self.setup.config.num_rounds or 1):
+                # The request belongs to the next step of the loop. A server that resumes repeats earlier rounds, and
+                # the client refuses a round after the last one.
                 break
             round = message.round if round is None else round
             reply = self._answer(self._next, message, self._history, metrics)
