@@ -17,6 +17,7 @@ from hf_federated.cli.command_parser import Command, CommandParser
 from hf_federated.cli.recipe_options import INTERRUPTED
 from hf_federated.experiments.errors import CommandError
 from hf_federated.utils.errors import CheckpointError, RoundFailedError, UserError
+from hf_federated.utils.printable import printable
 
 
 COMMANDS = {
@@ -152,10 +153,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command.load(arguments.command.replace("-", "_"))(arguments) or 0
     except (CommandError, CheckpointError, UserError) as error:
-        print(f"hf-federated: error: {error}", file=sys.stderr)
+        print(f"hf-federated: error: {printable(error)}", file=sys.stderr)
         return error.exit_code if isinstance(error, UserError) else 2
     except RoundFailedError as error:
-        print(f"hf-federated: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"hf-federated: error: {printable(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nhf-federated: interrupted.", file=sys.stderr)

@@ -21,6 +21,7 @@ from ..messages import Distill, Evaluate, Feedback, Fit, Message, Predict
 from ..messages.distillation import PublicRowsMessage
 from ..methods import Method
 from ..utils.fields import describe
+from ..utils.printable import printable
 
 
 # Largest number of characters of a value in an error.
@@ -40,7 +41,7 @@ class RefusedRequestError(ValueError):
 
     def __init__(self, request: Message, field: str, found: str, agreed: str) -> None:
         # A value of the server can be long, and a message to the server must be short.
-        found, agreed = (text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} …" for text in (found, agreed))
+        found, agreed = (printable(text, MAX_SHOWN) for text in (found, agreed))
         super().__init__(f"`{field}` of a request of kind {request.kind!r} {found}. The client agreed to {agreed}.")
 
 

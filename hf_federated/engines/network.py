@@ -22,6 +22,7 @@ from ..transport.protocol import DEFAULT_MAX_MESSAGE_BYTES, Blob, JoinedPieces
 from ..transport.session_config import SessionConfig
 from ..utils.arguments import require
 from ..utils.file_hash import sha256_of_file
+from ..utils.printable import printable
 from .base import Engine
 from .context import EngineContext
 from .requests import NoReply, OpenRequest, Plan
@@ -234,7 +235,7 @@ class NetworkEngine(Engine):
             try:
                 announced = Announcement.from_bytes(event.blob)
             except ValueError as error:
-                logger.warning(f"Client {name!r} sent an invalid announcement: {error}")
+                logger.warning(f"Client {name!r} sent an invalid announcement: {printable(error)}")
                 return
             self._announce(name, announced)
             self._absent_since.pop(name, None)
@@ -339,7 +340,7 @@ class NetworkEngine(Engine):
         try:
             reply = read_message(blob, self.kinds)
         except ValueError as error:
-            text = f"its reply is damaged: {error}"
+            text = f"its reply is damaged: {printable(error)}"
             return client_id, ClientFailure(request.round, client_id, text, nonce=nonce)
         self._states[client_id] = nonce
         return client_id, reply

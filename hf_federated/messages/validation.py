@@ -10,6 +10,7 @@ import torch
 
 from ..utils.fields import check_fields
 from ..utils.finite_values import SUM_DTYPES, is_finite
+from ..utils.printable import printable
 from .base import Message
 from .ledger import Ledger
 from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Metrics
@@ -225,11 +226,13 @@ def checked_reply(expected: ExpectedReply, reply: Message, ledger: Ledger, error
         expected.check(reply)
         ledger.record(round, client_id, bytes_up=reply.num_bytes)
     except (TypeError, ValueError) as refused:
-        return ClientFailure(round, client_id, f"its reply was refused: {refused}")
+        return ClientFailure(round, client_id, f"its reply was refused: {printable(refused)}")
     if isinstance(reply, ClientFailure):
-        # In one line, so that the text of another process cannot imitate other lines of the log. If the client runs in
-        # this process, the text of the error has not left it.
-        text = " ".join(reply.error.split()) if error is None else f"{type(error).__name__}: {error}"
+        # If the client runs in this process, the text of the error has not left it.
+        text = printable(reply.error) if error is None else f"{type(error).__name__}: {error}"
         reply = replace(reply, error=text)
+    elif isinstance(reply, (ClientUpdate, Metrics)) and not all(map(str.isprintable, reply.metrics)):
+        # The names of metrics reach logs, trackers and the model card.
+        reply = replace(reply, metrics={printable(name): value for name, value in reply.metrics.items()})
     # The nonce has served its purpose. Without it, the replies of two equal runs are equal.
     return replace(reply, nonce="")

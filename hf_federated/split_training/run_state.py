@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from transformers.utils import logging
 
+from ..utils.printable import printable_traceback
+
 
 logger = logging.get_logger(__name__)
 
@@ -158,7 +160,7 @@ class RunState:
         except RunFailedError:
             raise
         except Exception as error:
-            logger.exception("The server failed, and the run ends.")
+            logger.error(f"The server failed, and the run ends.\n{printable_traceback(error)}")
             self.fail(f"the server failed ({type(error).__name__}); see the log of the server")
             self.check(client_id)
             raise

@@ -25,6 +25,7 @@ from ..transport import Connector
 from ..utils.buffers import aligned_buffer
 from ..utils.client_names import escape_client_id
 from ..utils.errors import UserError
+from ..utils.printable import printable
 from .client_requests import ClientRequests, Request
 from .network_settings import NetworkSettings
 from .setup import FederationSetup
@@ -192,7 +193,7 @@ class JoinedClient:
         elif isinstance(answer, ClientFailure):
             if processes.world_size > 1:
                 raise_common_failure(processes, answer, worker.last_error)
-            logger.warning(f"Round {message.round + 1}: this client failed: {worker.last_error}")
+            logger.warning(f"Round {message.round + 1}: this client failed: {printable(worker.last_error)}")
         reply = answer.to_bytes() if processes.is_main else b""
         history.record(message.nonce, reply)
         return reply
