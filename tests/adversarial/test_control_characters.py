@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
+import threading
 
 import pytest
 import torch
+from loopback import SESSION_CONFIG
 
 from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import NetworkEngine
@@ -26,6 +29,8 @@ from hf_federated.transport import (
     GrpcServer,
     ServerFailedError,
 )
+from hf_federated.transport.call_transport import ANSWER_FIELDS
+from hf_federated.transport.framing import frame, unframe
 from hf_federated.transport.session_config import format_differences
 
 
@@ -38,8 +43,6 @@ FIT = Fit(2, "south", seed=0, state={}, nonce="n")
 @pytest.fixture(autouse=True)
 def printable_log(caplog, monkeypatch):
     """Check after each test that each entry of the log is printable, apart from the line breaks of tracebacks."""
-    import logging
-
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("hf_federated"), "propagate", True)
     yield
@@ -98,8 +101,6 @@ def test_damaged_message_has_a_printable_error(view):
 
 def test_settings_of_a_client_are_printable():
     network = SETTINGS.differences({"learning_rate": EVIL, EVIL: EVIL})
-    from loopback import SESSION_CONFIG
-
     split = dataclasses.replace(SESSION_CONFIG, wire=Wire("float16"), more={EVIL: EVIL * 10**5})
     for differences in (network, SESSION_CONFIG.differences(split.to_dict())):
         text = format_differences(differences)
@@ -180,6 +181,33 @@ def test_texts_of_remote_calls_are_printable(caplog):
     assert str(error.value).isprintable() and "Rejected" in str(error.value)
     assert transport.failures.keys() == endpoints.keys() and all(map(str.isprintable, transport.failures.values()))
     assert "its trainer ended" in caplog.text
+
+
+def test_call_that_fails_is_logged_in_printable_text(caplog):
+    def fail(request, timeout):
+        raise OSError(EVIL)
+
+    transport = CallTransport({"north": fail}, call_timeout=1.0)
+    transport.start(["north"], SETTINGS)
+    transport.receive(0.1)
+    transport.stop()
+    assert "Client 'north' cannot be reached" in caplog.text
+
+
+def test_refusal_of_a_hostile_server_is_printable_at_the_client():
+    endpoint = CallEndpoint()
+
+    def refuse() -> None:
+        call = {"session": "", "name": "", "text": "", "seconds": 5.0}
+        header, _ = unframe(endpoint.handle(frame({**call, "kind": "join"})), **ANSWER_FIELDS)
+        endpoint.handle(frame({**call, "kind": "refuse", "session": header["session"], "text": EVIL}))
+
+    server = threading.Thread(target=refuse)
+    server.start()
+    with pytest.raises(ClientRefusedError, match="Rejected") as error:
+        endpoint.connect(SETTINGS, b"")
+    server.join()
+    assert str(error.value).isprintable()
 
 
 def test_client_shows_a_refused_request_in_printable_text():
