@@ -46,7 +46,7 @@ def printable_log(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("hf_federated"), "propagate", True)
     yield
-    for record in caplog.records:
+    for record in caplog.get_records("call"):
         first, *others = record.getMessage().split("\n")
         assert first.isprintable() and record.exc_info is None, record
         assert all(line.isprintable() and line.startswith("    ") for line in others), record
