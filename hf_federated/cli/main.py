@@ -153,14 +153,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command.load(arguments.command.replace("-", "_"))(arguments) or 0
     except (CommandError, CheckpointError, UserError) as error:
-        print(f"hf-federated: error: {printable(error)}", file=sys.stderr)
+        _report(error)
         return error.exit_code if isinstance(error, UserError) else 2
     except RoundFailedError as error:
-        print(f"hf-federated: error: {printable(error)}", file=sys.stderr)
+        _report(error)
         return 1
     except KeyboardInterrupt:
         print("\nhf-federated: interrupted.", file=sys.stderr)
         return INTERRUPTED
+
+
+def _report(error: Exception) -> None:
+    """Print an error in a line of its own, also if a progress bar is on the last line."""
+    text = f"hf-federated: error: {printable(error)}"
+    if "tqdm" in sys.modules:
+        sys.modules["tqdm"].tqdm.write(text, file=sys.stderr)
+    else:
+        print(text, file=sys.stderr)
 
 
 def _complete(

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ..utils.errors import CheckpointError
+from ..utils.storage import size_of_folder, storage_errors, write_private
 from .models import ClientModels
 
 
@@ -90,18 +91,22 @@ class StateHistory:
             reply (`bytes`): The reply.
         """
         if self._writes:
-            self._write(name, reply)
+            with storage_errors(self.directory, lambda: len(reply) + self._size_of_state()):
+                self._write(name, reply)
         self.current = name
 
     def _write(self, name: str, reply: bytes) -> None:
         partial, folder = self.directory / _PARTIAL, self._folder(name)
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        digests = self._models.save(partial)
-        (partial / DIGESTS_FILE).write_text(json.dumps(digests), encoding="utf-8")
-        (partial / REPLY_FILE).write_bytes(reply)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        try:
+            partial.mkdir(parents=True)
+            digests = self._models.save(partial)
+            write_private(partial / DIGESTS_FILE, json.dumps(digests).encode())
+            write_private(partial / REPLY_FILE, reply)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
     def prune(self, kept: Collection[str]) -> None:
         """
@@ -121,6 +126,12 @@ class StateHistory:
                 (folder / REPLY_FILE).unlink(missing_ok=True)
             else:
                 shutil.rmtree(folder, ignore_errors=True)
+
+    def _size_of_state(self) -> int:
+        """Number of bytes of the current state without its reply. The states of a client have similar sizes."""
+        folder = self._folder(self.current)
+        reply = folder / REPLY_FILE
+        return size_of_folder(folder) - (reply.stat().st_size if reply.is_file() else 0)
 
     def _folder(self, name: str) -> Path:
         # The name comes from the server, so it is not used as a path.

@@ -23,6 +23,7 @@ from ..transport.session_config import SessionConfig
 from ..utils.arguments import require
 from ..utils.file_hash import sha256_of_file
 from ..utils.printable import printable
+from ..utils.storage import write_private
 from .base import Engine
 from .context import EngineContext
 from .requests import NoReply, OpenRequest, Plan
@@ -351,7 +352,7 @@ class NetworkEngine(Engine):
         digests = {}
         for client_id, state in self._states.items():
             content = json.dumps({"client": client_id, "state": state}).encode()
-            (directory / client_file_name(client_id)).write_bytes(content)
+            write_private(directory / client_file_name(client_id), content)
             digests[client_id] = hashlib.sha256(content).hexdigest()
         return digests
 
