@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(error: Exception) -> None:
-    """Print an error in a line of its own, also if a progress bar is on the last line."""
+    """Print an error in a separate line, also if a progress bar is on the last line."""
     text = f"hf-federated: error: {printable(error)}"
     if "tqdm" in sys.modules:
         sys.modules["tqdm"].tqdm.write(text, file=sys.stderr)

@@ -44,7 +44,7 @@ def large_model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def line_of(text: str) -> str:
-    """The line of the error. There is no traceback, and a progress bar has lines of its own."""
+    """The line of the error. There is no traceback, and progress bars have other lines."""
     assert "Traceback" not in text
     (line,) = [line for line in text.splitlines() if line.startswith("hf-federated: error: ")]
     return line
