@@ -106,7 +106,7 @@ def nvflare_recipe(
     overwrite: bool = False,
 ) -> Any:
     """
-    Build the job of a recipe, for `execute(SimEnv(...))`, `execute(PocEnv(...))` or `execute(ProdEnv(...))`.
+    Build the job of a recipe, for `execute(SimEnv(...))`, `execute(PocEnv(...))`, `execute(ProdEnv(...))` or `export`.
 
     Args:
         values (`dict[str, Any]`): The recipe, as returned by
@@ -147,6 +147,7 @@ def nvflare_recipe(
     except ImportError as error:
         raise CommandError(str(error)) from error
     from nvflare.collab import CollabRecipe
+    from nvflare.recipe import set_per_site_config
 
     module = _shipped_module()
     job = CollabRecipe(
@@ -166,7 +167,7 @@ def nvflare_recipe(
         sync_task_timeout=max(_SYNC_SECONDS, section.join_timeout),
         min_clients=num_to_start,
     )
-    job.set_per_site_config({site_name: {} for site_name in site_names})
+    set_per_site_config(job, {site_name: {} for site_name in site_names})
     _ship_recipe(job, values, site_names, Path(module.__file__).parent)
     return job
 
