@@ -9,6 +9,7 @@ completion import neither torch nor transformers.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -153,23 +154,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command.load(arguments.command.replace("-", "_"))(arguments) or 0
     except (CommandError, CheckpointError, UserError) as error:
-        _report(error)
-        return error.exit_code if isinstance(error, UserError) else 2
+        text = f"hf-federated: error: {printable(error)}"
+        code = error.exit_code if isinstance(error, UserError) else 2
     except RoundFailedError as error:
-        _report(error)
-        return 1
+        text, code = f"hf-federated: error: {printable(error)}", 1
     except KeyboardInterrupt:
-        print("\nhf-federated: interrupted.", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _report(error: Exception) -> None:
-    """Print an error in a separate line, also if a progress bar is on the last line."""
-    text = f"hf-federated: error: {printable(error)}"
-    if "tqdm" in sys.modules:
-        sys.modules["tqdm"].tqdm.write(text, file=sys.stderr)
-    else:
-        print(text, file=sys.stderr)
+        text, code = "\nhf-federated: interrupted.", INTERRUPTED
+    # The progress bar prints its last state when the trainer is deleted. The message must be the last line.
+    gc.collect()
+    print(text, file=sys.stderr)
+    return code
 
 
 def _complete(

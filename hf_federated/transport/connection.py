@@ -10,12 +10,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from transformers.utils import logging
+
 from ..utils.printable import printable
 from .credentials import TlsCredentials
 from .errors import ClientRefusedError, ServerUnreachableError
 from .protocol import SERVICE, VERSION, ConnectResponse
 from .session_config import SessionConfig
 
+
+logger = logging.get_logger(__name__)
 
 # Status codes of a failed connection, which do not depend on the message. INTERNAL means that a stream was reset.
 CONNECTION_ERRORS = frozenset({"CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"})
@@ -117,6 +121,7 @@ class Connection:
         }
         deadline = time.monotonic() + connect_timeout
         num_attempts = 0
+        is_logged = False
         waits = pauses()
         while True:
             pause = next(waits)
@@ -136,9 +141,21 @@ class Connection:
                     raise ServerUnreachableError(text) from None
                 if code not in (*CONNECTION_ERRORS, "DEADLINE_EXCEEDED", "ALREADY_EXISTS", BUSY) or is_final:
                     raise ClientRefusedError(f"{self._address}: {details_of(error)}") from None
+                if not is_logged:
+                    is_logged = True
+                    self._log_waiting(error, connect_timeout)
             except ValueError as error:
                 raise self._wrong_server_error(error) from None
             time.sleep(pause)
+
+    def _log_waiting(self, error: Any, connect_timeout: float) -> None:
+        """Log that the client waits for the server, which may still be starting."""
+        reason = printable(status_text(error), 200)
+        logger.warning(
+            f"Client {self._client_id!r} waits for the server at {self._address}, at most {connect_timeout:.0f} s "
+            f"({reason}).",
+            extra={"event": "waiting", "client": self._client_id},
+        )
 
     def _wrong_server_error(self, reason: object) -> ServerUnreachableError:
         return ServerUnreachableError(
