@@ -110,9 +110,13 @@ def find_look_alikes(names: Iterable[str]) -> list[list[str]]:
     [['North', 'north', 'north ']]
     ```
     """
+    names = list(names)
+    keys = list(map(_as_read, names))
+    if len(set(keys)) == len(keys):
+        return []
     groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(_as_read(name), []).append(name)
+    for key, name in zip(keys, names, strict=True):
+        groups.setdefault(key, []).append(name)
     return [group for group in groups.values() if len(group) > 1]
 
 

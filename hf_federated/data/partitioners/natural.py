@@ -17,7 +17,7 @@ from .base import Partition, SplitsPartitioner, check_settings, check_splits
 logger = logging.get_logger(__name__)
 
 # Number of groups of similar names in a warning, and of names in a group.
-MAX_SHOWN = 3
+MAX_SHOWN = 5
 
 
 @dataclass(frozen=True)
