@@ -178,7 +178,9 @@ class Header:
         values = parse_json_object(text, cls.__name__)
         names = checks_of(cast(Any, cls)).keys()
         if values.keys() != names:
-            raise ValueError(f"{cls.__name__} must have the fields {[*names]}, but has the fields {sorted(values)}.")
+            raise ValueError(
+                f"{cls.__name__} must have the fields {[*names]}, but has the fields {printable(sorted(values), 500)}."
+            )
         header = cls(**values)
         for name, problem in problems_of(header).items():
             raise ValueError(f"{name} of {cls.__name__} {problem}. The header has the fields {[*names]}.")

@@ -16,6 +16,7 @@ from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import NetworkEngine
 from hf_federated.messages import ClientFailure, ClientUpdate, Evaluate, Fit, Metrics, read_message
 from hf_federated.messages.ledger import Ledger
+from hf_federated.messages.serialization import pack
 from hf_federated.messages.validation import ExpectedReply, checked_reply
 from hf_federated.split import SplitSessionConfig, Wire
 from hf_federated.trainer.client_requests import ClientRequests
@@ -31,6 +32,7 @@ from hf_federated.transport import (
 )
 from hf_federated.transport.call_transport import ANSWER_FIELDS
 from hf_federated.transport.framing import frame, unframe
+from hf_federated.transport.protocol import ConnectResponse
 from hf_federated.transport.session_config import format_differences
 
 
@@ -105,6 +107,19 @@ def test_settings_of_a_client_are_printable():
     for differences in (network, SESSION_CONFIG.differences(split.to_dict())):
         text = format_differences(differences)
         assert text.isprintable() and "at the client" in text and len(text) < 20_000
+
+
+def test_names_of_fields_in_errors_are_printable_and_bounded():
+    many = {f"{EVIL}{number}": 0 for number in range(5000)}
+    readers = [
+        lambda: unframe(frame(many), **ANSWER_FIELDS),
+        lambda: ConnectResponse.from_json(json.dumps(many)),
+        lambda: Metrics.from_bytes(pack({"kind": "metrics", "fields": many})),
+    ]
+    for read in readers:
+        with pytest.raises(ValueError, match="fields") as error:
+            read()
+        assert str(error.value).isprintable() and len(str(error.value)) < 1000
 
 
 def connect(server: GrpcServer, settings: NetworkSettings | SplitSessionConfig = SETTINGS) -> GrpcLink:
