@@ -11,7 +11,7 @@ import sys
 
 import torch
 from nvflare.collab import CollabRecipe
-from nvflare.recipe import PocEnv, SimEnv
+from nvflare.recipe import PocEnv, SimEnv, set_per_site_config
 from nvflare_job import Client, Server, build, train
 
 
@@ -30,9 +30,9 @@ if __name__ == "__main__":
         client=Client(scenarios, folder, **request["client"]),
         min_clients=request.get("min_clients", len(clients)),
     )
-    recipe.set_per_site_config({client_id: {} for client_id in clients})
+    set_per_site_config(recipe, {client_id: {} for client_id in clients})
     if request["environment"] == "simulator":
-        recipe.execute(SimEnv(clients=clients, workspace_root=os.path.join(folder, "workspace")))
+        recipe.execute(SimEnv(clients=recipe.configured_sites(), workspace_root=os.path.join(folder, "workspace")))
         sys.exit()
     environment = PocEnv(clients=clients, num_clients=len(clients))
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from ..utils.printable import printable
+
 
 T = TypeVar("T")
 
@@ -91,7 +93,7 @@ def metric_name(key: str) -> str:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+    return "| " + " | ".join(printable(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def plural(value: int, noun: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.utils.printable import printable
 
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ def inspect(arguments: argparse.Namespace) -> None:
         label_column = arguments.label_column or ("label" if _has_class_labels(clients) else None)
         statistics = describe_partition(clients, label_column, arguments.text_column)
     if clients.partitioning is not None:
-        print(", ".join(f"{name}: {value}" for name, value in clients.partitioning.items()))
-    print(f"columns: {', '.join(clients.column_names)}\n\n{statistics.to_markdown()}")
+        print(printable(", ".join(f"{name}: {value}" for name, value in clients.partitioning.items())))
+    print(f"columns: {printable(', '.join(clients.column_names))}\n\n{statistics.to_markdown()}")
     if arguments.output is None:
         return
     folder = Path(arguments.output)

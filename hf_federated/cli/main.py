@@ -9,6 +9,7 @@ completion import neither torch nor transformers.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from hf_federated.cli.command_parser import Command, CommandParser
 from hf_federated.cli.recipe_options import INTERRUPTED
 from hf_federated.experiments.errors import CommandError
 from hf_federated.utils.errors import CheckpointError, RoundFailedError, UserError
+from hf_federated.utils.printable import printable
 
 
 COMMANDS = {
@@ -152,14 +154,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return command.load(arguments.command.replace("-", "_"))(arguments) or 0
     except (CommandError, CheckpointError, UserError) as error:
-        print(f"hf-federated: error: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, UserError) else 2
+        text = f"hf-federated: error: {printable(error)}"
+        code = error.exit_code if isinstance(error, UserError) else 2
     except RoundFailedError as error:
-        print(f"hf-federated: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        text, code = f"hf-federated: error: {printable(error)}", 1
     except KeyboardInterrupt:
-        print("\nhf-federated: interrupted.", file=sys.stderr)
-        return INTERRUPTED
+        text, code = "\nhf-federated: interrupted.", INTERRUPTED
+    # The progress bar prints its last state when the trainer is deleted. The message must be the last line.
+    gc.collect()
+    print(text, file=sys.stderr)
+    return code
 
 
 def _complete(

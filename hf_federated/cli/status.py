@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.utils.printable import printable
 
 
 def add_status_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> None:
@@ -41,12 +41,11 @@ def status(arguments: argparse.Namespace) -> int:
     Raises:
         CommandError: If the folder has no status.
     """
-    from hf_federated.engines.run_monitor import STALE_SECONDS, read_status
+    from hf_federated.engines.run_monitor import read_status, seconds_without_update
 
     with command_errors(arguments.folder):
         found = read_status(_server_folder(arguments.folder))
-    age = time.time() - found["updated_at"]
-    if found["state"] == "running" and age > STALE_SECONDS:
+    if (age := seconds_without_update(found)) is not None:
         found["state"] = f"no update for {age:.0f} s: the server has ended or hangs"
     print(json.dumps(found, indent=2) if arguments.json else "\n".join(_describe(found)))
     return 0 if found["state"] in ("running", "complete") else 1
@@ -60,13 +59,21 @@ def expel(arguments: argparse.Namespace) -> None:
         arguments (`argparse.Namespace`): The parsed arguments of [`add_expel_arguments`].
 
     Raises:
-        CommandError: If the folder has no status, or the run has no such client.
+        CommandError: If the folder has no status, the run has no such client, or the run has ended.
     """
-    from hf_federated.engines.run_monitor import expel_client
+    from hf_federated.engines.run_monitor import expel_client, read_status, seconds_without_update
 
     with command_errors(arguments.folder):
-        expel_client(_server_folder(arguments.folder), arguments.client)
-    print(f"The server disconnects client {arguments.client!r} within seconds, and refuses it from then on.")
+        folder = _server_folder(arguments.folder)
+        expel_client(folder, arguments.client)
+        age = seconds_without_update(read_status(folder))
+    if age is None:
+        print(f"The server disconnects client {arguments.client!r} within seconds, and refuses it from then on.")
+    else:
+        print(
+            f"The server has not updated its status for {age:.0f} s: it has ended or hangs. It refuses client"
+            f" {arguments.client!r} when it continues, also after a start with --resume."
+        )
 
 
 def _server_folder(folder: str) -> Path:
@@ -81,7 +88,7 @@ def _server_folder(folder: str) -> Path:
 def _describe(found: dict[str, Any]) -> list[str]:
     """Lines with the round and one row per client."""
     progress = "no round has started" if found["round"] is None else f"round {found['round']} of {found['num_rounds']}"
-    lines = [f"{found['state']}: {progress}, {found['phase']}, {found['bytes_per_second'] / 1e6:.1f} MB/s"]
+    lines = [f"{printable(found['state'])}: {progress}, {found['phase']}, {found['bytes_per_second'] / 1e6:.1f} MB/s"]
     rows = [("client", "state", "last heard", "examples", "received", "sent")]
     for name, client in found["clients"].items():
         heard, size = client["seconds_since_heard"], client["num_examples"]

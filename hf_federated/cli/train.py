@@ -18,6 +18,7 @@ from hf_federated.cli.recipe_options import (
 )
 from hf_federated.experiments.recipe.fields import check_names
 from hf_federated.experiments.recipe.yaml_file import read_values
+from hf_federated.utils.storage import storage_errors
 
 
 def add_arguments(parser: CommandParser, argv: Sequence[str] = ()) -> None:
@@ -55,7 +56,8 @@ def train(arguments: argparse.Namespace) -> int:
         recipe = parse_recipe(values)
         path = arguments.output_dir or recipe.training.get("output_dir") or DEFAULT_OUTPUT_DIR
         folder = RunFolder(path, values, arguments.resume, arguments.overwrite)
-        train_recipe(recipe, path, folder=folder)
+        with storage_errors(path):
+            train_recipe(recipe, path, folder=folder)
         return 0
     # The progress bar prints its last state when the trainer is deleted. The message must be the last line.
     gc.collect()

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ..utils.errors import CheckpointError
+from ..utils.storage import size_of_folder, storage_errors, write_private
 from .models import ClientModels
 from .store import link_or_copy
 
@@ -115,20 +116,24 @@ class StateHistory:
             reply (`bytes`): The reply.
         """
         if self._writes:
-            self._write(name, reply)
+            with storage_errors(self.directory, lambda: len(reply) + self._size_of_state()):
+                self._write(name, reply)
         self.current = name
 
     def _write(self, name: str, reply: bytes) -> None:
         partial = self.directory / _PARTIAL
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        digests = self._models.save(partial)
-        (partial / DIGESTS_FILE).write_text(json.dumps(digests), encoding="utf-8")
-        self._complete(partial, name, reply)
+        try:
+            partial.mkdir(parents=True)
+            digests = self._models.save(partial)
+            write_private(partial / DIGESTS_FILE, json.dumps(digests).encode())
+            self._complete(partial, name, reply)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
     def _complete(self, partial: Path, name: str, reply: bytes) -> None:
         folder = self._folder(name)
-        (partial / REPLY_FILE).write_bytes(reply)
+        write_private(partial / REPLY_FILE, reply)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
 
@@ -155,6 +160,12 @@ class StateHistory:
                 is_reply = file.name == REPLY_FILE
                 if folder not in (replied if is_reply else folders):
                     file.unlink(missing_ok=True)
+
+    def _size_of_state(self) -> int:
+        """Number of bytes of the current state without its reply. The states of a client have similar sizes."""
+        folder = self._folder(self.current)
+        reply = folder / REPLY_FILE
+        return size_of_folder(folder) - (reply.stat().st_size if reply.is_file() else 0)
 
     def _folder(self, name: str) -> Path:
         # The name comes from the server, so it is not used as a path.

@@ -21,6 +21,7 @@ import torch
 from ..messages.serialization import pack, unpack
 from ..utils.file_hash import sha256_of_file
 from ..utils.meta_tensors import to_cpu
+from ..utils.storage import StorageError, storage_errors, write_private
 
 
 SUFFIX = ".safetensors"
@@ -130,7 +131,7 @@ class MemoryStore(ClientStore):
         digests: dict[str, str] = {}
         for client_id, state in self._states.items():
             blob = _pack(client_id, state)
-            (directory / client_file_name(client_id)).write_bytes(blob)
+            write_private(directory / client_file_name(client_id), blob)
             digests[client_id] = hashlib.sha256(blob).hexdigest()
         return digests
 
@@ -178,12 +179,11 @@ class DiskStore(ClientStore):
 
     def set(self, client_id: str, state: dict[str, Any]) -> None:
         path = self.directory / client_file_name(client_id)
-        partial = path.with_suffix(".partial")
         blob = _pack(client_id, state)
-        with _name_file_in_errors(path):
+        advice = "With client_store='memory', the states of clients need no disk."
+        with _name_file_in_errors(path), storage_errors(self.directory, lambda: len(blob), advice):
             self.directory.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(blob)
-            os.replace(partial, path)
+            write_private(path, blob)
         self._digests[client_id] = None
 
     def remove(self, client_id: str) -> None:
@@ -220,6 +220,8 @@ def _name_file_in_errors(path: Path) -> Iterator[None]:
     """Add the path of the file to errors. Some errors, such as the error of a full disk, do not name a file."""
     try:
         yield
+    except StorageError:
+        raise
     except OSError as error:
         reason = (
             f"{error.strerror or error}. The states of clients are stored below `output_dir`. Free disk space there, "
@@ -246,7 +248,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # The paths are on different file systems, or the file system has no hard links.
-        shutil.copyfile(source, target)
+        write_private(target, source.read_bytes())
 
 
 def _map_tensors(tree: Any, function: Callable[[Any], Any]) -> Any:

@@ -24,6 +24,7 @@ from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metr
 from ..messages.validation import INVALID_CONTENT, RefusedRequestError, first_non_finite, refusal_of, refusing
 from ..methods import ClientContext, ClientPart, Method
 from ..postprocessing import Postprocessor, run_client_receive, run_client_send
+from ..utils.printable import printable_traceback
 from ..utils.random import preserved_generators, seed_torch
 from ..utils.trainer_banner import trainer_banner
 from .agreement import Agreement
@@ -182,7 +183,7 @@ class ClientWorker:
         origin = (type(error), *lines)
         if origin not in self._logged_errors:
             self._logged_errors.add(origin)
-            text = "".join(traceback.format_exception(error))
+            text = printable_traceback(error)
             logger.warning(f"Client {message.client_id!r} failed in round {message.round + 1}:\n{text}")
 
     def _answer(self, message: Message, model: ClientModel, key: str) -> tuple[Message, dict[str, Any] | None]:

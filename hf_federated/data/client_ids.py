@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
@@ -88,6 +89,43 @@ def check_known(client_ids: Iterable[str], known: Collection[str], place: str = 
     for client_id in client_ids:
         if client_id not in known:
             raise KeyError(f"There is no client {client_id!r}{place}. {similar_ids_hint(client_id, list(known))}")
+
+
+def find_look_alikes(names: Iterable[str]) -> list[list[str]]:
+    """
+    Find names that people read as one name: they differ in case, whitespace or invisible characters only.
+
+    Args:
+        names (`Iterable[str]`): Different names.
+
+    Returns:
+        `list[list[str]]`: The groups of at least two names, in the order of the names.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.data.client_ids import find_look_alikes
+
+    >>> find_look_alikes(["North", "north", "north ", "south"])
+    [['North', 'north', 'north ']]
+    ```
+    """
+    names = list(names)
+    keys = list(map(_as_read, names))
+    if len(set(keys)) == len(keys):
+        return []
+    groups: dict[str, list[str]] = {}
+    for key, name in zip(keys, names, strict=True):
+        groups.setdefault(key, []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _as_read(name: str) -> str:
+    """Return the same text for all names that look alike."""
+    if not (name.isascii() and name.isprintable()):
+        name = unicodedata.normalize("NFKC", name)
+        name = "".join(character for character in name if character.isprintable() or character.isspace())
+    return " ".join(name.split()).casefold()
 
 
 def similar_ids_hint(client_id: object, known: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..clients.store import client_file_name
 from ..utils.file_hash import sha256_of_file
+from ..utils.storage import write_private
 from ..utils.untrusted_json import parse_json
 
 
@@ -37,7 +38,7 @@ class ClientStates:
         digests = {}
         for client_id, state in self.names.items():
             content = json.dumps({"client": client_id, "state": state, "outcomes": num_outcomes}).encode()
-            (directory / client_file_name(client_id)).write_bytes(content)
+            write_private(directory / client_file_name(client_id), content)
             digests[client_id] = hashlib.sha256(content).hexdigest()
         return digests
 

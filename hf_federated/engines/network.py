@@ -18,6 +18,7 @@ from ..transport.framing import frame
 from ..transport.protocol import DEFAULT_MAX_MESSAGE_BYTES, Blob, JoinedPieces
 from ..transport.session_config import SessionConfig
 from ..utils.arguments import require
+from ..utils.printable import printable
 from .base import Engine
 from .client_states import ClientStates, saved_names
 from .context import EngineContext
@@ -248,7 +249,7 @@ class NetworkEngine(Engine):
             try:
                 announced = Announcement.from_bytes(event.blob)
             except ValueError as error:
-                self._refuse_announcement(name, f"it sent an invalid announcement: {error}")
+                self._refuse_announcement(name, f"it sent an invalid announcement: {printable(error)}")
                 return
             self._missing.pop(name, None)
             self._absent_since.pop(name, None)
@@ -385,7 +386,7 @@ class NetworkEngine(Engine):
         try:
             reply = read_message(blob, self.kinds)
         except ValueError as error:
-            text = f"its reply is damaged: {error}"
+            text = f"its reply is damaged: {printable(error)}"
             return client_id, ClientFailure(request.round, client_id, text, nonce=nonce)
         self._states.names[client_id] = nonce
         return client_id, reply

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ..transport import CallEndpoint, CallTransport, Connector
 from ..utils.optional_packages import require_packages
+from ..utils.printable import printable_traceback
 from .network import NetworkEngine
 
 
@@ -244,7 +245,7 @@ class NVFlareClient(ABC):
             try:
                 self.run(self.build_trainer(client_id), self._endpoint.connect, client_id)
             except BaseException as error:
-                logger.exception(f"Client {client_id!r} ended.")
+                logger.error(f"Client {client_id!r} ended.\n{printable_traceback(error)}")
                 # The text of an error may contain paths and examples. It stays on the client.
                 self._endpoint.fail(f"{type(error).__name__}. The log of the client has the details.")
 

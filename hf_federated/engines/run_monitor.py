@@ -16,6 +16,9 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..utils.printable import printable
+from ..utils.storage import write_private
+
 
 logger = logging.get_logger(__name__)
 
@@ -92,6 +95,12 @@ def read_status(output_dir: Path) -> dict[str, Any]:
     return status
 
 
+def seconds_without_update(status: dict[str, Any]) -> float | None:
+    """Seconds since the last update of a run whose server has ended or hangs. `None` for a server that runs."""
+    age = time.time() - status["updated_at"]
+    return age if status["state"] == "running" and age > STALE_SECONDS else None
+
+
 def read_expelled(output_dir: Path) -> list[str]:
     """
     Read the ids of the clients that the operator has expelled.
@@ -121,11 +130,15 @@ def expel_client(output_dir: Path, client_id: str) -> None:
 
     Raises:
         FileNotFoundError: If no server has written a status.
-        ValueError: If the run has no client with this id.
+        ValueError: If the run has no client with this id, or has ended.
     """
-    clients = read_status(output_dir)["clients"]
+    status = read_status(output_dir)
+    clients, state = status["clients"], status["state"]
     if client_id not in clients:
         raise ValueError(f"the run has no client {client_id!r}. Its clients are {', '.join(clients)}.")
+    if state != "running":
+        advice = "" if state == "complete" else " Start the server with --resume, and expel the client then."
+        raise ValueError(f"the run has ended ({printable(state)}), so no client can be expelled.{advice}")
     names = dict.fromkeys([*read_expelled(output_dir), client_id])
     _replace(output_dir / FOLDER / EXPELLED_NAME, list(names))
 
@@ -141,7 +154,4 @@ def readmit_clients(output_dir: Path) -> None:
 
 
 def _replace(path: Path, content: Any) -> None:
-    """Replace a file at once, so that a reader never sees a part of it."""
-    staged = path.with_suffix(".incomplete")
-    staged.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(staged, path)
+    write_private(path, (json.dumps(content, indent=2) + "\n").encode())

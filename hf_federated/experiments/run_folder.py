@@ -25,6 +25,7 @@ from hf_federated.trainer.client_checkpoint import TEACHERS_DIR
 from hf_federated.trainer.launch_consistency import MAY_DIFFER
 from hf_federated.trainer.manifest import check_manifest
 from hf_federated.trainer.workers import CLIENT_STORE_DIR
+from hf_federated.utils.storage import write_private
 
 
 # The file contains local paths. `Trainer.push_to_hub` uploads no file whose name starts with an underscore.
@@ -248,9 +249,7 @@ class RunFolder:
 
     def _write(self) -> None:
         content = {"recipe": self._values, "baselines": self._baselines, "files": self._files}
-        staged = self.path / f"{RUN_NAME}.incomplete"
-        staged.write_text(json.dumps(content, indent=2, default=float) + "\n", encoding="utf-8")
-        os.replace(staged, self.path / RUN_NAME)
+        write_private(self.path / RUN_NAME, (json.dumps(content, indent=2, default=float) + "\n").encode())
 
     def _snapshot(self) -> dict[str, tuple[int, int]]:
         """The modification time and the size of the files that a run may write at its end, by name."""

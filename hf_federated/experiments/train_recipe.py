@@ -26,7 +26,9 @@ from hf_federated.reporting.run_plots import plot_learning_curve, plot_partition
 from hf_federated.server import load_anomalies
 from hf_federated.server.anomaly_report import ANOMALIES_NAME
 from hf_federated.tasks import SuperGlueClassification, SuperGlueCloze, SuperGlueSeq2Seq
+from hf_federated.trainer.checkpoint import size_of_trained
 from hf_federated.trainer.output_lock import output_dir_lock
+from hf_federated.utils.storage import storage_errors
 
 
 # The data from which the model card is rendered.
@@ -123,11 +125,12 @@ def save_outputs(trainer: Any, recipe: Recipe, results: dict[str, Any]) -> None:
         results (`dict`): The content of `results.json`.
     """
     path = Path(str(trainer.args.output_dir))
-    trainer.save_model()
-    (path / RESULTS_NAME).write_text(json.dumps(to_strict_json(results), indent=2) + "\n", encoding="utf-8")
-    trainer.create_model_card(**recipe.card)
-    record: Any = RunRecord if recipe.split is None else SplitRecord
-    record.from_trainer(trainer, **recipe.card).save(path / RECORD_NAME)
+    with storage_errors(path, lambda: size_of_trained(trainer.model)):
+        trainer.save_model()
+        (path / RESULTS_NAME).write_text(json.dumps(to_strict_json(results), indent=2) + "\n", encoding="utf-8")
+        trainer.create_model_card(**recipe.card)
+        record: Any = RunRecord if recipe.split is None else SplitRecord
+        record.from_trainer(trainer, **recipe.card).save(path / RECORD_NAME)
 
 
 def _audit(recipe: Recipe, path: Path, echo: Callable[[str], None]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 
 from ..utils.fields import Count, check_values
+from ..utils.printable import printable
 from .serialization import FlatTree, PackedPieces, pack, packed_size, unpack
 
 
@@ -78,7 +79,9 @@ class Serializable:
         fields = cls._fields_of(tree)
         if not isinstance(fields, dict) or fields.keys() != expected.keys():
             given = list(fields) if isinstance(fields, dict) else fields
-            raise ValueError(f"A message of kind {cls.kind!r} has the fields {sorted(expected)}, got {given!r}.")
+            raise ValueError(
+                f"A message of kind {cls.kind!r} has the fields {sorted(expected)}, got {printable(given, 500)}."
+            )
         if not cls.checks_fields:
             check_values(cls, fields, f"A message of kind {cls.kind!r} has an invalid field: ")
         return cls(**fields)

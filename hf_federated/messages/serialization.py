@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 
 from ..utils.buffers import ALIGNMENT
+from ..utils.printable import printable
 from ..utils.untrusted_json import parse_json
 
 
@@ -225,7 +226,9 @@ def unpack(blob: bytes | memoryview) -> Any:
         return _unflatten(_skeleton(header), {name: _aligned(tensor) for name, tensor in tensors.items()})
     # A recursion that is too deep is a `RuntimeError`.
     except (SafetensorError, struct.error, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"Not a packed tree: {error}. The file or message is damaged or of another kind.") from error
+        raise ValueError(
+            f"Not a packed tree: {printable(error, 500)}. The file or message is damaged or of another kind."
+        ) from None
 
 
 def _can_be_shared(blob: memoryview) -> bool:

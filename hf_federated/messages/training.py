@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
-from ..utils.fields import Count, MetricValues, Seed, ShortText
+from ..utils.fields import MAX_METRICS, Constraint, Count, MaxEntries, Seed, ShortText
 from .base import Message
 
 
 # Prefix of the metrics that contain the number of examples of a client per class.
 CLASS_COUNT = "class_count_"
+# The log of a run repeats the names of metrics in each round.
+MAX_METRIC_CHARACTERS = 300_000
+
+
+@dataclass(frozen=True)
+class _MaxNameCharacters(Constraint):
+    """Largest number of characters of all keys of a dictionary together."""
+
+    number: int
+
+    def problem(self, value: Any) -> str | None:
+        total = sum(map(len, value))
+        if total <= self.number:
+            return None
+        return f"has {len(value)} names with {total} characters together, at most {self.number} are allowed"
+
+
+# Values may be NaN or infinite, such as the loss of a client that has diverged.
+MetricValues = Annotated[dict[str, float], MaxEntries(MAX_METRICS), _MaxNameCharacters(MAX_METRIC_CHARACTERS)]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 
 from ..utils.fields import check_fields
 from ..utils.finite_values import SUM_DTYPES, is_finite
+from ..utils.printable import printable
 from .base import Message
 from .ledger import Ledger
 from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Metrics
@@ -48,12 +49,8 @@ class RefusedRequestError(ValueError):
 
     def __init__(self, request: Message, field: str, found: str, agreed: str) -> None:
         # A value of the server can be long, and a message to the server must be short.
-        found, agreed = map(_shortened, (found, agreed))
+        found, agreed = (printable(text, MAX_REFUSED_LENGTH) for text in (found, agreed))
         super().__init__(f"`{field}` of a request of kind {request.kind!r} {found}. The client agreed to {agreed}.")
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_REFUSED_LENGTH else f"{text[:MAX_REFUSED_LENGTH]} …"
 
 
 @contextmanager
@@ -287,11 +284,13 @@ def checked_reply(expected: ExpectedReply, reply: Message, ledger: Ledger, error
         expected.check(reply)
         ledger.record(round, client_id, bytes_up=reply.num_bytes)
     except (TypeError, ValueError) as refused:
-        return ClientFailure(round, client_id, f"its reply was refused: {refused}")
+        return ClientFailure(round, client_id, f"its reply was refused: {printable(refused)}")
     if isinstance(reply, ClientFailure):
-        # In one line, so that the text of another process cannot imitate other lines of the log. If the client runs in
-        # this process, the text of the error has not left it.
-        text = " ".join(reply.error.split()) if error is None else f"{type(error).__name__}: {error}"
+        # If the client runs in this process, the text of the error has not left it.
+        text = printable(reply.error) if error is None else f"{type(error).__name__}: {error}"
         reply = replace(reply, error=text)
+    elif isinstance(reply, (ClientUpdate, Metrics)) and not all(map(str.isprintable, reply.metrics)):
+        # The names of metrics reach logs, trackers and the model card.
+        reply = replace(reply, metrics={printable(name): value for name, value in reply.metrics.items()})
     # The nonce has served its purpose. Without it, the replies of two equal runs are equal.
     return replace(reply, nonce="")

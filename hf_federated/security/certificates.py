@@ -24,12 +24,12 @@ import datetime
 import ipaddress
 import os
 import re
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..utils.client_names import escape_client_id
+from ..utils.storage import write_private
 from .keys import (
     DEFAULT_RSA_BITS,
     check_rsa_bits,
@@ -310,16 +310,5 @@ def _write_pair(
     certificate = builder.sign(authority_key, hashes.SHA256())
     certificate_path.parent.mkdir(parents=True, exist_ok=True)
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    _write(certificate_path.with_suffix(".key"), pem, 0o600)
-    _write(certificate_path, certificate.public_bytes(Encoding.PEM), 0o644)
-
-
-def _write(path: Path, content: bytes, mode: int) -> None:
-    """Write a file atomically. The permissions are `mode` from the moment the file exists."""
-    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_private(certificate_path.with_suffix(".key"), pem)
+    write_private(certificate_path, certificate.public_bytes(Encoding.PEM), mode=0o644)

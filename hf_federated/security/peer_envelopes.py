@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import torch
 
 from ..messages.serialization import pack, unpack
+from ..utils.printable import printable
 from .keys import (
     DEFAULT_RSA_BITS,
     EncryptionError,
@@ -113,7 +114,7 @@ class PeerEnvelopes:
             if fingerprint is None:
                 raise EncryptionError(
                     f"The fingerprint of client {peer!r} of this run is not known. Pass the fingerprint in "
-                    f"`fingerprints`, or as --peer {peer}=FINGERPRINT."
+                    f"`fingerprints`, or as --peer {printable(peer, 100)}=FINGERPRINT."
                 )
             identity, key, signature = _unpack_fields(signed_public_keys[peer], ("identity", "key", "signature"), peer)
             if fingerprint_of(identity) != fingerprint:

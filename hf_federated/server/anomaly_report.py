@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -15,6 +16,7 @@ from ..distributed.process_group import process_group
 from ..messages import ClientUpdate
 from ..methods import Round
 from ..utils.random import derived_seed
+from ..utils.storage import write_private
 from .callbacks import FederatedCallback
 
 
@@ -143,12 +145,8 @@ class AnomalyReport(FederatedCallback):
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write `federated_anomalies.json` into a directory."""
-        path = os.path.join(directory, ANOMALIES_NAME)
         values = {"rounds": {str(number): values for number, values in sorted(self.rounds.items())}}
-        # A reader never sees a part of the file.
-        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-            json.dump(values, file)
-        os.replace(f"{path}.tmp", path)
+        write_private(Path(directory) / ANOMALIES_NAME, json.dumps(values).encode())
 
 
 def load_anomalies(directory: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from ..messages import CLASS_COUNT
 from ..messages.validation import MAX_SHOWN_LENGTH
+from ..utils.printable import printable
 
 
 logger = logging.get_logger(__name__)
@@ -78,9 +79,8 @@ class UsableMetrics:
     def log_outliers(self, where: str) -> None:
         """Log one line for each client with outliers. `where` follows the name of the client."""
         for client_id, names in self._outliers.items():
-            # Without control characters and of limited length, so that a name cannot imitate other lines of the log.
             shown = ", ".join(
-                f"`{repr(name)[1:-1][:MAX_SHOWN_LENGTH]}` is {self._client_metrics[client_id][name]:g}"
+                f"`{printable(name, MAX_SHOWN_LENGTH)}` is {self._client_metrics[client_id][name]:g}"
                 for name in names[:MAX_LISTED]
             )
             more = f", and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""

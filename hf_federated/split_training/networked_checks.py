@@ -93,7 +93,7 @@ def check_join(message: Join, digest: str) -> None:
     if message.digest != digest:
         raise ValueError(
             "The settings of client and server differ (model, split, training or adapter). Their digests are "
-            f"{message.digest[:12]} and {digest[:12]}. Use the same recipe on both."
+            f"{message.digest[:12]!r} and {digest[:12]!r}. Use the same recipe on both."
         )
     if not message.num_steps:
         raise ValueError(

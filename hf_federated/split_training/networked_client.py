@@ -106,6 +106,7 @@ class NetworkedFederation(Federation):
         parts = self.parts
         introduction = b"" if parts.envelopes is None else parts.envelopes.signed_public_key(digest)
         message = Join(self.client_id, digest, num_steps, sorted(checkpoints), as_tensor(introduction))
+        logger.warning(f"Client {self.client_id!r} waits for the run to start: all clients must join.")
         reply: JoinReply = self.link.request(message, JoinReply)
         parts.client_ids = list(reply.steps_of)
         if self.client_id not in reply.steps_of or reply.introductions.keys() != reply.steps_of.keys():
@@ -252,6 +253,7 @@ class NetworkedFederation(Federation):
         if self._is_late or self.client_id not in parts.plan.participants(num_steps - 1):
             # Wait for the step. The client then evaluates and saves the server's body of this step.
             self._is_late = False
+            logger.warning_once(f"Client {self.client_id!r} waits for the steps of other clients.")
             parts.request(BeginStep(self.client_id, num_steps, 0, 0), BeginStepReply)
         if num_steps == parts.max_steps or self.client_id not in parts.plan.participants(num_steps):
             # The other clients wait for the end of the step.

@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from ..messages.serialization import packed_kind
 from ..security.peer_envelopes import PeerEnvelopes
+from ..utils.printable import printable
 from .averaging import InvalidPartsError, average_parts, change_limit, change_norm, check_handover
 from .config import SplitConfig
 from .in_process import ClientParty
@@ -135,7 +136,9 @@ class PartExchange:
             # A mean would broadcast a parameter with a wrong shape.
             self.client.check(message.state, f"the message of client {reply.sender!r}")
         except ValueError as error:
-            raise InvalidPartsError(f"The parameters of client {reply.sender!r} were refused: {error}") from error
+            raise InvalidPartsError(
+                f"The parameters of client {reply.sender!r} were refused: {printable(error)}"
+            ) from error
         return message
 
     def request(self, message: Any, answer: type[Any]) -> Any:

@@ -15,6 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from transformers.utils import logging
 
+from ..utils.errors import UserError
+from ..utils.printable import printable, printable_traceback
+
 
 logger = logging.get_logger(__name__)
 
@@ -158,7 +161,8 @@ class RunState:
         except RunFailedError:
             raise
         except Exception as error:
-            logger.exception("The server failed, and the run ends.")
+            text = printable(error) if isinstance(error, UserError) else printable_traceback(error)
+            logger.error(f"The server failed, and the run ends.\n{text}")
             self.fail(f"the server failed ({type(error).__name__}); see the log of the server")
             self.check(client_id)
             raise

@@ -42,6 +42,7 @@ from ..trainer.checkpoint import (
     name_checkpoint,
     publish,
     rotate,
+    size_of_trained,
     staged_arguments,
     staged_directory,
     step_of,
@@ -304,7 +305,7 @@ class SplitSavingMixin(LoopArgumentsMixin):
             return
         final = name_checkpoint(self.args.output_dir, self.state)
         best = self.state.best_model_checkpoint
-        with staged_directory(self.args.output_dir) as staging:
+        with staged_directory(self.args.output_dir, num_bytes=size_of_trained(self.model)) as staging:
             with self._arguments(staged_arguments(self.args, staging)):
                 super()._save_checkpoint(model, trial)
             staged = staging / final.name

@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from ..messages.serialization import packed_kind
 from ..split.messages import Backward, Forget, Forward
+from ..utils.printable import printable
 from .envelope_relay import EnvelopeRelay
 from .messages import (
     STOPPING_KINDS,
@@ -170,7 +171,7 @@ class TrainingServer:
             number = self._num_rejections[client_id] = self._num_rejections.get(client_id, 0) + 1
         if number <= MAX_LOGGED_REJECTIONS:
             remark = " Further rejections are not logged." if number == MAX_LOGGED_REJECTIONS else ""
-            logger.warning(f"A message of client {client_id!r} was rejected: {str(error)[:1000]}{remark}")
+            logger.warning(f"A message of client {client_id!r} was rejected: {printable(error, 1000)}{remark}")
 
     def wait(self, notice_after: float = 60.0) -> str | None:
         """

@@ -20,7 +20,7 @@ from ..split.messages import Backward, Forward
 from ..split.parts import Part
 from ..split.saving import save_parts
 from ..split.wire import Wire
-from ..trainer.checkpoint import list_checkpoints, publish, rotate, staged_directory, step_of
+from ..trainer.checkpoint import list_checkpoints, publish, rotate, size_of_trained, staged_directory, step_of
 from ..trainer.manifest import check_manifest, write_manifest
 from .config import SplitConfig, run_and_step
 from .in_process import bodies_of_clients
@@ -202,7 +202,8 @@ class ServerModel:
             return
         state = {"rows": self.num_examples, "schedulers": [scheduler.state_dict() for scheduler in self._schedulers]}
         run = self._run_and_step(step)
-        with staged_directory(self._directory) as staging:
+        num_bytes = sum(size_of_trained(part) for party in self.parties.values() for part in parts_of(party))
+        with staged_directory(self._directory, num_bytes=num_bytes) as staging:
             for party in self.parties.values():
                 save_party(party, self.config, party_directory(staging, party.name), self.adapter, run, state)
             write_manifest(staging)

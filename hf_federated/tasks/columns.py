@@ -9,6 +9,8 @@ from ..utils.arguments import require
 
 
 Batch = Mapping[str, Sequence[Any]]
+# Number of label names in an error message.
+MAX_LISTED_NAMES = 20
 
 
 def label_maps(names: Sequence[str]) -> dict[str, Any]:
@@ -42,6 +44,12 @@ def check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
     if len(names) == 0 or len(set(names)) < len(names):
         raise ValueError(f"`{argument}` is {list(names)!r}; it must contain at least one name and no duplicates.")
     return tuple(names)
+
+
+def list_names(names: Sequence[str]) -> str:
+    """List the first names and the range of their label IDs, for error messages."""
+    more = f", … ({len(names)} names)" if len(names) > MAX_LISTED_NAMES else ""
+    return f"{', '.join(map(repr, names[:MAX_LISTED_NAMES]))}{more}, or 0 to {len(names) - 1}"
 
 
 def check_length(argument: str, length: int | None, minimum: int = 1) -> None:
@@ -144,8 +152,8 @@ def read_labels(batch: Batch, column: str, names: Sequence[str], indices: Sequen
             )
         if isinstance(number, str) or number not in range(len(names)):
             raise ValueError(
-                f"{row_name(position, indices)} has the label {value!r}; allowed are {', '.join(map(repr, names))}, or"
-                f" 0 to {len(names) - 1}."
+                f"{row_name(position, indices)} has the label {value!r} in the column {column!r}; allowed are"
+                f" {list_names(names)}."
             )
         labels.append(int(number))
     return labels

@@ -21,7 +21,7 @@ from transformers import (
 
 from ..data.column_values import check_columns
 from .base import IGNORED, NUM_POSITIONS, ComputeMetrics, Task, first_output
-from .columns import Batch, check_length, check_names, is_blank, label_maps, read_column, row_name
+from .columns import Batch, check_length, check_names, is_blank, label_maps, list_names, read_column, row_name
 from .metrics import Accuracy, SpanF1
 from .metrics.span_f1 import has_position
 
@@ -214,8 +214,8 @@ class SequenceTagging(Task):
         if unknown:
             position, tag = next((i, tag) for i, tags in enumerate(rows) for tag in tags if tag in unknown)
             raise ValueError(
-                f"{row_name(position, indices)} has the tag {tag!r}; allowed are"
-                f" {', '.join(map(repr, self.tag_names))}, or 0 to {len(self.tag_names) - 1}."
+                f"{row_name(position, indices)} has the tag {tag!r} in the column {self.tags_column!r}; allowed are"
+                f" {list_names(self.tag_names)}."
             )
         return [np.fromiter(map(number_of.__getitem__, tags), dtype=np.int64, count=len(tags)) for tags in rows]
 

@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..messages.serialization import pack, unpack
 from ..utils.errors import CheckpointError
+from ..utils.storage import size_of_folder, storage_errors, write_private
 
 
 STAGING_DIR = ".incomplete"
@@ -45,7 +47,7 @@ def write_server_state(checkpoint: Path, state: dict[str, Any]) -> None:
     """Write the server's state into a staged checkpoint."""
     directory = checkpoint / FEDERATED_DIR
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / SERVER_FILE).write_bytes(pack(state))
+    write_private(directory / SERVER_FILE, pack(state))
 
 
 def read_server_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def clear_staging(output_dir: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def staged_directory(output_dir: str | os.PathLike[str], create: bool = True) -> Iterator[Path]:
+def staged_directory(output_dir: str | os.PathLike[str], create: bool = True, num_bytes: int = 0) -> Iterator[Path]:
     """
     Create an empty staging directory below `output_dir` and remove it at the end.
 
@@ -117,9 +119,13 @@ def staged_directory(output_dir: str | os.PathLike[str], create: bool = True) ->
         output_dir (`str` or `os.PathLike`): The directory that will contain the checkpoint.
         create (`bool`, *optional*, defaults to `True`): Whether this process creates and removes the directory. With
             `False`, another process creates and removes the directory, and this process only gets the path.
+        num_bytes (`int`, *optional*, defaults to `0`): Smallest size of a checkpoint, for the error of a full disk.
 
     Yields:
         `pathlib.Path`: The staging directory.
+
+    Raises:
+        StorageError: If the disk is full or the directory cannot be written to. The last checkpoint is unchanged.
     """
     # The staging directory has the name of the output directory, because trainers derive the model name from it.
     staging = Path(output_dir) / STAGING_DIR / Path(output_dir).absolute().name
@@ -127,11 +133,17 @@ def staged_directory(output_dir: str | os.PathLike[str], create: bool = True) ->
         yield staging
         return
     clear_staging(output_dir)
-    staging.mkdir(parents=True)
-    try:
-        yield staging
-    finally:
-        clear_staging(output_dir)
+
+    def needed() -> int:
+        last = list_checkpoints(output_dir)[-1:]
+        return max(num_bytes, *map(size_of_folder, last), 0)
+
+    with storage_errors(output_dir, needed):
+        try:
+            staging.mkdir(parents=True)
+            yield staging
+        finally:
+            clear_staging(output_dir)
 
 
 def publish(staged: Path, final: Path) -> None:
@@ -150,6 +162,11 @@ def discard(checkpoint: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
     with suppress(OSError):  # Fails while another checkpoint is being written.
         trash.parent.rmdir()
+
+
+def size_of_trained(model: nn.Module) -> int:
+    """Number of bytes of the trained parameters of a model, which each of its checkpoints contains."""
+    return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -14,6 +14,7 @@ from transformers.utils import logging
 from ..distributed.process_group import ProcessGroup
 from ..transport import AnswerTimeoutError, Connection, ServerUnreachableError, SessionLostError
 from ..transport.framing import unframe
+from ..utils.printable import printable
 
 
 logger = logging.get_logger(__name__)
@@ -157,7 +158,8 @@ class ClientRequests:
                 # If the server still waits for the reply, it asks again.
                 reply = None
         if blob is None:
-            self.end = self._connection.end
+            end = self._connection.end
+            self.end = None if end is None else printable(end)
             return None
         header, content = unframe(blob, state=str, keep=list, num_clients=int)
         if not all(isinstance(name, str) for name in header["keep"]):

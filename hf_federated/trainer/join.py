@@ -30,6 +30,8 @@ from ..utils.arguments import require
 from ..utils.buffers import aligned_buffer
 from ..utils.client_names import escape_client_id
 from ..utils.errors import UserError
+from ..utils.printable import printable
+from ..utils.storage import write_private
 from .announcement_limits import AnnouncementError, agreed_problem
 from .client_requests import ClientRequests, Request
 from .network_settings import NetworkSettings
@@ -212,7 +214,7 @@ class JoinedClient:
         elif isinstance(answer, ClientFailure):
             if processes.world_size > 1:
                 raise_common_failure(processes, answer, worker.last_error)
-            logger.warning(f"Round {message.round + 1}: this client failed: {worker.last_error}")
+            logger.warning(f"Round {message.round + 1}: this client failed: {printable(worker.last_error)}")
         reply = answer.to_bytes() if processes.is_main else b""
         history.record(message.nonce, reply)
         # A server that resumes repeats the requests after its last checkpoint.
@@ -252,7 +254,7 @@ class JoinedClient:
         text = json.dumps(agreed, indent=2) + "\n"
         record = RequestRecord(folder, hashlib.sha256(text.encode()).hexdigest(), self._processes.is_main)
         if self._processes.is_main:
-            (folder / AGREEMENT_FILE).write_text(text, encoding="utf-8")
+            write_private(folder / AGREEMENT_FILE, text.encode())
         return record
 
     def _note_refusal(self, error: RefusedRequestError) -> None:

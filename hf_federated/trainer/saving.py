@@ -23,6 +23,7 @@ from .checkpoint import (
     publish,
     read_server_state,
     rotate,
+    size_of_trained,
     staged_arguments,
     staged_directory,
 )
@@ -68,7 +69,8 @@ class SavingMixin(RoleMixin):
         final = name_checkpoint(self.args.output_dir, self.state)
         best = self.state.best_model_checkpoint
         setup, processes = self._federation_setup, self._federation_setup.processes
-        with staged_directory(self.args.output_dir, create=processes.is_main) as staging:
+        num_bytes = size_of_trained(self.model)
+        with staged_directory(self.args.output_dir, create=processes.is_main, num_bytes=num_bytes) as staging:
             processes.wait(f"{final.name}: staging directory")
             if processes.is_main or not setup.spreads_clients:
                 with self._arguments(staged_arguments(self.args, staging)):

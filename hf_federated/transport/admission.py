@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from transformers.utils import logging
 
+from ..utils.printable import printable
 from .errors import RequestRejectedError
 
 
@@ -179,4 +180,4 @@ class CallDeadlines:
 
 def _shorten(name: str) -> str:
     """Return a common name for a log entry or an error, without control characters and of limited length."""
-    return repr(name if len(name) <= _MAX_NAME_CHARACTERS else f"{name[:_MAX_NAME_CHARACTERS]}...")
+    return f"'{printable(name, _MAX_NAME_CHARACTERS)}'"

@@ -6,6 +6,7 @@ import threading
 import uuid
 from typing import Any
 
+from ..utils.printable import printable
 from .base import Connection
 from .call_transport import CALL_FIELDS, LARGE_REPLY_BYTES
 from .errors import ClientRefusedError, LinkError
@@ -135,7 +136,7 @@ class _CallConnection(Connection):
         if self.is_closed:
             raise LinkError("The server ended the connection before it accepted the client.")
         if self._refusal:
-            raise ClientRefusedError(f"The server refused the client: {self._refusal}")
+            raise ClientRefusedError(f"The server refused the client: {printable(self._refusal)}")
 
     def receive(self, reply: bytes | None = None) -> bytes | None:
         with self._changed:

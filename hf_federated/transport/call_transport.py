@@ -28,6 +28,7 @@ from typing import Any, Literal
 from transformers.utils import logging
 
 from ..utils.arguments import require
+from ..utils.printable import printable
 from .base import Event, Transport
 from .errors import RequestRejectedError
 from .event_queue import EventQueue
@@ -88,7 +89,7 @@ class _Client:
 
 def _check_answer(answer: dict[str, Any], kind: str) -> None:
     if answer["kind"] == "failed":
-        raise _TrainerFailedError(f"its trainer ended: {answer['text']}")
+        raise _TrainerFailedError(f"its trainer ended: {printable(answer['text'])}")
     if answer["kind"] == "lost":
         raise _CallFailedError("it was restarted")
     if answer["kind"] != kind:
@@ -222,7 +223,7 @@ class CallTransport(Transport):
                 return  # The transport stops.
             except Exception as error:
                 # The system that carries the calls defines the errors.
-                text = str(error) or type(error).__name__
+                text = printable(error) or type(error).__name__
                 if text != logged and not self._is_over(client):
                     logger.warning(f"Client {client_id!r} cannot be reached: {text}")
                 logged = text
@@ -322,7 +323,7 @@ class CallTransport(Transport):
                 self._call(client, "end", session=session, text=reason)
             # The system that carries the calls defines the errors.
             except Exception as error:
-                logger.warning(f"The end of the run did not reach a client: {error}")
+                logger.warning(f"The end of the run did not reach a client: {printable(error)}")
 
         thread = threading.Thread(target=dismiss, args=[client.session], daemon=True)
         thread.start()

@@ -22,7 +22,8 @@ from contextlib import AbstractContextManager
 from transformers.utils import logging
 
 from ..utils.arguments import require
-from .connection import BUSY, CONNECTION_ERRORS, Connection, pauses, status_text
+from ..utils.printable import printable
+from .connection import BUSY, CONNECTION_ERRORS, Connection, details_of, pauses, status_text
 from .credentials import TlsCredentials, check_credentials, require_grpc
 from .errors import (
     AnswerTimeoutError,
@@ -314,9 +315,9 @@ class GrpcLink(AbstractContextManager["GrpcLink"]):
                     failing_since = None
                 else:
                     kind = SessionLostError if code == "FAILED_PRECONDITION" else LinkError
-                    self._state.fail_and_raise(kind, f"{self.address}: {error.details()}{ADVICE}")
+                    self._state.fail_and_raise(kind, f"{self.address}: {details_of(error)}{ADVICE}")
             except ValueError as error:
-                self._state.fail_and_raise(LinkError, f"The answer of {self.address} was rejected: {error}")
+                self._state.fail_and_raise(LinkError, f"The answer of {self.address} was rejected: {printable(error)}")
             if self._state.closed.wait(pause):
                 self._state.check_usable()
 

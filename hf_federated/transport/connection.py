@@ -10,11 +10,16 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from transformers.utils import logging
+
+from ..utils.printable import printable
 from .credentials import TlsCredentials
 from .errors import ClientRefusedError, ServerUnreachableError
 from .protocol import SERVICE, VERSION, ConnectResponse
 from .session_config import SessionConfig
 
+
+logger = logging.get_logger(__name__)
 
 # Status codes of a failed connection, which do not depend on the message. INTERNAL means that a stream was reset.
 CONNECTION_ERRORS = frozenset({"CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"})
@@ -116,6 +121,7 @@ class Connection:
         }
         deadline = time.monotonic() + connect_timeout
         num_attempts = 0
+        is_logged = False
         waits = pauses()
         while True:
             pause = next(waits)
@@ -134,14 +140,27 @@ class Connection:
                     text = self._no_connection_text(error, connect_timeout, num_attempts)
                     raise ServerUnreachableError(text) from None
                 if code not in (*CONNECTION_ERRORS, "DEADLINE_EXCEEDED", "ALREADY_EXISTS", BUSY) or is_final:
-                    raise ClientRefusedError(f"{self._address}: {error.details()}") from None
+                    raise ClientRefusedError(f"{self._address}: {details_of(error)}") from None
+                if not is_logged:
+                    is_logged = True
+                    self._log_waiting(error, connect_timeout)
             except ValueError as error:
                 raise self._wrong_server_error(error) from None
             time.sleep(pause)
 
+    def _log_waiting(self, error: Any, connect_timeout: float) -> None:
+        """Log that the client waits for the server, which may still be starting."""
+        reason = printable(status_text(error), 200)
+        logger.warning(
+            f"Client {self._client_id!r} waits for the server at {self._address}, at most {connect_timeout:.0f} s "
+            f"({reason}).",
+            extra={"event": "waiting", "client": self._client_id},
+        )
+
     def _wrong_server_error(self, reason: object) -> ServerUnreachableError:
         return ServerUnreachableError(
-            f"The server at {self._address} is not a server of hf-federated ({reason}). Check the address."
+            f"The server at {self._address} is not a server of hf-federated ({printable(reason, 500)}). Check the "
+            "address."
         )
 
     def _no_connection_text(self, error: Any, connect_timeout: float, num_attempts: int) -> str:
@@ -195,7 +214,12 @@ def pauses() -> Iterator[float]:
 
 def status_text(error: Any) -> str:
     """Return the status code and the details of a `grpc.RpcError`."""
-    return f"{error.code().name}: {error.details()}"
+    return f"{error.code().name}: {details_of(error)}"
+
+
+def details_of(error: Any) -> str:
+    """Return the details of a `grpc.RpcError`, which the server may have written, for a log or an error."""
+    return printable(error.details())
 
 
 def _never_ended_error(grpc: Any) -> Any:

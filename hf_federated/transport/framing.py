@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ..utils.printable import printable
 from .protocol import parse_json_object
 
 
@@ -43,5 +44,8 @@ def unframe(blob: bytes | memoryview, **types: Any) -> tuple[dict[str, Any], mem
     header = parse_json_object(bytes(view[4 : 4 + length]), "The header of a message")
     if header.keys() != types.keys() or not all(type(header[name]) is kind for name, kind in types.items()):
         names = ", ".join(f"{name}: {kind.__name__}" for name, kind in types.items())
-        raise ValueError(f"The header of a message must have the fields {names}, but has the fields {sorted(header)}.")
+        raise ValueError(
+            f"The header of a message must have the fields {names}, but has the fields "
+            f"{printable(sorted(header), 500)}."
+        )
     return header, view[4 + length :]

@@ -6,8 +6,8 @@ the client asks again. A session delivers each message and each answer once, als
 
 | message of the client | answer of the server |
 |---|---|
-| the announcement | `W` |
-| a reply, or empty | `Q` and a request, `W` (no request yet), or `E` and the reason of the end |
+| the announcement | `W` and what the client waits for |
+| a reply, or empty | `Q` and a request, `W` and what the client waits for, or `E` and the reason of the end |
 
 The server holds at most one large reply in memory: it reads the next one when the caller asks for the next event.
 """
@@ -39,6 +39,13 @@ logger = logging.get_logger(__name__)
 
 POLL_SECONDS = 20.0
 _REQUEST, _WAIT, _END = b"Q", b"W", b"E"
+# What a client without a request waits for.
+_START, _OTHERS, _SERVER = b"S", b"O", b"N"
+WAITING_TEXTS = {
+    _START: "waits for the run to start: other clients have not joined yet",
+    _OTHERS: "waits for the next round: other clients still work on their requests",
+    _SERVER: "waits for the next round: the server has sent no request yet",
+}
 # Longest time of a message and its answer. It is long because a large message may wait for the messages of other
 # clients on a slow link. Heartbeats detect a server that has ended.
 _ANSWER_SECONDS = 6 * 3600.0
@@ -109,6 +116,8 @@ class GrpcTransport(Transport):
         # Protects the states of the clients. Wakes the end of the run, which waits for the clients to leave.
         self._changed = threading.Condition()
         self._end: str | None = None
+        # Whether the run has started, so that a request was sent.
+        self._has_sent = False
         self._events = EventQueue(ReadGate())
 
     def start(self, client_ids: Sequence[str], session_config: SessionConfig) -> None:
@@ -116,7 +125,7 @@ class GrpcTransport(Transport):
         self._changed = threading.Condition(lock)
         # Each client has a condition with the same lock, because waking all calls for each request is slow.
         self._clients = {client_id: _Client(threading.Condition(lock)) for client_id in client_ids}
-        self._end, self._events = None, EventQueue(ReadGate())
+        self._end, self._events, self._has_sent = None, EventQueue(ReadGate()), False
         self._server = self._create_server(
             self._answer,
             self._credentials,
@@ -134,7 +143,7 @@ class GrpcTransport(Transport):
     def send(self, client_id: str, build: Callable[[], bytes | Pieces]) -> None:
         with self._changed:
             client = self._clients[client_id]
-            client.build, client.is_delivered = build, False
+            client.build, client.is_delivered, self._has_sent = build, False, True
             client.changed.notify_all()
 
     def withdraw(self, client_id: str) -> None:
@@ -178,7 +187,7 @@ class GrpcTransport(Transport):
             with self._changed:
                 client.is_connected = client.has_announced = True
             self._events.put(Event("joined", client_id, blob))
-            return _WAIT
+            return self._wait()
         if blob:
             self._take_reply(client_id, client, blob)
         return Deferred(lambda: self._next_request(client))
@@ -204,9 +213,17 @@ class GrpcTransport(Transport):
             if self._end is not None:
                 return _END + self._end.encode()
             if is_idle or not client.is_connected or client.build is None:
-                return _WAIT
+                return self._wait()
             client.is_delivered, build = True, client.build
         return JoinedPieces(_REQUEST, build())
+
+    def _wait(self) -> bytes:
+        """Return the answer to a client that has no request."""
+        with self._changed:
+            clients = self._clients.values()
+            if not self._has_sent and not all(client.is_connected for client in clients):
+                return _WAIT + _START
+            return _WAIT + (_OTHERS if any(client.build is not None for client in clients) else _SERVER)
 
     def _on_connected(self, client_id: str) -> None:
         with self._changed:
@@ -258,6 +275,8 @@ class GrpcConnection(Connection):
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
     ) -> None:
         credentials = None if certificates is None else TlsCredentials.of_client(certificates, client_id)
+        # What the client has waited for. Each state is logged once.
+        self._waited: set[bytes] = set()
         deadline = time.monotonic() + connect_timeout
         while True:
             self._link = GrpcLink(
@@ -272,7 +291,7 @@ class GrpcConnection(Connection):
                 max_answer_bytes=max_message_bytes,
             )
             try:
-                self._link.exchange(announcement)
+                self._joined = bytes(self._link.exchange(announcement)[:2])
                 return
             except (SessionLostError, ServerUnreachableError, AnswerTimeoutError):
                 # The server stopped, or the network failed, after the client had connected.
@@ -282,9 +301,13 @@ class GrpcConnection(Connection):
 
     def receive(self, reply: bytes | None = None) -> Blob | None:
         message = b"" if reply is None else reply
+        if self._joined[1:] == _START:
+            self._log_waiting(_START)
         while True:
             answer = self._link.exchange(message)
             message = b""
+            if answer[:1] == _WAIT:
+                self._log_waiting(bytes(answer[1:2]))
             if answer[:1] == _REQUEST:
                 return memoryview(answer)[1:]
             if answer[:1] == _END:
@@ -294,3 +317,10 @@ class GrpcConnection(Connection):
 
     def close(self) -> None:
         self._link.close()
+
+    def _log_waiting(self, state: bytes) -> None:
+        """Log what the client waits for, once for each state."""
+        if state in WAITING_TEXTS and state not in self._waited:
+            self._waited.add(state)
+            name = self._link.client_id
+            logger.warning(f"Client {name!r} {WAITING_TEXTS[state]}.", extra={"event": "waiting", "client": name})

@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Any
 
-from .connection import BUSY, CONNECTION_ERRORS, status_text
+from .connection import BUSY, CONNECTION_ERRORS, details_of, status_text
 from .errors import ServerUnreachableError, SessionLostError
 from .link_state import LinkState
 
@@ -72,7 +72,7 @@ class Heartbeats:
             except self._grpc.RpcError as error:
                 code = error.code().name
                 if code not in (*CONNECTION_ERRORS, BUSY, "DEADLINE_EXCEEDED"):
-                    state.fail(SessionLostError, f"{self._address}: {error.details()}{ADVICE}")
+                    state.fail(SessionLostError, f"{self._address}: {details_of(error)}{ADVICE}")
                     return
                 if code == BUSY or state.last_active_at > started_at:
                     # The server is alive, but busy or transmitting a large message.

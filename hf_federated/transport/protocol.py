@@ -28,6 +28,7 @@ from transformers.utils import logging
 
 from ..utils.buffers import aligned_buffer
 from ..utils.fields import Count, checks_of, problems_of
+from ..utils.printable import printable, printable_traceback
 from ..utils.untrusted_json import parse_json
 from .errors import RequestRejectedError, ServerFailedError
 
@@ -177,7 +178,9 @@ class Header:
         values = parse_json_object(text, cls.__name__)
         names = checks_of(cast(Any, cls)).keys()
         if values.keys() != names:
-            raise ValueError(f"{cls.__name__} must have the fields {[*names]}, but has the fields {sorted(values)}.")
+            raise ValueError(
+                f"{cls.__name__} must have the fields {[*names]}, but has the fields {printable(sorted(values), 500)}."
+            )
         header = cls(**values)
         for name, problem in problems_of(header).items():
             raise ValueError(f"{name} of {cls.__name__} {problem}. The header has the fields {[*names]}.")
@@ -273,7 +276,7 @@ class Outcome:
             return cls("timeout", text=str(error)[:MAX_TEXT_CHARACTERS])
         except BaseException as error:
             # Also catch exceptions such as SystemExit: otherwise the client would wait for an answer.
-            logger.exception(f"{description} could not be answered.")
+            logger.error(f"{description} could not be answered.\n{printable_traceback(error)}")
             return cls("failed", text=type(error).__name__)
 
     def frames(self) -> Iterator[bytes]:
@@ -312,18 +315,18 @@ class Outcome:
         Return the answer, or raise the error of the server.
 
         Raises:
-            ValueError: If the server raised a `ValueError`. The text is the same.
-            TimeoutError: If the server raised a `TimeoutError`. The text is the same.
+            ValueError: If the server raised a `ValueError`. The text is the same, in one line.
+            TimeoutError: If the server raised a `TimeoutError`. The text is the same, in one line.
             ServerFailedError: If the server raised another exception.
         """
         if self.kind == "answer":
             return self.blob if isinstance(self.blob, (bytes, memoryview)) else b"".join(self.blob)
         if self.kind == "value_error":
-            raise ValueError(self.text)
+            raise ValueError(printable(self.text))
         if self.kind == "timeout":
-            raise TimeoutError(self.text)
+            raise TimeoutError(printable(self.text))
         raise ServerFailedError(
-            f"The server failed while it processed the message ({self.text}). See the log of the server."
+            f"The server failed while it processed the message ({printable(self.text)}). See the log of the server."
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..security.encrypted_session import ServerSession
+from ..utils.printable import printable_traceback
 from .admission import Admission, CallDeadlines
 from .credentials import TlsCredentials, check_credentials, host_of, require_grpc
 from .errors import RequestRejectedError
@@ -312,7 +313,7 @@ class _GrpcHandlers:
             return
         if isinstance(error, RequestRejectedError):
             context.abort(self._grpc.StatusCode[error.code], str(error)[:MAX_STATUS_CHARACTERS])
-        logger.error("The server failed to process a call.", exc_info=error)
+        logger.error(f"The server failed to process a call.\n{printable_traceback(error)}")
         context.abort(self._grpc.StatusCode.ABORTED, "The server failed. See the log of the server.")
 
 

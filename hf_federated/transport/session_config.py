@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from ..utils.printable import printable
+
 
 _MAX_SHOWN = 8
+# Largest number of characters of a difference: a name and two values.
+_MAX_CHARACTERS = 1500
 
 
 class SessionConfig(Protocol):
@@ -27,6 +31,6 @@ class SessionConfig(Protocol):
 
 
 def format_differences(differences: list[str]) -> str:
-    """Format the first differences as one line."""
+    """Format the first differences as one line. They contain names and values of the other party."""
     remainder = f"; and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
-    return "; ".join(differences[:_MAX_SHOWN]) + remainder
+    return "; ".join(printable(text, _MAX_CHARACTERS) for text in differences[:_MAX_SHOWN]) + remainder

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from transformers.utils import logging
 
 from ..security.encrypted_link import ServerEndpoint
+from ..utils.printable import printable_traceback
 from .errors import RequestRejectedError
 from .exactly_once import ExactlyOnceExecutor
 
@@ -263,5 +264,6 @@ class SessionRegistry:
                 try:
                     self._on_lost(session.client_id)
                 # An error of the callback must not end this thread, which watches all clients.
-                except Exception:
-                    logger.exception(f"on_lost failed for client {session.client_id!r}.")
+                except Exception as error:
+                    text = printable_traceback(error)
+                    logger.error(f"on_lost failed for client {session.client_id!r}.\n{text}")

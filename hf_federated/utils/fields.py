@@ -121,8 +121,6 @@ PositiveCount = Annotated[int, Range(1, MAX_COUNT)]
 ShortText = Annotated[str, MaxEntries(1_000)]
 # A seed that torch and numpy accept.
 Seed = Annotated[int, Range(0, 2**32 - 1)]
-# Values may be NaN or infinite, such as the loss of a client that has diverged.
-MetricValues = Annotated[dict[str, float], MaxEntries(MAX_METRICS)]
 
 
 # Returns what is wrong with a value, as the predicate of a sentence, or `None`.

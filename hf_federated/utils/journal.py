@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .storage import PRIVATE, storage_errors
 from .untrusted_json import parse_json
 
 
@@ -64,10 +65,11 @@ class Journal:
         Args:
             entries (`Iterable[Mapping[str, Any]]`): Values of JSON by name.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self._num_bytes is None:
-            self._num_bytes = sum(map(len, self._lines()))
-        self._num_bytes = _write(self.path, entries, self._num_bytes)
+        with storage_errors(self.path.parent):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self._num_bytes is None:
+                self._num_bytes = sum(map(len, self._lines()))
+            self._num_bytes = _write(self.path, entries, self._num_bytes)
 
     def replace(self, entries: Iterable[Mapping[str, Any]]) -> None:
         """
@@ -76,10 +78,11 @@ class Journal:
         Args:
             entries (`Iterable[Mapping[str, Any]]`): The new entries.
         """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         staged = self.path.with_suffix(".incomplete")
-        self._num_bytes = _write(staged, entries, 0)
-        os.replace(staged, self.path)
+        with storage_errors(self.path.parent):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._num_bytes = _write(staged, entries, 0)
+            os.replace(staged, self.path)
 
     def _lines(self) -> list[bytes]:
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.is_file() else []
@@ -89,7 +92,7 @@ class Journal:
 def _write(path: Path, entries: Iterable[Mapping[str, Any]], start: int) -> int:
     """Write entries from a position to the end of a file. Return the length of the file."""
     # Only the owner of the file may read it.
-    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE), "r+b") as file:
         file.seek(start)
         file.writelines(json.dumps(entry).encode() + b"\n" for entry in entries)
         file.truncate()

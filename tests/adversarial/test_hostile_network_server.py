@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from distillation_setup import Recorder, distillation_trainer
+from distillation_setup import NUM_PUBLIC, Recorder, distillation_trainer
 from federations import CLIENTS, build_federation
 from tiny import tiny_model
 
@@ -134,7 +134,9 @@ def invalid_rows(request: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "examples that do not exist", {"stop": 10**6}
     yield "no examples", {"stop": request.start}
     yield "examples in reverse", {"start": request.stop, "stop": request.start}
-    yield "another order", {"order": 7 if request.order is None else None}
+    if request.stop - request.start >= NUM_PUBLIC:
+        # A request for some of the examples can be followed by others, whose sum is limited.
+        yield "another order", {"order": 7 if request.order is None else None}
     yield "the largest position", {"stop": 2**53}
 
 

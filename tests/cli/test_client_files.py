@@ -134,3 +134,26 @@ def test_partitioner_and_client_per_file_exclude_each_other(sites, capsys):
     with pytest.raises(SystemExit):
         main("partition sites --client-per-file --partitioner iid --num-clients 2 --output clients".split())
     assert "not allowed with argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("label", "problem"),
+    [
+        ("great", "Row 1 has the label 'great' in the column 'label'; allowed are 'bad', 'good', or 0 to 1."),
+        ("", "Row 1 has no label in the column 'label'. Drop such rows"),
+    ],
+)
+def test_unknown_label_in_the_file_of_a_client_is_one_line(label, problem, model_dir, tmp_path, capsys):
+    examples = tmp_path / "north.csv"
+    examples.write_text(f"text,label\na film,good\na plot,{label}\na warm film,bad\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{name_or_path: {model_dir}}}\ndata: {{path: clients}}\n"
+        "task: {name: text-classification, label_names: [bad, good]}\n"
+        f"training: {{output_dir: {tmp_path / 'run'}, use_cpu: true}}\n"
+        "federation: {num_rounds: 1}\nnetwork: {clients: [north], address: '127.0.0.1:1'}\n"
+    )
+    assert main(["join", str(recipe), "--insecure", "--client", "north", "--examples", str(examples)]) == 2
+    printed = capsys.readouterr().err
+    assert printed.strip().splitlines()[-1].startswith(f"hf-federated: error: {examples}: Client 'north': {problem}")
+    assert "Traceback" not in printed

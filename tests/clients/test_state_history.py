@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from hf_federated.clients import MemoryStore
 from hf_federated.clients.models import ClientModels
 from hf_federated.clients.state_history import StateHistory
 from hf_federated.utils.errors import CheckpointError
+from hf_federated.utils.storage import StorageError, format_size
 
 
 class StoredStates(ClientModels):
@@ -99,3 +103,29 @@ def test_names_of_the_server_are_not_paths(tmp_path, name):
     history.record(name, b"reply")
     assert history.reply_to(name) == b"reply"
     assert [path.name for path in tmp_path.iterdir()] == ["states"]
+
+
+def test_files_of_a_client_can_be_read_by_their_owner_only(filled):
+    files = [path for path in filled.glob("*/*")]
+    assert {path.name for path in files} >= {"reply.bin", "digests.json"} and len(files) == 9
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files)
+
+
+def test_full_disk_names_folder_and_bytes_and_keeps_the_earlier_states(filled, monkeypatch):
+    models, history = start(filled)
+    history.restore("request 2")
+    before = sorted(filled.glob("*/*"))
+    state = sum(path.stat().st_size for path in history._folder("request 2").iterdir()) - len(b"reply 2")
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as context, pytest.raises(StorageError) as error:
+        context.setattr(os, "replace", full)
+        history.record("request 3", bytes(5000))
+    assert f"Writing to {filled} failed: No space left on device; at least {format_size(5000 + state)}" in str(
+        error.value
+    )
+    assert sorted(filled.glob("*/*")) == before and history.reply_to("request 3") is None
+    history.record("request 3", b"reply 3")
+    assert start(filled)[1].reply_to("request 3") == b"reply 3"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
 from hf_federated.clients import DiskStore, MemoryStore
+from hf_federated.utils.storage import StorageError
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -270,15 +270,34 @@ def test_disk_error_names_the_file_and_the_remedy(tmp_path):
         store.set("a", tree())
 
 
-def test_full_disk_error_names_the_file(tmp_path, monkeypatch):
+def test_full_disk_error_names_folder_and_bytes(tmp_path, monkeypatch):
     """The operating system's error for a full disk does not name a file."""
 
-    def full(path, blob):
+    def full(path, mode):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(OSError, match=r"No space left.*Free disk space.*/\w+\.safetensors'"):
+    monkeypatch.setattr(os, "chmod", full)
+    expected = rf"{tmp_path / 'store'} failed: No space left.* at least [\d.]+ \w+ are needed.*client_store='memory'"
+    with pytest.raises(StorageError, match=expected):
         DiskStore(tmp_path / "store").set("a", tree())
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_states_can_be_read_by_their_owner_only(tmp_path, monkeypatch):
+    store, memory = DiskStore(tmp_path / "store"), MemoryStore()
+    for each, name in ((store, "linked"), (memory, "written")):
+        each.set("a", tree())
+        (tmp_path / name).mkdir()
+        each.save(tmp_path / name)
+
+    def no_links(source, target):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(os, "link", no_links)
+    (tmp_path / "copied").mkdir()
+    store.save(tmp_path / "copied")
+    files = list(tmp_path.glob("*/*"))
+    assert len(files) == 4 and all(path.stat().st_mode & 0o777 == 0o600 for path in files)
 
 
 def test_damaged_file_is_named(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +23,14 @@ from hf_federated.messages import Announcement, ClientFailure, Evaluate, Message
 from hf_federated.security.certificates import create_certificates
 from hf_federated.trainer.client_requests import ClientRequests
 from hf_federated.trainer.network_settings import NetworkSettings
-from hf_federated.transport import ClientRefusedError, GrpcConnection, GrpcServer, GrpcTransport, grpc_transport
+from hf_federated.transport import (
+    ClientRefusedError,
+    GrpcConnection,
+    GrpcServer,
+    GrpcTransport,
+    ServerUnreachableError,
+    grpc_transport,
+)
 from hf_federated.transport.framing import frame, unframe
 
 
@@ -165,6 +174,47 @@ def test_complete_run_does_not_require_its_clients(network):
     engine.stop()
     south.thread.join(10)
     assert south.connection.end == ""
+
+
+def test_client_logs_once_what_it_waits_for(network, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hf_federated"), "propagate", True)
+    monkeypatch.setattr(grpc_transport, "POLL_SECONDS", 0.05)
+    engine = network(join_timeout=10)
+    waiting = grpc_transport.WAITING_TEXTS
+    Client(engine.transport.address, "north")
+    time.sleep(0.5)  # several polls
+    Client(engine.transport.address, "south", reply=lambda message: (time.sleep(0.5), answer(message))[1])
+    begin(engine)
+    for number in range(2):
+        run(engine, number)
+    time.sleep(0.5)
+    lines = [record.getMessage() for record in caplog.records if getattr(record, "event", "") == "waiting"]
+    assert [line for line in lines if "north" in line] == [
+        f"Client 'north' {text}." for text in (waiting[b"S"], waiting[b"O"], waiting[b"N"])
+    ]
+    assert [line for line in lines if "south" in line] == [f"Client 'south' {waiting[b'N']}."]
+
+
+def test_run_has_started_although_a_client_is_absent(network, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hf_federated"), "propagate", True)
+    monkeypatch.setattr(grpc_transport, "POLL_SECONDS", 0.05)
+    engine = network(num_to_start=1)
+    Client(engine.transport.address, "north")
+    begin(engine)
+    assert isinstance(run(engine)["north"], Metrics)
+    time.sleep(0.3)
+    lines = [record.getMessage() for record in caplog.records if getattr(record, "event", "") == "waiting"]
+    assert lines[-1] == f"Client 'north' {grpc_transport.WAITING_TEXTS[b'N']}."
+
+
+def test_client_logs_once_that_it_waits_for_the_server(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hf_federated"), "propagate", True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(ServerUnreachableError):
+        GrpcConnection(address, None, "north", SETTINGS, b"", insecure=True, connect_timeout=1)
+    (line,) = [record.getMessage() for record in caplog.records if getattr(record, "event", "") == "waiting"]
+    assert line.startswith(f"Client 'north' waits for the server at {address}, at most 1 s (UNAVAILABLE: ")
 
 
 def test_client_announces_itself_again_if_the_server_restarts_in_between(network):

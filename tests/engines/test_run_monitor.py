@@ -110,6 +110,27 @@ def test_unknown_client_cannot_be_expelled(engine, tmp_path, capsys):
     assert json.loads((tmp_path / "network" / "expelled.json").read_text()) == ["north"]
 
 
+@pytest.mark.parametrize("reason", ["", "OSError on the server"])
+def test_client_of_an_ended_run_cannot_be_expelled(engine, tmp_path, capsys, reason):
+    begin(engine, tmp_path, "north")
+    engine.stop(reason)
+    assert main(["expel", str(tmp_path), "north"]) == 2
+    printed = capsys.readouterr().err
+    assert f"the run has ended ({'failed: ' * bool(reason)}{reason or 'complete'}), so no client can" in printed
+    assert ("--resume" in printed) == bool(reason) and not (tmp_path / "network" / "expelled.json").exists()
+
+
+def test_server_without_a_sign_expels_the_client_when_it_continues(engine, tmp_path, capsys):
+    begin(engine, tmp_path, "north")
+    engine.stop()
+    path = tmp_path / "network" / "status.json"
+    path.write_text(json.dumps({**read_status(tmp_path), "state": "running", "updated_at": time.time() - 60}))
+    assert main(["expel", str(tmp_path), "north"]) == 0
+    assert "has not updated its status for 60 s: it has ended or hangs" in capsys.readouterr().out
+    assert json.loads((tmp_path / "network" / "expelled.json").read_text()) == ["north"]
+    assert main(["status", str(tmp_path)]) == 1
+
+
 def test_slow_client_is_named_as_late(engine, tmp_path):
     released = threading.Event()
 

@@ -62,7 +62,7 @@ def test_name_of_a_metric_stays_in_its_line_of_the_log(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     spread_over_clients({"a": {"x\nRejected: Client 'b'\x1b[31m" + "y" * 900: float("nan")}})
     (text,) = caplog.messages
-    assert text.startswith(r"Client 'a', evaluation: `x\nRejected: Client") and len(text.splitlines()) == 1
+    assert text.startswith(r"Client 'a', evaluation: `x Rejected: Client") and len(text.splitlines()) == 1
     assert text.isprintable() and len(text) < 300
 
 

@@ -65,7 +65,10 @@ def test_raw_tag_of_minus_100_is_kept(tokenizer):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"tokens": ["in"], "ner_tags": ["B-ORG"]}, "Row 1 has the tag 'B-ORG'; allowed are 'O', 'B-LOC'.*or 0 to 4"),
+        (
+            {"tokens": ["in"], "ner_tags": ["B-ORG"]},
+            "Row 1 has the tag 'B-ORG' in the column 'ner_tags'; allowed are 'O', 'B-LOC'.*or 0 to 4",
+        ),
         ({"tokens": [], "ner_tags": []}, "Row 1 has no words in the column 'tokens'"),
         ({"tokens": [" ", ""], "ner_tags": ["O", "O"]}, "Row 1 has no words in the column"),
         ({"tokens": ["in", "a"], "ner_tags": ["O"]}, "Row 1 has 1 tags in the column 'ner_tags', but 2 words"),

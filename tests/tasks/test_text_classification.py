@@ -64,7 +64,7 @@ def test_examples_without_labels_are_encoded_for_prediction(tokenizer):
         ({"text": "  "}, "Row 1 has an empty text in the column 'text'"),
         ({"text": None}, "Row 1 has None instead of a text"),
         ({"label": None}, "Row 1 has no label in the column 'label'"),
-        ({"label": "great"}, "Row 1 has the label 'great'; allowed are 'bad', 'good', or 0 to 1"),
+        ({"label": "great"}, "has the label 'great' in the column 'label'; allowed are 'bad', 'good', or 0 to 1"),
     ],
 )
 def test_error_names_invalid_row(tokenizer, changed, message):
@@ -181,3 +181,10 @@ def test_encoding_takes_less_than_a_millisecond_per_example(tokenizer):
     batch = {"text": ["a bright warm film in paris " * 16] * 500, "label": ["good"] * 500}
     task = TextClassification(["bad", "good"], max_length=128)
     assert milliseconds_per_example(lambda: task.encode(batch, tokenizer), 500) < 1
+
+
+def test_error_lists_a_bounded_number_of_labels(tokenizer):
+    task = TextClassification(label_names=[f"intent {number}" for number in range(150)])
+    with pytest.raises(ValueError, match=r"'intent 19', … \(150 names\), or 0 to 149\.") as error:
+        task.encode({"text": ["a film"], "label": ["refund"]}, tokenizer)
+    assert "intent 20" not in str(error.value)

@@ -7,9 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 from datasets import Dataset
+from transformers.utils import logging
 
+from ..client_ids import find_look_alikes
 from ..column_values import group_by_value
 from .base import Partition, SplitsPartitioner, check_settings, check_splits
+
+
+logger = logging.get_logger(__name__)
+
+# Number of groups of similar names in a warning, and of names in a group.
+MAX_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,13 @@ class NaturalPartitioner(SplitsPartitioner):
         if not values:
             raise ValueError(
                 f"The column {self.column!r} has no rows, so there are no clients. Pass at least one row."
+            )
+        if look_alikes := find_look_alikes(values):
+            shown = "; ".join(", ".join(map(repr, names[:MAX_SHOWN])) for names in look_alikes[:MAX_SHOWN])
+            more = f"; and {len(look_alikes) - MAX_SHOWN} more groups" if len(look_alikes) > MAX_SHOWN else ""
+            logger.warning(
+                f"These values of the column {self.column!r} differ in case, whitespace or invisible characters only: "
+                f"{shown}{more}. Each value is a separate client. Correct the values if they name the same client."
             )
         minimum = self.min_size or 1
         groups = [[value] for value in np.flatnonzero(sizes >= minimum).tolist()]

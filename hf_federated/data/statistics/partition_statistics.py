@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...utils.printable import printable
 from ..client_mapping import ClientMapping
 from ..markdown_table import markdown_table
 from .dirichlet_concentration import estimate_alpha
@@ -280,7 +281,5 @@ def _estimate_alpha(labels: LabelCounts) -> float | None:
 
 
 def _format_name(name: str) -> str:
-    """Put a name on one line, truncate it, and escape the character that separates table cells."""
-    name = " ".join(name.split())
-    name = name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 1]}…"
-    return name.replace("|", "\\|")
+    """Make a name printable, truncate it, and escape the character that separates table cells."""
+    return printable(name, MAX_NAME_LENGTH).replace("|", "\\|")

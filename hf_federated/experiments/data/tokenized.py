@@ -69,7 +69,7 @@ def load_tokenized_data(recipe: Recipe, tokenizer: Any, by_client: bool = False)
             )
     raw = load_raw_data(recipe, by_client)
     task = raw.task
-    with recipe_errors("data"):
+    with recipe_errors(f"data: {recipe.data.path}"):
         train = task.prepare(raw.train, tokenizer)
         test_clients = None
         if by_client and raw.test_clients is not None:

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from hf_federated.engines import NetworkEngine
 from hf_federated.engines.run_monitor import readmit_clients
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.network.event_log import log_events
@@ -22,6 +23,7 @@ from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.experiments.run_folder import RunFolder
 from hf_federated.trainer.checkpoint import list_checkpoints
 from hf_federated.transport import TlsCredentials
+from hf_federated.utils.storage import StorageError, storage_errors
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -55,6 +57,11 @@ def serve(arguments: argparse.Namespace) -> None:
             heartbeat_timeout=arguments.heartbeat_timeout,
             max_message_bytes=arguments.max_message_bytes,
         )
+    with storage_errors(path):
+        _serve(recipe, engine, arguments, folder)
+
+
+def _serve(recipe: Recipe, engine: NetworkEngine, arguments: argparse.Namespace, folder: RunFolder) -> None:
     run = build_server(recipe, engine, arguments.output_dir, arguments.test_examples)
     if run.data.test is None:
         print("The server has no test examples, so it does not evaluate. --test-examples names a file or folder.")
@@ -62,6 +69,8 @@ def serve(arguments: argparse.Namespace) -> None:
         log_events(run.trainer)
     try:
         serve_run(run, folder)
+    except StorageError:
+        raise
     except OSError as error:  # the address is in use, or too few clients joined
         raise CommandError(f"serve: {' '.join(str(error).split())}") from error
 
@@ -85,6 +94,11 @@ def join(arguments: argparse.Namespace) -> None:
     with command_errors("--certificates"):
         if arguments.certificates is not None:
             TlsCredentials.of_client(arguments.certificates, arguments.client)
+    with storage_errors(party_folder(recipe, arguments.client, arguments.output_dir)):
+        _join(recipe, address, arguments)
+
+
+def _join(recipe: Recipe, address: str, arguments: argparse.Namespace) -> None:
     run = build_client(recipe, arguments.client, arguments.output_dir, arguments.examples)
     if arguments.log_format == "json":
         log_events(run.trainer)

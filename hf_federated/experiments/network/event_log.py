@@ -11,6 +11,7 @@ event has its facts as further fields:
 | `reply` | `client`, `round`, `bytes`, `seconds` |
 | `absent` | `client`, `round` |
 | `late_reply` | `client` |
+| `waiting` | `client` |
 | `round_begin`, `round_end` | `round`, `num_rounds` |
 | `metrics` | `round`, `metrics` |
 | `checkpoint` | `round` |

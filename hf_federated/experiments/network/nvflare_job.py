@@ -107,7 +107,7 @@ def nvflare_recipe(
     overwrite: bool = False,
 ) -> Any:
     """
-    Build the job of a recipe, for `execute(SimEnv(...))`, `execute(PocEnv(...))` or `execute(ProdEnv(...))`.
+    Build the job of a recipe, for `execute(SimEnv(...))`, `execute(PocEnv(...))`, `execute(ProdEnv(...))` or `export`.
 
     Args:
         values (`dict[str, Any]`): The recipe, as returned by
@@ -148,6 +148,7 @@ def nvflare_recipe(
     except ImportError as error:
         raise CommandError(str(error)) from error
     from nvflare.collab import CollabRecipe
+    from nvflare.recipe import set_per_site_config
 
     module = _shipped_module()
     job = CollabRecipe(
@@ -167,7 +168,7 @@ def nvflare_recipe(
         sync_task_timeout=max(_SYNC_SECONDS, section.join_timeout),
         min_clients=num_to_start,
     )
-    job.set_per_site_config({site_name: {} for site_name in site_names})
+    set_per_site_config(job, {site_name: {} for site_name in site_names})
     if examples is None and (counts := listed_counts(recipe, site_names)):
         values = {**values, "federation": {**(values.get("federation") or {}), **counts}}
     _ship_recipe(job, values, site_names, Path(module.__file__).parent)

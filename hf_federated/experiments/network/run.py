@@ -17,7 +17,7 @@ from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
 from hf_federated.engines import NetworkEngine
 from hf_federated.experiments.data.tokenized import tokenize_test
-from hf_federated.experiments.errors import CommandError
+from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.execution import train_and_evaluate
 from hf_federated.experiments.model_loading import load_model, load_tokenizer
 from hf_federated.experiments.network.listed_counts import listed_counts
@@ -109,10 +109,11 @@ def build_server(
     raw = {"eval_dataset": data.test}
     counts = listed_counts(recipe, list(engine.remote_clients))
     trainer = _build_trainer(recipe, data, tokenizer, args, raw, encoded, metric_arguments, counts, engine=engine)
-    further = {
-        split: data.task.for_evaluation(data.task.prepare(examples, tokenizer), tokenizer)
-        for split, examples in data.further_tests.items()
-    }
+    with recipe_errors("data.further_test_splits"):
+        further = {
+            split: data.task.for_evaluation(data.task.prepare(examples, tokenizer), tokenizer)
+            for split, examples in data.further_tests.items()
+        }
     return PartyRun(recipe, data, trainer, further)
 
 
@@ -137,11 +138,13 @@ def build_client(
     data = load_client_data(recipe, client_id, examples)
     tokenizer, task = load_tokenizer(recipe.model), data.task
     raw = {"train_dataset": FederatedDataset.from_dict({client_id: data.train})}
-    encoded = {"train_dataset": task.prepare(raw["train_dataset"], tokenizer)}
+    with command_errors(examples or recipe.data.path):
+        encoded = {"train_dataset": task.prepare(raw["train_dataset"], tokenizer)}
     metric_arguments: dict[str, Any] = {}
     if data.test is not None:
         raw["eval_dataset"] = FederatedDataset.from_dict({client_id: data.test})
-        test, metric_arguments = tokenize_test(task, tokenizer, data.test, uses_rows=False)
+        with command_errors(examples or recipe.data.path):
+            test, metric_arguments = tokenize_test(task, tokenizer, data.test, uses_rows=False)
         encoded["eval_dataset"] = FederatedDataset.from_dict({client_id: test})
     else:
         args.eval_strategy = IntervalStrategy.NO

@@ -36,9 +36,11 @@ from hf_federated.split_training import ServerModel, SplitConfig, TrainingServer
 from hf_federated.split_training.config import run_digest, run_settings
 from hf_federated.split_training.loading import file_arguments, load_client_model, load_server_body
 from hf_federated.tasks import Task
+from hf_federated.trainer.checkpoint import size_of_trained
 from hf_federated.trainer.output_lock import output_dir_lock
 from hf_federated.transport import GrpcLink, GrpcServer, TlsCredentials
 from hf_federated.utils.client_names import escape_client_id
+from hf_federated.utils.storage import storage_errors
 
 
 # A client may wait for the turns of all other clients. Heartbeats detect a failed server earlier.
@@ -60,7 +62,8 @@ def split_server(arguments: argparse.Namespace) -> None:
     clients = arguments.clients or recipe.network.clients
     if not clients:
         raise CommandError("the clients are not known. Pass --client ID for each client, or set network.clients.")
-    with command_errors("serve"), output_dir_lock(str(args.output_dir)):
+    folder = str(args.output_dir)
+    with command_errors("serve"), storage_errors(folder), output_dir_lock(folder):
         config, body, wire = server_body(recipe, split, adapter, args.seed)
         body.to(args.device)
         digest = run_digest(config, split, args, adapter)
@@ -111,7 +114,7 @@ def split_client(arguments: argparse.Namespace) -> None:
     address = arguments.address or recipe.network.address
     if address is None:
         raise CommandError("the address of the server is not known. Pass --address, or set network.address.")
-    with command_errors("join"):
+    with command_errors("join"), storage_errors(str(args.output_dir)):
         model = client_model(recipe, split, client_id, adapter, args.seed, inputs.task)
         key = client_certificate(arguments.certificates, client_id).with_suffix(".key")
         identity = Identity.from_pem(client_id, key.read_bytes())
@@ -143,9 +146,10 @@ def split_client(arguments: argparse.Namespace) -> None:
             metrics = trainer.evaluate()
             extra_metrics = evaluate_further_splits(trainer, inputs.further_tests)
             trainer.leave()
-        trainer.save_model()
-    trainer.create_model_card(**recipe.card)
-    results = _save_results(args, metrics, extra_metrics)
+        with storage_errors(str(args.output_dir), lambda: size_of_trained(model)):
+            trainer.save_model()
+            trainer.create_model_card(**recipe.card)
+            results = _save_results(args, metrics, extra_metrics)
     metric = inputs.task.main_metric
     print(
         f"Trained {trainer.state.global_step} steps, {metric} {results[metric]:.3f}. The client's part and its model "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from datasets import Dataset
 from partition_checks import client_rows
@@ -28,6 +30,22 @@ def test_from_column_creates_the_same_clients():
     dataset = speeches("abcabcaab")
     clients = FederatedDataset.from_column(dataset, "who", min_rows=3)
     assert client_rows(clients.partition) == client_rows(NaturalPartitioner("who", min_size=3).partition(dataset))
+
+
+@pytest.mark.parametrize("other", ["north ", " north", "North", "nor\u200bth", "north\x00", "ｎorth", "north\u202e"])
+def test_names_that_look_alike_are_separate_clients_with_a_warning(other, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hf_federated"), "propagate", True)
+    rows = Dataset.from_dict({"text": list("abcd"), "site": ["north", other, "south", "st. mary"]})
+    assert len(FederatedDataset.from_column(rows, "site")) == 4
+    (text,) = caplog.messages
+    assert "'north'" in text and repr(other) in text and "south" not in text and text.isprintable()
+    assert "values of the column 'site' differ in case, whitespace or invisible characters only" in text
+
+
+def test_names_that_differ_visibly_have_no_warning(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hf_federated"), "propagate", True)
+    rows = Dataset.from_dict({"text": list("abcd"), "site": ["north 1", "north 2", "nörth", "north-1"]})
+    assert len(FederatedDataset.from_column(rows, "site")) == 4 and not caplog.messages
 
 
 def test_values_with_fewer_than_min_size_rows_are_dropped():

@@ -1,0 +1,129 @@
+"""Files of a run: private files that are replaced at once, and errors of a folder that cannot be written to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import UserError
+
+
+# Only the user who runs the process may read such a file.
+PRIVATE = 0o600
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+# How safetensors and tokenizers name an error of the operating system. Both are written in Rust.
+_RUST_ERROR = re.compile(r'\(os error (\d+)\)(?: at path "(.+)")?')
+# `torch.save` names a failed `open` with the text of the operating system, and a failed write with two positions.
+_TORCH_ERROR = re.compile(r"inline_container\.cc:\d+\] ?\. ?(?:open file failed with strerror: (.+)|unexpected pos)")
+
+
+class StorageError(UserError, OSError):
+    """A folder is full or cannot be written to. The message names the folder, the bytes and what to do."""
+
+
+def write_private(path: Path, content: bytes, mode: int = PRIVATE) -> None:
+    """
+    Replace a file at once, so that a reader never sees a part of it.
+
+    Args:
+        path (`pathlib.Path`): The file.
+        content (`bytes`): The new content.
+        mode (`int`, *optional*, defaults to `0o600`): Permissions of the file, independent of the umask. The file has
+            no further permissions from the moment it exists.
+    """
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            os.chmod(temporary, mode)
+            file.write(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def storage_errors(
+    folder: str | os.PathLike[str], num_bytes: Callable[[], int] = lambda: 0, advice: str = ""
+) -> Iterator[None]:
+    """
+    Convert the errors of a full, read-only or forbidden folder into a [`StorageError`]. Other errors stay.
+
+    Args:
+        folder (`str` or `os.PathLike`): The folder to which the block writes.
+        num_bytes (`Callable[[], int]`, *optional*): Returns the number of bytes that the block needs at least.
+            `0` if it is not known.
+        advice (`str`, *optional*): A further remedy, as a sentence.
+
+    Raises:
+        StorageError: If the disk or the quota is full, or the folder cannot be written to.
+    """
+    try:
+        yield
+    except StorageError:
+        raise
+    except Exception as error:
+        found = _find_number(error, Path(folder))
+        if found is None:
+            raise
+        raise StorageError(_describe(folder, found, num_bytes(), advice)) from error
+
+
+def size_of_folder(path: Path) -> int:
+    """Return the number of bytes of all files in a folder, or 0 if there is no folder."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def format_size(num_bytes: int) -> str:
+    """Return a number of bytes in a suitable unit, such as `8.4 MB`."""
+    for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
+        if num_bytes >= 10**power:
+            return f"{num_bytes / 10**power:.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def _find_number(error: BaseException | None, folder: Path) -> int | None:
+    """Return the number of the operating system's error behind an error, if it is one of storage."""
+    while error is not None:
+        number, text = getattr(error, "errno", None), str(error)
+        path = getattr(error, "filename", None)
+        if (match := _RUST_ERROR.search(text)) is not None:
+            number, path = int(match[1]), match[2] or (str(folder) if int(match[1]) == errno.EROFS else None)
+        elif isinstance(error, RuntimeError) and (match := _TORCH_ERROR.search(text)) is not None:
+            texts = {os.strerror(each): each for each in (*_FULL, *_FORBIDDEN)}
+            number, path = errno.ENOSPC if match[1] is None else texts.get(match[1].strip()), str(folder)
+        if number in _FULL:
+            return number
+        # Other files, such as examples or keys, can be forbidden, too.
+        if number in _FORBIDDEN and isinstance(path, (str, os.PathLike)) and _is_related(path, folder):
+            return number
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+def _is_related(path: str | os.PathLike[str], folder: Path) -> bool:
+    """Whether a path is in a folder, or above it, where the folder cannot be created."""
+    first, second = Path(os.path.abspath(path)), Path(os.path.abspath(folder))
+    return first.is_relative_to(second) or second.is_relative_to(first)
+
+
+def _describe(folder: str | os.PathLike[str], number: int, num_bytes: int, advice: str) -> str:
+    existing = Path(folder).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    sizes = [f"at least {format_size(num_bytes)} are needed"] * (num_bytes > 0) + [f"{format_size(free)} are free"]
+    remedy = "Free disk space" if number in _FULL else "Make the folder writable"
+    sentences = [
+        f"Writing to {os.fspath(folder)} failed: {os.strerror(number)}; {', '.join(sizes)}.",
+        f"{remedy}, or choose another output folder.",
+        advice,
+        "Then continue with --resume (`resume_from_checkpoint=True`), or start again if there is no checkpoint.",
+    ]
+    return " ".join(filter(None, sentences))
