@@ -14,6 +14,7 @@ from tiny import arguments, rows, tiny_model
 from transformers import Trainer
 
 from hf_federated import FederatedConfig, FederatedTrainer, federate
+from hf_federated.trainer.network_settings import NetworkSettings
 
 
 # With the batch size of `arguments()`, an epoch of these clients has two steps, one step and two steps.
@@ -47,3 +48,8 @@ def build_federation(
         train_dataset=CLIENTS if train_dataset is None else train_dataset,
         federation=FederatedConfig(**{"num_rounds": num_rounds, **(federation or {})}),
     )
+
+
+def settings_of(trainer: FederatedTrainer, client_id: str | None = None) -> NetworkSettings:
+    """The settings that a party of a federation over a network compares, of the server by default."""
+    return NetworkSettings.of(trainer._federation_setup, trainer.args, client_id)

@@ -155,6 +155,9 @@ class CenteredClipping(ClippedMean):
     def fit_settings(self) -> dict[str, Any]:
         return {"client_momentum": self.client_momentum}
 
+    def setting_ranges(self) -> dict[str, tuple[float, float]]:
+        return {"client_momentum": (self.client_momentum, self.client_momentum)}
+
     def limit(self, state: State) -> float | None:
         return self.radius if self.num_iterations == 1 else None
 

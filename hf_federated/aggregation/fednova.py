@@ -121,6 +121,9 @@ class FedNova(Aggregation):
     def fit_settings(self) -> dict[str, Any]:
         return {"proximal_weight": self.proximal_weight}
 
+    def setting_ranges(self) -> dict[str, tuple[float, float]]:
+        return {"proximal_weight": (self.proximal_weight, self.proximal_weight)}
+
     def expected_extra(self, state: State) -> State:
         return {NORMALIZER: torch.zeros((), dtype=torch.float64)}
 

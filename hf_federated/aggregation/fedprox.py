@@ -109,3 +109,6 @@ class FedProx(Aggregation):
 
     def fit_settings(self) -> dict[str, Any]:
         return {"proximal_weight": self.proximal_weight}
+
+    def setting_ranges(self) -> dict[str, tuple[float, float]]:
+        return {"proximal_weight": (self.proximal_weight, self.proximal_weight)}

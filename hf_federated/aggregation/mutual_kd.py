@@ -277,6 +277,9 @@ class MutualKD(Aggregation):
     def fit_settings(self) -> dict[str, Any]:
         return {"low_rank_energy": energy_schedule(self._round, self._num_rounds, self.energy_start, self.energy_end)}
 
+    def setting_ranges(self) -> dict[str, tuple[float, float]]:
+        return {"low_rank_energy": (min(self.energy_start, self.energy_end), max(self.energy_start, self.energy_end))}
+
     def aggregate(self, accumulator: Accumulator, state: State) -> State:
         self._round += 1
         return super().aggregate(accumulator, state)

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..messages import ClientUpdate, Disclosure, Fit, Message
-from ..messages.validation import RefusedRequestError
+from ..messages import ClientUpdate, Disclosure, Fit
 from ..methods import Accumulator, ClientPart
 from ..utils.arguments import require
 from ..utils.weighted_mean import State, wide_dtype
@@ -26,12 +25,10 @@ class ControlVariatePart(ClientPart):
     _sum: State
     _num_steps = 0
 
-    def check_request(self, message: Message) -> None:
-        if missing := self.context.model.exchange.trainable.keys() - getattr(message, "extra", {}).keys():
-            found, agreed = f"lacks {min(missing)!r}", "a control variate of each trained parameter"
-            raise RefusedRequestError(message, "extra", found, agreed)
-
     def receive(self, message: Fit) -> None:
+        trained = {name for name, value in message.state.items() if value.is_floating_point()}
+        if missing := trained - message.extra.keys():
+            raise ValueError(f"the server sent no control variate of {min(missing)!r}")
         self._server = message.extra
         zeros = {name: torch.zeros_like(value) for name, value in message.extra.items()}
         own = self.memory.get("control", zeros)

@@ -89,7 +89,9 @@ class Agreement:
         self.seed, self.client_ids = seed, client_ids
         # The settings of a `Fit` that do not depend on the state of the server. Their types are agreed.
         self.settings: dict[str, Any] = {}
+        self.setting_ranges: dict[str, tuple[float, float]] = {}
         for method in methods:
+            self.setting_ranges |= method.setting_ranges()
             with suppress(Exception):  # a user's method may need the state of the server for its settings
                 self.settings |= method.fit_settings()
         self._has_individual_states = any(type(method).state_for is not Method.state_for for method in methods)
@@ -238,7 +240,8 @@ def _client_id(agreement: Agreement, value: str, request: Message) -> str | None
 
 
 def _seed(agreement: Agreement, value: int, request: Fit) -> str | None:
-    if agreement.seed is None or value == client_seed(agreement.seed, request.client_id, request.round):
+    # A server in the same process has the examples.
+    if agreement.record is None or agreement.seed is None or value == client_seed(agreement.seed, request.client_id, request.round):
         return None
     return "the seed that follows from `federation_seed`, the client and the round"
 
@@ -252,10 +255,11 @@ def _state(agreement: Agreement, value: Mapping[str, torch.Tensor], request: Mes
 def _settings(agreement: Agreement, value: Mapping[str, Any], request: Fit) -> str | None:
     # A step between training and aggregation can add settings.
     is_finite = all(math.isfinite(item) for item in value.values() if isinstance(item, float))
-    own = agreement.settings
-    if is_finite and all(name in value and _kind(value[name]) is _kind(own[name]) for name in own):
-        return None
-    return f"finite numbers, and values of the types in {own}"
+    own, ranges = agreement.settings, agreement.setting_ranges
+    if not is_finite or not all(name in value and _kind(value[name]) is _kind(own[name]) for name in own):
+        return f"finite numbers, and values of the types in {own}"
+    outside = [name for name in ranges if name in value and not ranges[name][0] <= value[name] <= ranges[name][1]]
+    return f"{outside[0]!r} from {ranges[outside[0]][0]:g} to {ranges[outside[0]][1]:g}" if outside else None
 
 
 def _kind(value: Any) -> type:

@@ -194,9 +194,7 @@ class ClientWorker:
         if self.agreement is not None:
             self.agreement.check_tensors(message, model.exchange)
         before = dict(context.memory)
-        part = self._methods[key].client(context)
-        part.check_request(message)
-        reply = part.answer(message)
+        reply = self._methods[key].client(context).answer(message)
         memory = context.memory
         if memory.keys() == before.keys() and all(memory[name] is before[name] for name in memory):
             return reply, None
@@ -216,7 +214,6 @@ class ClientWorker:
         model.exchange.write_local(kept.get(_LOCAL), message.client_id)
         try:
             for part in parts:
-                part.check_request(message)
                 part.receive(message)
         except INVALID_CONTENT as error:
             raise refusal_of(error, message, "extra") from error
@@ -226,11 +223,8 @@ class ClientWorker:
         with model.restore_on_failure():
             trainer = self._train(message, model, parts, kept)
         model.exchange.check_unchanged(model.trainer.model)
-        local, scaler, stream = (
-            model.exchange.read_local(),
-            trainer.local_training.scaler,
-            trainer.local_training.stream,
-        )
+        training = trainer.local_training
+        local, scaler, stream = model.exchange.read_local(), training.scaler, training.stream
         update = ClientUpdate(
             round=message.round,
             client_id=message.client_id,

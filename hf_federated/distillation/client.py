@@ -84,10 +84,18 @@ class DistillationPart(ClientPart):
                 raise RefusedRequestError(message, "feedback", "follows a prediction", "no feedback")
             if isinstance(message, Predict) and message.keeps_graph:
                 raise RefusedRequestError(message, "keeps_graph", "is True", "no feedback")
+        if isinstance(message, Feedback) and message.step >= message.num_training_steps:
+            found = f"is {message.step}"
+            raise RefusedRequestError(
+                message, "step", found, f"a step of `num_training_steps`, {message.num_training_steps}"
+            )
         epochs = self.method.client_epochs
         if isinstance(message, Distill) and message.num_epochs > epochs:
             found = f"is {message.num_epochs}"
             raise RefusedRequestError(message, "num_epochs", found, f"{epochs} epochs (`client_epochs`)")
+        if isinstance(message, Distill) and message.num_epochs > message.num_training_epochs:
+            found = f"is {message.num_training_epochs}"
+            raise RefusedRequestError(message, "num_training_epochs", found, f"at least {message.num_epochs} epochs")
 
     def answer(self, message: Message) -> Message:
         """
@@ -105,6 +113,7 @@ class DistillationPart(ClientPart):
                 f"The client cannot answer a {type(message).__name__}, because it has no own model or no public "
                 "examples. Pass `public_dataset` to the trainer of the client."
             )
+        self.check_request(message)
         if isinstance(message, Predict):
             return self.predict(message, context.model, context.student)
         if isinstance(message, Distill):

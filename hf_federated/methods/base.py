@@ -112,6 +112,14 @@ class Method(ConstructorSettings):
         """Return the `settings` of the `Fit` messages of this round, as JSON scalars."""
         return {}
 
+    def setting_ranges(self) -> dict[str, tuple[float, float]]:
+        """
+        Return the smallest and the largest value of settings of the `Fit` messages, by name.
+
+        A client refuses other values. The values of other settings must have the type that `fit_settings` gives them.
+        """
+        return {}
+
     def fit_extra(self, state: State) -> State:
         """
         Return the tensors for `extra` of the `Fit` messages of this round.

@@ -118,26 +118,16 @@ class ClientPart:
         """Whether the part uses the gradients of this local training."""
         return type(self).on_gradients is not ClientPart.on_gradients or type(self).on_step is not ClientPart.on_step
 
-    def check_request(self, message: Message) -> None:
-        """
-        Check that the server half of the method sends such a message, for example that it lacks no tensor.
-
-        The client has already checked the fields that all methods share. It calls this method before
-        [`~ClientPart.receive`] or [`~ClientPart.answer`].
-
-        Args:
-            message ([`Message`]): Message from the server.
-
-        Raises:
-            RefusedRequestError: If the server half does not send it.
-        """
-
     def receive(self, message: Fit) -> None:
         """
         Called before the state of the message is written into the client's model and before local training.
 
         Args:
             message ([`Fit`]): Message from the server.
+
+        Raises:
+            ValueError: If the server half does not send such a message, for example because a tensor is missing. The
+                client then refuses the request.
         """
 
     def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:

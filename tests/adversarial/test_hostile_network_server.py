@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from distillation_setup import NUM_PUBLIC, Recorder, distillation_trainer
-from federations import CLIENTS, build_federation
+from federations import CLIENTS, build_federation, settings_of
 from tiny import tiny_model
 
 from hf_federated import FederatedDataset
@@ -19,7 +19,6 @@ from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import EngineContext, NetworkEngine
 from hf_federated.messages import ClientFailure, Distill, Evaluate, Feedback, Fit, Message, Predict
 from hf_federated.trainer.join import ServerRefusedError
-from hf_federated.trainer.network_settings import NetworkSettings
 
 
 METHODS = ("fedavg", "fedprox", "scaffold", "mutual_kd", "dsfl", "fedid", "feddrs")
@@ -113,6 +112,9 @@ def invalid_training(request: Fit) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in request.settings:
         yield f"no {name}", {"settings": {key: value for key, value in request.settings.items() if key != name}}
         yield f"{name} as a text", {"settings": {**request.settings, name: "1"}}
+        # With the inverse of the learning rate, for example, each step of FedProx would forget the previous ones.
+        for value in (1e3, -1.0, 1e308):
+            yield f"{name}={value}", {"settings": {**request.settings, name: value}}
     yield "an additional tensor that is not finite", {"extra": {**request.extra, "x": torch.tensor(float("inf"))}}
     yield "a large additional tensor", {"extra": {**request.extra, "x": torch.zeros(2**24 + 1, dtype=torch.int8)}}
     if request.extra:
@@ -150,8 +152,11 @@ def invalid_targets(request: Distill | Feedback) -> Iterator[tuple[str, dict[str
     if isinstance(request, Distill):
         for number in (10**9, 2**53):
             yield f"{number} epochs", {"num_epochs": number}
+        yield "a schedule that ends before", {"num_training_epochs": 0}
         yield "feedback", {"kind": Feedback}
     else:
+        yield "a step after the last one", {"step": request.num_training_steps}
+        yield "a schedule without steps", {"num_training_steps": 0}
         yield "no feedback", {"feedback": {}}
 
 
@@ -190,7 +195,7 @@ def ask(directory: Path, method: str, requests: list[tuple[str, Message]]) -> li
     everyone = build(directory / "server", method)
     alone = build(directory / "client", method, train_dataset={name: everyone.clients[name]})
     engine = NetworkEngine([name], address="127.0.0.1:0", insecure=True, join_timeout=20)
-    engine.transport.start([name], NetworkSettings.of(alone._federation_setup, alone.args, name))
+    engine.transport.start([name], settings_of(alone, name))
     replies: list[tuple[str, Message, Message]] = []
 
     def serve() -> None:
@@ -213,9 +218,12 @@ def ask(directory: Path, method: str, requests: list[tuple[str, Message]]) -> li
 
 def check_conversation(directory: Path, method: str) -> int:
     requests: list[tuple[str, Message]] = []
+    later: list[tuple[str, Message]] = []
     for request in honest_requests(directory / "honest", method):
         requests.append(("", request))
-        requests += hostile_requests(request)
+        # A request with unreadable content counts against the limit of the round.
+        (later if isinstance(request, Feedback) else requests).extend(hostile_requests(request))
+    requests += later
     replies = ask(directory, method, requests)
     assert len(replies) == len(requests)
     for name, request, reply in replies:

@@ -229,8 +229,10 @@ def test_joined_client_leaves_after_three_refused_requests(tmp_path, caplog):
     assert sum("this client refused a request" in text for text in caplog.messages) == 3
 
 
-@pytest.mark.parametrize(("sent", "is_agreed"), [(1, True), (0.5, True), (True, False), ("1", False), (None, False)])
-def test_setting_has_the_type_of_the_clients_own_setting(sent, is_agreed):
+@pytest.mark.parametrize(
+    ("sent", "is_agreed"), [(1, True), (1.0, True), (0.5, False), (True, False), ("1", False), (None, False)]
+)
+def test_setting_has_the_type_and_the_value_of_the_clients_own_setting(sent, is_agreed):
     """A recipe of another party can have the number 1 where this party has 1.0."""
     agreement = Agreement([FedProx(1.0)], num_rounds=1)
     request = Fit(0, "a", seed=0, state={"w": torch.zeros(1)}, settings={"proximal_weight": sent, "step": 3})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
-from federations import build_federation
+from federations import build_federation, settings_of
 from launches import notes
 from own_messages import OWN_KINDS, AskSum, Sum, SumWorker, ask_sum, sums_of
 from tiny import arguments, rows, tiny_model
@@ -17,7 +17,6 @@ from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import ClientEngine, EngineContext, LocalEngine, NetworkEngine, Plan
 from hf_federated.messages import KINDS, Fit, Message, Metrics, Predict, kinds_of, message_from_tree, read_message
 from hf_federated.trainer import join
-from hf_federated.trainer.network_settings import NetworkSettings
 
 
 # The values 0, 1, 2, 1 and 1, times the length of the client id.
@@ -59,7 +58,7 @@ def test_own_messages_travel_over_the_network(tmp_path, monkeypatch, server_know
     )
     engine = NetworkEngine(["north"], address="127.0.0.1:0", insecure=True, join_timeout=20)
     replies: list[Message] = []
-    engine.transport.start(["north"], NetworkSettings.of(trainer._federation_setup, trainer.args))
+    engine.transport.start(["north"], settings_of(trainer))
 
     def serve() -> None:
         engine._note(engine.transport.receive(20))

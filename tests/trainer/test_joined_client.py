@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from federations import settings_of
 from tiny import arguments, rows, tiny_model
 from transformers import ProgressCallback, TrainerCallback
 
@@ -14,7 +15,6 @@ from hf_federated.clients import client_seed
 from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import EngineContext, NetworkEngine, Plan
 from hf_federated.messages import ClientUpdate, Fit
-from hf_federated.trainer.network_settings import NetworkSettings
 
 
 NUM_ROUNDS, NUM_EXAMPLES, BATCH_SIZE = 3, 10, 4
@@ -64,7 +64,7 @@ def joined(tmp_path) -> tuple[FederatedTrainer, Events, Events, list[ClientUpdat
         client_callbacks=[inner],
     )
     engine = NetworkEngine(["north"], address="127.0.0.1:0", insecure=True, join_timeout=20)
-    settings = NetworkSettings.of(trainer._federation_setup, trainer.args)
+    settings = settings_of(trainer)
     state = {name: value.detach().clone() for name, value in trainer.exchange.tensors.items()}
     engine.transport.start(["north"], settings)
 
