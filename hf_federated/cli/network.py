@@ -20,7 +20,7 @@ from hf_federated.experiments.recipe.yaml_file import read_values
 # `hf_federated.transport.protocol.DEFAULT_MAX_MESSAGE_BYTES`, without its import.
 MAX_MESSAGE_BYTES = 1 << 30
 # Options that only recipes without, or with, a section `split` use.
-WITHOUT_SPLIT = ("insecure", "test_examples", "num_to_start", "overwrite")
+WITHOUT_SPLIT = ("insecure", "test_examples", "num_to_start", "overwrite", "dry_run")
 WITH_SPLIT = ("peer", "server_fingerprint")
 
 
@@ -99,6 +99,18 @@ def add_join_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()
         metavar="SECONDS",
         default=600.0,
         help="how long to try to reach the server (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--refusals",
+        type=int,
+        metavar="N",
+        default=3,
+        help="number of refused requests after which the client leaves (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what the client agrees to, without a connection; not for split models",
     )
     parser.add_argument(
         "--resume",
@@ -217,7 +229,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
     """Check the options before any file is read."""
     if arguments.insecure == (arguments.certificates is not None):
         raise CommandError("pass either --certificates DIR, from `hf-federated certificates`, or --insecure.")
-    for name in ("max_message_bytes", "deadline", "heartbeat_timeout", "connect_timeout"):
+    for name in ("max_message_bytes", "deadline", "heartbeat_timeout", "connect_timeout", "refusals"):
         value = getattr(arguments, name, None)
         if value is not None and not value > 0:
             raise CommandError(f"--{name.replace('_', '-')} is {value}, but must be more than 0.")

@@ -241,7 +241,9 @@ def _client_id(agreement: Agreement, value: str, request: Message) -> str | None
 
 def _seed(agreement: Agreement, value: int, request: Fit) -> str | None:
     # A server in the same process has the examples.
-    if agreement.record is None or agreement.seed is None or value == client_seed(agreement.seed, request.client_id, request.round):
+    if agreement.record is None or agreement.seed is None:
+        return None
+    if value == client_seed(agreement.seed, request.client_id, request.round):
         return None
     return "the seed that follows from `federation_seed`, the client and the round"
 

@@ -16,6 +16,7 @@ from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils import logging
 
+from ..adapters import Exchange
 from ..clients import Agreement, RefusedRequestError
 from ..clients.limits import examples_per_step
 from ..clients.request_record import RequestRecord
@@ -24,7 +25,7 @@ from ..data import FederatedDataset
 from ..data.client_ids import similar_ids_hint
 from ..engines import ClientEngine, raise_common_failure
 from ..messages import Announcement, ClientFailure, ClientUpdate, Message, read_message
-from ..server import RoundSummary
+from ..server import RoundProgress, RoundSummary
 from ..transport import Connector
 from ..utils.arguments import require
 from ..utils.buffers import aligned_buffer
@@ -36,6 +37,7 @@ from .announcement_limits import AnnouncementError, agreed_problem
 from .client_requests import ClientRequests, Request
 from .network_settings import NetworkSettings
 from .setup import FederationSetup
+from .workers import Workers
 
 
 logger = logging.get_logger(__name__)
@@ -125,6 +127,14 @@ class JoinedClient:
         self._requests = ClientRequests(self.client_id, self._processes, connect)
         if self._processes.is_main:
             logger.warning(f"Client {self.client_id!r} joined the federation.")
+
+    def describe_agreement(self) -> dict[str, str]:
+        """Return what the client agrees to, without a connection: limits of the requests, and the shared settings."""
+        setup, config = self.setup, self.setup.config
+        exchange = Exchange(setup.trainer.model, config.exchange, config.keep_local)
+        workers = Workers(setup, self._args, exchange, None, RoundProgress(lambda: (), setup.num_rounds))
+        settings = NetworkSettings.of(setup, self._args, self.client_id)
+        return {**workers.agreement().describe(), **settings.to_dict()}
 
     def loop_arguments(self, args: TrainingArguments) -> TrainingArguments:
         """Return the training arguments of the client's loop, which neither evaluates nor saves checkpoints."""

@@ -89,6 +89,22 @@ class JoinMixin(RoleMixin):
         )
         return self.join_over(connect, client_id=client_id, state_dir=state_dir, refusals=refusals)
 
+    def agreement(self, client_id: str) -> dict[str, str]:
+        """
+        Return what this client agrees to when it joins, without a connection.
+
+        The client refuses a request that asks for more, and a server with other settings. [`~JoinMixin.join`] also
+        writes the agreement to `agreement.json` in `state_dir`.
+
+        Args:
+            client_id (`str`): As in [`~JoinMixin.join`].
+
+        Returns:
+            `dict[str, str]`: Limits and settings, by topic.
+        """
+        setup = self._federation_setup
+        return JoinedClient(setup, self.args, client_id, None).describe_agreement()
+
     def join_over(
         self, connector: Connector, *, client_id: str, state_dir: str | None = None, refusals: int = 3
     ) -> TrainOutput:

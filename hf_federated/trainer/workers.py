@@ -99,11 +99,11 @@ class Workers:
             private_models=self._model_builder() if setup.aggregation.trains_private_models else None,
             postprocessors=setup.postprocessors,
             callbacks=[*setup.client_callbacks, *self._watch_peers, *self._progress.client_callbacks()],
-            agreement=self._agreement(),
+            agreement=self.agreement(),
         )
 
-    def _agreement(self) -> Agreement:
-        """What the requests of a server may contain, from the arguments of this trainer."""
+    def agreement(self) -> Agreement:
+        """Return what the requests of a server may contain, from the arguments of this trainer."""
         setup, config = self._setup, self._setup.config
         limits_rows = config.balance is not None or config.max_rows_per_round is not None
         # A balanced client does not know the sizes of the others.

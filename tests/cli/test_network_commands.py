@@ -154,6 +154,20 @@ def test_interrupted_server_ends_the_clients(run, recipe, certificates, examples
     assert (tmp_path / "server.log").read_text().splitlines()[-1].startswith("hf-federated: interrupted")
 
 
+def test_join_prints_what_the_client_agrees_to(recipe, examples, capsys):
+    options = ["--insecure", "--client", "north", "--examples", examples["north"], "--dry-run"]
+    assert main(["join", str(recipe), *options, "--set", "network.address=null"]) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "Client 'north' agrees to:",
+        "rounds: 3, in ascending order",
+        "sent state: the exchanged parameters after local training",
+        "examples in a round: all",
+        "learning_rate: 0.01",
+    ):
+        assert f"{line}\n" in printed, printed
+
+
 def test_serve_and_join_need_certificates_clients_and_an_address(recipe, tmp_path, capsys):
     errors = {
         ("serve",): "pass either --certificates DIR, from `hf-federated certificates`, or --insecure",

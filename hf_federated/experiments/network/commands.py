@@ -89,17 +89,22 @@ def join(arguments: argparse.Namespace) -> None:
     """
     recipe, _ = _load(arguments)
     address = arguments.address or recipe.network.address
-    if address is None:
+    if address is None and not arguments.dry_run:
         raise CommandError("the address of the server is not known. Pass --address, or set network.address.")
     with command_errors("--certificates"):
         if arguments.certificates is not None:
             TlsCredentials.of_client(arguments.certificates, arguments.client)
     with storage_errors(party_folder(recipe, arguments.client, arguments.output_dir)):
-        _join(recipe, address, arguments)
+        _join(recipe, address or "", arguments)
 
 
 def _join(recipe: Recipe, address: str, arguments: argparse.Namespace) -> None:
     run = build_client(recipe, arguments.client, arguments.output_dir, arguments.examples)
+    if arguments.dry_run:
+        print(f"Client {arguments.client!r} agrees to:")
+        for topic, text in run.trainer.agreement(arguments.client).items():
+            print(f"  {topic}: {text}")
+        return
     if arguments.log_format == "json":
         log_events(run.trainer)
     # A stop of the machine or of its container disconnects the client like Ctrl-C.
@@ -111,6 +116,7 @@ def _join(recipe: Recipe, address: str, arguments: argparse.Namespace) -> None:
         insecure=arguments.insecure,
         connect_timeout=arguments.connect_timeout,
         max_message_bytes=arguments.max_message_bytes,
+        refusals=arguments.refusals,
     )
     print(f"Client {arguments.client!r} took part in {run.trainer.state.global_step} rounds. The run is complete.")
 
