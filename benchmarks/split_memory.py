@@ -55,10 +55,9 @@ def forward(step: int, number: int, batch_size: int, length: int, packed: bool =
     return Forward(CLIENT, step, number, states(batch_size, length), batch_size, position_ids=positions, **fields)
 
 
-def honest(
-    num_steps: int = NUM_STEPS, batch_size: int = BATCH, length: int = LENGTH, packed: bool = False
-) -> Iterator[Any]:
-    """Full micro-batches and their gradients."""
+def honest(num_steps: int = NUM_STEPS, packed: bool = False) -> Iterator[Any]:
+    """Full micro-batches and their gradients. Packed sequences are one row."""
+    batch_size, length = (1, BATCH * LENGTH) if packed else (BATCH, LENGTH)
     for step in range(num_steps):
         yield BeginStep(CLIENT, step, NUM_BATCHES, NUM_BATCHES)
         for number in range(NUM_BATCHES):
@@ -70,7 +69,7 @@ def honest(
 
 def packed_rows() -> Iterator[Any]:
     """Rows of the agreed size, and then of 8 times the agreed size."""
-    yield from honest(LAST_STEP, 1, BATCH * LENGTH, packed=True)
+    yield from honest(LAST_STEP, packed=True)
     yield BeginStep(CLIENT, LAST_STEP, NUM_BATCHES, 1)
     yield forward(LAST_STEP, 0, 1, 8 * BATCH * LENGTH, packed=True)
     yield backward(LAST_STEP, 0, 1, 8 * BATCH * LENGTH)

@@ -271,6 +271,7 @@ def attacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 # One action of each group. The slow tests run all actions.
 FAST = [
     ("hidden states of another batch size", "serial"),
+    ("hidden states of a longer sequence", "serial"),
     ("hidden states of 1e30", "client_batch"),
     ("gradient of NaN", "client_batch"),
     ("gradient that grows slowly", "serial"),
