@@ -14,6 +14,8 @@ from hf_federated.split import Wire
 
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "split.py"))
+MEMORY = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "split_memory.py"))
+HIJACK = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "split_hijack.py"))
 COMPRESSION = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "split_compression.py"))
 
 
@@ -114,3 +116,28 @@ def test_compression_benchmark_reports_the_loss_of_a_run():
     result = COMPRESSION["run"]("topk", "message", 0, options)
     assert result["bytes"] == (4 * 2 + 2) / 64
     assert 0 < abs(result["loss"] - result["loss without the wire"]) < 1
+
+
+def test_server_accepts_the_honest_client_and_limits_the_hostile_ones(tmp_path, monkeypatch):
+    for name, value in {"HIDDEN": 16, "LENGTH": 8}.items():
+        monkeypatch.setitem(MEMORY["honest"].__globals__, name, value)
+    for name, messages in MEMORY["CLIENTS"].items():
+        server, refusals = MEMORY["build_server"](str(tmp_path)), []
+        for message in messages():
+            try:
+                server.answer("north", message.to_bytes())
+            except ValueError as error:
+                refusals.append(str(error))
+        limited = {"honest": "", "endless generations": "", "large evaluations": "in evaluation and generation"}
+        expected = limited.get(name, "in training" if name == "packed rows" else "gradient_accumulation_steps is 2")
+        assert (expected in refusals[0]) if expected else not refusals, (name, refusals)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scale", "is_refused"), [(None, False), (0.0, False), (1.0, False), (1e4, True)])
+def test_client_refuses_only_large_gradients_of_a_hijacking_server(scale, is_refused):
+    options = argparse.Namespace(num_texts=16, learning_rate=1e-3, attack_steps=2)
+    known, client = (HIJACK["build_model"](0) for _ in range(2))
+    result = HIJACK["attack"](known, client, scale, True, 2, options)
+    assert set(result["recall"]) == {"nearest", "decoder", "search"}
+    assert result["refusal"].startswith("step 0: `gradient`") == is_refused

@@ -18,6 +18,7 @@ from ..utils.random import are_equal_states, derived_seed, generator_states, iso
 from .client_faults import are_finite, check_outputs, norm, overflow_error
 from .joined_inputs import check_joint, join_attention_inputs, join_states, split_by_client
 from .layouts import AttentionInputs
+from .message_limits import MessageLimits
 from .messages import (
     Backward,
     Forget,
@@ -51,6 +52,9 @@ class BodyServer:
             Whether the server skips checks that clients in the same process do not need. By default, a backward pass
             whose gradients are not finite raises an error and changes nothing, and the server records the norms that
             `take_boundary_scale` needs.
+        limits ([`~split.message_limits.MessageLimits`], *optional*):
+            Largest size of the hidden states of a client. By default there is no limit on the number of sequences and
+            on the length of a row of packed sequences.
 
     Attributes:
         num_targets (`int`): Number of target tokens of the gradients received since the last `average_gradients`.
@@ -62,8 +66,16 @@ class BodyServer:
     Example: see [`SplitModel`], which creates a `BodyServer` if both parties are in one process.
     """
 
-    def __init__(self, body: Part, wire: Wire, seed: int | None = None, trusts_clients: bool = False) -> None:
+    def __init__(
+        self,
+        body: Part,
+        wire: Wire,
+        seed: int | None = None,
+        trusts_clients: bool = False,
+        limits: MessageLimits | None = None,
+    ) -> None:
         self.body = body
+        self.limits = limits
         self.wire = wire
         self.seed = seed
         self.trusts_clients = trusts_clients
@@ -134,7 +146,8 @@ class BodyServer:
         sizes = [(len(client_states), client_states.shape[1]) for client_states in states]
         inputs = join_states(states)
         mask, positions, contexts = join_attention_inputs(messages, sizes, inputs.device)
-        cache = self.caches.find(first, self.body)
+        max_cached = None if self.limits is None else self.limits.num_positions(False, self.body.max_positions)
+        cache = self.caches.find(first, self.body, max_cached)
         if self.body.model.training != first.training:  # setting the mode of many small modules is slow
             self.body.train(first.training)
         inputs.requires_grad_(first.grad)
@@ -337,10 +350,12 @@ class BodyServer:
 
         The model itself would raise an unspecific error, which on a GPU ends the process.
         """
+        if self.limits is not None:
+            self.limits.check(message, self.body.max_positions)
         length = len(rows_of(message.hidden)) // message.batch_size
         limit, runner, positions = self.body.max_positions, self.body.layout.runner, message.position_ids
-        # Packed sequences each start at position 0, so a packed row may be longer than the limit. Runners count
-        # positions differently: for them the length of a row must not exceed the limit.
+        # Packed sequences each start at position 0, so a packed row may be longer than the limit of the model. Runners
+        # count positions differently: for them the length of a row must not exceed the limit.
         if positions is None or runner is not None:
             self.body.check_length(message.seen + length)
         if positions is not None:

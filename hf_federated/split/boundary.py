@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from ..codecs.bits import pack_mask
+from .agreement import (
+    AnswerBounds,
+    RefusedAnswerError,
+    check_layout,
+    check_micro_batch,
+    check_norm,
+    norms_of,
+    read_answer,
+)
 from .body import BodyServer
-from .messages import Backward, Forget, Forward, Gradient, Hidden, MicroBatchId
+from .messages import Backward, Forget, Forward, Gradient, Hidden
 from .wire import Wire
 
 
@@ -53,13 +63,13 @@ def deliver(link: Link, message: Forward | Backward, answer_class: type[Answer])
         answer_class (`type`): The class of the answer, [`~split.messages.Hidden`] or [`~split.messages.Gradient`].
 
     Raises:
-        ValueError: If the answer is damaged, or of another class.
+        RefusedAnswerError: If the answer is damaged, or of another class.
     """
     # Looked up in the class, because a wrapper that forwards unknown attributes would skip its own `exchange`.
     owner: Any = next((owner for owner in type(link).__mro__ if "deliver" in vars(owner)), None)
     # If the link replaces the method `exchange` of this class, it must get every message.
     if owner is None or getattr(link.exchange, "__func__", None) is not owner.exchange:
-        return answer_class.from_bytes(link.exchange(message.to_bytes()))
+        return read_answer(answer_class, link.exchange(message.to_bytes()))
     return cast(Answer, owner.deliver(link, message, answer_class))
 
 
@@ -105,8 +115,11 @@ class Boundary:
         link ([`Link`]): The link to the server.
         wire ([`Wire`]): The wire format of hidden states and gradients.
         client_id (`str`): The client.
+        trusts_server (`bool`, *optional*, defaults to `False`): Whether the client skips checks of answers that a
+            server in the same process does not need.
 
     Attributes:
+        bounds ([`~split.agreement.AnswerBounds`], *optional*): Bounds of the answers of the server.
         step (`int`): Number of completed optimizer steps. The training loop sets it with `begin_step`.
         micro_step (`int`): Number of micro-batches of the step so far.
         total_targets (`int`, *optional*):
@@ -120,7 +133,8 @@ class Boundary:
             passes of all clients.
     """
 
-    def __init__(self, link: Link, wire: Wire, client_id: str) -> None:
+    def __init__(self, link: Link, wire: Wire, client_id: str, trusts_server: bool = False) -> None:
+        self.bounds = None if trusts_server else AnswerBounds()
         self.link = link
         self.wire = wire
         self.client_id = client_id
@@ -260,16 +274,51 @@ class Boundary:
             `torch.Tensor`: Gradient of the loss with respect to the sent hidden states, of the same shape.
         """
         client_id, step, micro_step = context.micro_batch_id
-        total = self.total_targets
+        bounds, total = self.bounds, self.total_targets
         encoded = self.wire.encode({"gradient": gradient if total is None else gradient * total})
         num_targets = None if total is None else context.num_targets
         message = Backward(client_id, step, micro_step, encoded, num_targets)
         answer = deliver(self.link, message, Gradient)
-        _check_micro_batch(answer.micro_batch_id, context.micro_batch_id)
-        self.squared_norm_of_body = answer.squared_norm
+        check_micro_batch(answer, message.micro_batch_id)
+        self._check_squared_norm(answer)
         like = torch.empty_like(gradient, dtype=context.dtype, device="meta")
-        states = self.wire.decode(answer.gradient, {"gradient": like})["gradient"].to(context.device)
-        return states if total is None else states / max(total, 1)
+        states = self.read(answer, like, context.device)
+        states = states if total is None else states / max(total, 1)
+        if bounds is not None:
+            bounds.check_gradient(norms_of(gradient), norms_of(states), context.norms)
+        return states
+
+    def _check_squared_norm(self, answer: Gradient) -> None:
+        """Check and keep the squared norm of the gradients of the server's blocks, if the server has sent it."""
+        if answer.squared_norm is not None:
+            if self.total_targets is not None:
+                agreed = "no norm, because several clients share the step"
+                raise RefusedAnswerError(answer.kind, "squared_norm", f"is {answer.squared_norm!r}", agreed)
+            # If the norm is not finite, the server ends the run at the end of the step.
+            if math.isfinite(answer.squared_norm):
+                check_norm(answer.kind, "squared_norm", answer.squared_norm, smallest=0.0)
+        self.squared_norm_of_body = answer.squared_norm
+
+    def read(self, answer: Hidden | Gradient, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """
+        Decode the hidden states or the gradient of an answer.
+
+        Args:
+            answer ([`~split.messages.Hidden`] or [`~split.messages.Gradient`]): The answer.
+            like (`torch.Tensor`): A tensor with the shape and the dtype of the result.
+            device (`torch.device`): The device of the result.
+
+        Raises:
+            RefusedAnswerError: If the shape or the dtype differs, or a value is not finite.
+        """
+        name = answer.states_field
+        encoded: dict[str, torch.Tensor] = getattr(answer, name)
+        if self.bounds is not None:
+            check_layout(answer, self.wire.layout({name: like.shape}))
+        try:
+            return self.wire.decode(encoded, {name: like})[name].to(device)
+        except ValueError as error:
+            raise RefusedAnswerError(answer.kind, name, f"cannot be read: {error}", "finite values") from error
 
     def drop(self, cache_id: int) -> None:
         """
@@ -304,19 +353,16 @@ class _ServerBody(torch.autograd.Function):
     ) -> torch.Tensor:
         message = Forward(hidden=boundary.wire.encode({"hidden": hidden}), **header)
         answer = deliver(boundary.link, message, Hidden)
-        _check_micro_batch(answer.micro_batch_id, message.micro_batch_id)
+        check_micro_batch(answer, message.micro_batch_id)
         ctx.boundary, ctx.micro_batch_id, ctx.num_targets = boundary, message.micro_batch_id, num_targets
         ctx.dtype, ctx.device = hidden.dtype, hidden.device
-        return boundary.wire.decode(answer.hidden, {"hidden": hidden})["hidden"].to(hidden.device)
+        received = boundary.read(answer, hidden, hidden.device)
+        if boundary.bounds is not None:
+            # Norms of the sent and of the received hidden states.
+            ctx.norms = norms_of(hidden), norms_of(received)
+            boundary.bounds.check_states(ctx.norms, is_training=message.grad)
+        return received
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return ctx.boundary.exchange_gradient(ctx, gradient), None, None, None, None
-
-
-def _check_micro_batch(answered: MicroBatchId, sent: MicroBatchId) -> None:
-    if answered != sent:
-        raise ValueError(
-            f"The server answered micro-batch {answered}, but the client sent micro-batch {sent}. Use a link that "
-            "returns the answer to the message that was sent."
-        )

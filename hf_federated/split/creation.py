@@ -13,7 +13,7 @@ from .families import cut_of
 from .layouts import Layout
 from .loading import load_parts
 from .parts import Part
-from .splitting import check_not_quantized, split_into_parts
+from .splitting import dense_config, split_into_parts
 
 
 def create_parts(
@@ -57,8 +57,9 @@ def create_parts(
     if isinstance(model_or_name, PeftModel):
         check_peft_model(model_or_name)
     model = base_model(model_or_name)
-    check_not_quantized(model.config)
-    return model.config, split_into_parts(model, cut_of(model.config, head_blocks, tail_blocks, layout), layout)
+    config = dense_config(model)
+    cut = cut_of(config, head_blocks, tail_blocks, layout)
+    return config, split_into_parts(model, config, cut, layout)
 
 
 def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:

@@ -145,7 +145,7 @@ class SplitModel(ActivationCheckpointing, PreTrainedModel, SplitGenerationMixin)
         config, parts = create_parts(model_or_name, head_blocks, tail_blocks, layout, model_class, **kwargs)
         wire = Wire.for_weights(parts["head"].dtype, wire_dtype)
         server = BodyServer(parts["body"], wire, trusts_clients=True)
-        boundary = Boundary(LocalLink(server), wire, client_id)
+        boundary = Boundary(LocalLink(server), wire, client_id, trusts_server=True)
         split = cls(config, parts["head"], parts["tail"], boundary, parts["body"])
         if isinstance(model_or_name, str):
             split.eval()

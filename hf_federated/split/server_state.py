@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from .client_faults import norm
 from .joined_inputs import split_by_client
-from .messages import Backward, Forward, MicroBatchId
+from .messages import Backward, Forward, MicroBatchId, rows_of
 from .parts import Part
 
 
@@ -111,13 +111,15 @@ class GenerationCaches:
         """Drop a cache, if it exists."""
         self._caches.pop((client_id, cache_id), None)
 
-    def find(self, message: Forward, body: Part) -> DynamicCache | None:
+    def find(self, message: Forward, body: Part, max_positions: int | None = None) -> DynamicCache | None:
         """
         Return the cache that a message uses, in the order of the message's sequences.
 
         Args:
             message ([`~split.messages.Forward`]): The message. Its first positions begin a new cache.
             body ([`Part`]): The server's blocks.
+            max_positions (`int`, *optional*): Largest number of positions in the caches of a client. If the message
+                exceeds it, the oldest other caches of the client are dropped.
 
         Returns:
             `DynamicCache`, *optional*: The cache. `None` if the message uses no cache.
@@ -130,9 +132,7 @@ class GenerationCaches:
         key = (message.client_id, message.cache_id)
         if message.seen == 0:
             self._caches[key] = (body.new_cache(), message.batch_size)
-            client_keys = [kept for kept in self._caches if kept[0] == message.client_id]
-            for oldest in client_keys[: max(len(client_keys) - MAX_CACHES, 0)]:
-                del self._caches[oldest]
+            self._drop_oldest(key, len(rows_of(message.hidden)), max_positions)
             return self._caches[key][0]
         prefix = 0 if body.prefix is None else body.prefix.length
         cache, num_sequences = self._caches.get(key, (None, 0))
@@ -146,9 +146,31 @@ class GenerationCaches:
                 f"The message has {message.batch_size} sequences, but the cache has {num_sequences} sequences. "
                 "Generate from the beginning."
             )
+        self._drop_oldest(key, len(rows_of(message.hidden)), max_positions)
         if message.reorder is not None:
             cache.reorder_cache(message.reorder.long())
         return cache
+
+    def _drop_oldest(self, key: tuple[str, int], num_added: int, max_positions: int | None) -> None:
+        """
+        Drop the oldest other caches of a client that exceeds a maximum.
+
+        Args:
+            key (`tuple[str, int]`): The client, and the cache that is used.
+            num_added (`int`): Number of positions that are added to the cache.
+            max_positions (`int`, *optional*): Largest number of positions in the caches of the client.
+        """
+        sizes = {
+            kept: cache.get_seq_length() * num_sequences
+            for kept, (cache, num_sequences) in self._caches.items()
+            if kept[0] == key[0]
+        }
+        num_positions = sum(sizes.values()) + num_added
+        for number, (oldest, size) in enumerate(sizes.items()):
+            is_full = max_positions is not None and num_positions > max_positions
+            if oldest != key and (is_full or len(sizes) - number > MAX_CACHES):
+                del self._caches[oldest]
+                num_positions -= size
 
 
 @dataclass

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 
 import torch
@@ -21,12 +22,15 @@ from .parts import Part
 logger = logging.get_logger(__name__)
 
 
-def split_into_parts(model: PreTrainedModel, cut: Cut, layout: Layout | None = None) -> dict[Role, Part]:
+def split_into_parts(
+    model: PreTrainedModel, config: PretrainedConfig, cut: Cut, layout: Layout | None = None
+) -> dict[Role, Part]:
     """
     Create the parts of a model.
 
     Args:
         model (`PreTrainedModel`): The full model. The parts share its parameters.
+        config (`PretrainedConfig`): The config of the model, as [`dense_config`] returns it.
         cut ([`Cut`]): The cuts of the model.
         layout ([`Layout`], *optional*): The layout of the model. Defaults to the layout of its model type.
 
@@ -36,7 +40,7 @@ def split_into_parts(model: PreTrainedModel, cut: Cut, layout: Layout | None = N
     Raises:
         ValueError: If a module of the model was replaced by a module of another class.
     """
-    parts = {role: Part(model.config, cut, role, layout, type(model)) for role in ROLES}
+    parts = {role: Part(config, cut, role, layout, type(model)) for role in ROLES}
     weights = base_weights(model)
     for part in parts.values():
         part.assign_parameters(weights)
@@ -64,8 +68,28 @@ def check_not_quantized(config: PretrainedConfig) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             "A quantized model cannot be split, but the config has a quantization_config. Load the model without "
-            "quantization, for example in bfloat16."
+            "quantization, for example in bfloat16. Load a GGUF file with GgufConfig(dequantize=True)."
         )
+
+
+def dense_config(model: PreTrainedModel) -> PretrainedConfig:
+    """
+    Return the config of a model, without the `quantization_config` of a GGUF file whose weights were dequantized.
+
+    Args:
+        model (`PreTrainedModel`): The full model. Its config is not changed.
+
+    Raises:
+        ValueError: If the model is quantized.
+    """
+    config, name = model.config, "quantization_config"
+    values = config.to_dict().get(name) or {}
+    is_dense = all(parameter.is_floating_point() for parameter in model.parameters())
+    if values.get("quant_method") == "gguf" and is_dense:
+        config = copy.deepcopy(config)
+        delattr(config, name)
+    check_not_quantized(config)
+    return config
 
 
 def check_modules(model: PreTrainedModel, parts: Iterable[Part]) -> None:

@@ -90,6 +90,10 @@ class SplitConfig(SavedConfig):
             (`gradient_accumulation_steps`) that a networked client sends together. A step of as many micro-batches
             costs two round trips. The server holds the activations of its blocks for this number of micro-batches,
             and the client those of its first blocks. At most 64. It does not change the results.
+        max_length (`int`, *optional*): Largest number of positions of a row of a networked client, in training,
+            evaluation and generation. The server refuses longer rows. Set it to the length of the longest examples, so
+            that a client cannot fill the memory of the server. By default the number of positions of the model. A row
+            of packed sequences can then have as many positions as a full micro-batch.
         body_devices (`list[str]`, *optional*): Devices of the server's bodies with `"server_hierarchical"`, such as
             `["cuda:0", "cuda:1"]`. The bodies are distributed over these devices in turn and compute in parallel. By
             default all bodies are on the device of the training arguments. Each party can choose its own devices.
@@ -132,6 +136,9 @@ class SplitConfig(SavedConfig):
     micro_batches_in_flight: int = option(
         8, "Micro-batches of a step that a networked client sends together (at most 64)."
     )
+    max_length: int | None = option(
+        None, "Largest number of positions of a row of a networked client (default: those of the model)."
+    )
     body_devices: list[str] | None = option(
         None, "For server_hierarchical: devices of the server's bodies (default: one)."
     )
@@ -162,6 +169,8 @@ class SplitConfig(SavedConfig):
                 f"micro_batches_in_flight={in_flight!r}, but it must be a number of micro-batches from 1 to "
                 f"{MAX_GRAPHS}."
             )
+        if self.max_length is not None and (type(self.max_length) is not int or self.max_length < 1):
+            raise ValueError(f"max_length={self.max_length!r}, but it must be a number of positions, at least 1.")
         self._check_devices()
         is_count = type(self.min_clients) is int and self.min_clients >= 1
         if not is_count and not (type(self.min_clients) is float and 0 < self.min_clients <= 1):
@@ -195,7 +204,9 @@ class SplitConfig(SavedConfig):
 
     def shared_settings(self) -> dict[str, Any]:
         """Return the settings that all parties of a run share: all except the devices."""
-        return {name: value for name, value in self.to_dict().items() if name != "body_devices"}
+        # Without `max_length`, the settings equal those of a checkpoint from before this field was added.
+        left_out = {"body_devices"} if self.max_length is not None else {"body_devices", "max_length"}
+        return {name: value for name, value in self.to_dict().items() if name not in left_out}
 
     def device_of_body(self, number: int) -> torch.device | None:
         """

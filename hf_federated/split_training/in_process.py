@@ -169,7 +169,7 @@ class SplitFederation(Federation):
         if self._identity is not None:
             link = with_encryption(link, client_id, self._identity, self.config.rotate_keys_every)
         link = with_byte_counting(link, client_id, self._record_bytes)
-        boundary = Boundary(link, self.model.boundary.wire, client_id)
+        boundary = Boundary(link, self.model.boundary.wire, client_id, trusts_server=True)
         boundary.defers_backward = self._client_batch is not None
         client = SplitModel(self.model.config, head, tail, boundary)
         client.adapter_config = self.model.adapter_config

@@ -12,8 +12,10 @@ from transformers.utils import logging
 from ..messages.ledger import Ledger
 from ..security.encrypted_link import EncryptedLink
 from ..security.peer_envelopes import PeerEnvelopes
+from ..split.agreement import check_equal, check_norm
 from ..split.model import SplitModel
 from ..utils.random import isolated_rng
+from .answers import check_join_reply
 from .checks import check_same_run
 from .config import SplitConfig
 from .in_process import ClientParty, Federation, SplitFederation, TrainClient
@@ -100,6 +102,7 @@ class NetworkedFederation(Federation):
             `int`: The step from which the run resumes; 0 starts from scratch.
 
         Raises:
+            RefusedAnswerError: If the client would take more steps, or resume from a checkpoint that it does not have.
             ValueError: If the server rejects the client, names inconsistent clients, or `envelopes` is missing in a
                 run with several clients.
         """
@@ -109,12 +112,7 @@ class NetworkedFederation(Federation):
         logger.warning(f"Client {self.client_id!r} waits for the run to start: all clients must join.")
         reply: JoinReply = self.link.request(message, JoinReply)
         parts.client_ids = list(reply.steps_of)
-        if self.client_id not in reply.steps_of or reply.introductions.keys() != reply.steps_of.keys():
-            raise ValueError(
-                f"The server names the clients {parts.client_ids} with introductions of {list(reply.introductions)}, "
-                f"but both lists must be equal and contain this client, {self.client_id!r}. Start the server with the "
-                "ids of all clients."
-            )
+        check_join_reply(message, reply)
         if len(parts.client_ids) > 1:
             parts.require_envelopes().register_peers(
                 digest, {client_id: as_bytes(value) for client_id, value in reply.introductions.items()}
@@ -233,14 +231,12 @@ class NetworkedFederation(Federation):
         except LateError:
             self._skip_step()
             return None
+        # The norm of all parties is at least that of this client. The client would clip too little by a smaller one.
+        check_norm(reply.kind, "norm", reply.norm, smallest=math.sqrt(squared_norm))
         return reply.norm
 
     def _check_norm(self, reply: EndStepReply, norm: float) -> None:
-        if reply.norm != norm:
-            raise ValueError(
-                f"The server clipped the gradients of step {reply.step} by the norm {reply.norm!r}, but client "
-                f"{self.client_id!r} by {norm!r}. Use the same version of the library on the server and the clients."
-            )
+        check_equal(reply, "norm", norm, ", which follows from an earlier answer")
 
     def run_micro_batches(self, functions: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         """Run the forward and backward passes of the micro-batches of a step, whose messages travel together."""

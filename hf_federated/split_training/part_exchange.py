@@ -14,7 +14,9 @@ from transformers.utils import logging
 
 from ..messages.serialization import packed_kind
 from ..security.peer_envelopes import PeerEnvelopes
+from ..split.agreement import RefusedAnswerError, check_equal
 from ..utils.printable import printable
+from .answers import read_reply
 from .averaging import InvalidPartsError, average_parts, change_limit, change_norm, check_handover
 from .config import SplitConfig
 from .in_process import ClientParty
@@ -72,6 +74,8 @@ class PartExchange:
         self.max_steps = 0
         self.is_finished = False
         self._averaged_at = -1
+        # The other clients to which the server asked this client to send its parts again, and the steps.
+        self._resent: set[tuple[str, int]] = set()
         self._period_start: Mapping[str, torch.Tensor] = {}
 
     def require_envelopes(self) -> PeerEnvelopes:
@@ -123,8 +127,8 @@ class PartExchange:
         reply: FetchEnvelopeReply = self.request(FetchEnvelope(own_id, step, sender), FetchEnvelopeReply)
         if reply.sender == own_id and hands_over:
             return None
-        if reply.sender != sender and not hands_over:
-            raise ValueError(f"The server sent the parameters of {reply.sender!r} instead of {sender!r}.")
+        if not hands_over:
+            check_equal(reply, "sender", sender)
         try:
             payload = self.require_envelopes().open(reply.sender, f"step {step}", as_bytes(reply.sealed))
             message = PartParameters.from_bytes(payload)
@@ -152,11 +156,23 @@ class PartExchange:
         while True:
             blob = self.link.exchange(message.to_bytes())
             if packed_kind(blob) != ResendReply.kind:
-                return answer.from_bytes(blob)
-            request = ResendReply.from_bytes(blob)
+                return read_reply(message, answer, blob)
+            request = read_reply(message, ResendReply, blob)
+            self._check_resend(request)
             for recipient in request.recipients:
                 with contextlib.suppress(PeerRemovedError):
                     self.send(recipient, self.client.state(), request.step)
+
+    def _check_resend(self, request: ResendReply) -> None:
+        """Refuse to send parts to strangers, at a later step, or to the same clients again and again."""
+        others = set(self.client_ids) - {self.client.client_id}
+        keys = {(recipient, request.step) for recipient in request.recipients}
+        if not request.recipients or not others.issuperset(request.recipients) or keys & self._resent:
+            agreed = f"other clients of {self.client_ids}, each once in a step"
+            raise RefusedAnswerError(request.kind, "recipients", f"is {request.recipients}", agreed)
+        if not 0 < request.step <= self.max_steps:
+            raise RefusedAnswerError(request.kind, "step", f"is {request.step}", f"steps 1 to {self.max_steps}")
+        self._resent |= keys
 
     # ---- Handover
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..split.messages import Backward, Forward
+from .config import SplitConfig
 from .messages import BeginStep, EndStep
 
 
@@ -28,13 +29,17 @@ class StepProgress:
     Progress of the clients within one optimizer step.
 
     Args:
-        window (`int`, *optional*): Number of micro-batches in flight, if the server batches the micro-batches of all
-            clients. All clients then send the messages of a step in one order: the hidden states of a window of
-            micro-batches, their gradients, and then the next window.
+        config ([`SplitConfig`]): The strategy, and the number of micro-batches in flight: the server keeps the
+            activations of as many micro-batches of a client. With `"client_batch"`, all clients send the messages of a
+            step in one order: the hidden states of a window of micro-batches, their gradients, and then the next
+            window.
+        max_batches (`int`): Largest number of micro-batches of a client in a step.
     """
 
-    def __init__(self, window: int | None) -> None:
-        self._window = window
+    def __init__(self, config: SplitConfig, max_batches: int) -> None:
+        self._window = config.micro_batches_in_flight
+        self._is_batched = config.strategy == "client_batch"
+        self._max_batches = max_batches
         self._announced: dict[str, BeginStep] = {}
         # For each client: the examples of its micro-batches in order, and the micro-batches with a gradient.
         self._num_examples: dict[str, list[int]] = {}
@@ -45,10 +50,15 @@ class StepProgress:
         Record that a client takes part in the step.
 
         Raises:
-            ValueError: If the client began this step before.
+            ValueError: If the client began this step before, or announces more micro-batches than a step has.
         """
         if message.client_id in self._announced:
             raise ValueError(f"Client {message.client_id!r} began step {message.step} twice.")
+        if message.num_batches > self._max_batches:
+            raise ValueError(
+                f"Client {message.client_id!r} began step {message.step} with {message.num_batches} micro-batches, "
+                f"but gradient_accumulation_steps is {self._max_batches}."
+            )
         self._announced[message.client_id] = message
 
     def may_send(self, client_id: str, micro_step: int) -> bool:
@@ -97,7 +107,10 @@ class StepProgress:
                     f"Client {client_id!r} sent micro-batch {message.micro_step} at step {message.step}, but "
                     f"micro-batch {len(num_examples)} is next."
                 )
-            if self._window is not None and len(with_gradient) < message.micro_step // self._window * self._window:
+            num_required = message.micro_step - self._window + 1
+            if self._is_batched:
+                num_required = message.micro_step // self._window * self._window
+            if len(with_gradient) < num_required:
                 raise ValueError(
                     f"Client {client_id!r} sent micro-batch {message.micro_step} at step {message.step} before the "
                     f"gradients of the previous micro-batches. At most {self._window} micro-batches are in flight."
@@ -107,7 +120,7 @@ class StepProgress:
                 f"Client {client_id!r} sent a gradient of micro-batch {message.micro_step} at step {message.step}, "
                 "but no such micro-batch waits for a gradient."
             )
-        elif self._window is not None:
+        elif self._is_batched:
             first = message.micro_step // self._window * self._window
             expected = min(first + self._window, announced.num_batches)
             if message.micro_step != len(with_gradient) or len(num_examples) < expected:

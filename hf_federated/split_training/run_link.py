@@ -9,9 +9,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from ..messages.serialization import packed_kind
 from ..security.encrypted_link import PendingAnswer
+from ..split.agreement import RefusedAnswerError, read_answer
 from ..split.boundary import Link
+from .answers import check_kind, read_removed_peer, read_reply
 from .link_wrappers import max_in_flight
 from .messages import Bundle, LateReply, PeerRemovedReply, as_tensor, as_view
 
@@ -121,7 +122,7 @@ class RunLink:
         Raises:
             LateError: If the step continues without this client.
             PeerRemovedError: If the other client of a request was removed from the run.
-            ValueError: If the server did not answer all messages.
+            RefusedAnswerError: If the server did not answer all messages, or answers of another kind.
         """
         deferred, self._deferred = self._deferred, []
         answers: list[bytes | memoryview] = []
@@ -196,19 +197,18 @@ class RunLink:
         """Read the answers to a bundle of messages, and call the functions that wait for them."""
         answers = [received]
         if len(bundle) > 1:
-            answers = [as_view(answer) for answer in Bundle.from_bytes(received).messages]
-        for answer in answers:
-            kind = packed_kind(answer)
+            answers = [as_view(answer) for answer in read_answer(Bundle, received).messages]
+        for item, answer in zip(bundle, answers, strict=False):
+            kind = check_kind(item.message, answer)
             if kind == LateReply.kind:
                 raise LateError("The step continues without this client.")
             if kind == PeerRemovedReply.kind:
-                raise PeerRemovedError(
-                    f"Client {PeerRemovedReply.from_bytes(answer).peer!r} was removed from the run."
-                )
+                peer = read_removed_peer(item.message, answer)
+                raise PeerRemovedError(f"Client {peer!r} was removed from the run.")
         if len(answers) != len(bundle):
-            raise ValueError(
-                f"The server answered {len(answers)} of {len(bundle)} messages of client {self.client_id!r}."
-            )
+            found = f"has {len(answers)} answers"
+            agreed = f"an answer to each of {len(bundle)} messages of client {self.client_id!r}"
+            raise RefusedAnswerError(Bundle.kind, "messages", found, agreed)
         for item, answer in zip(bundle, answers, strict=True):
             item.on_answer(answer)
 
@@ -218,7 +218,7 @@ class RunLink:
 
     def request(self, message: Any, answer: type[Any]) -> Any:
         """Send a control message and return its deserialized answer."""
-        return answer.from_bytes(self.exchange(message.to_bytes()))
+        return read_reply(message, answer, self.exchange(message.to_bytes()))
 
     def defer(self, message: Any, answer: type[Any], on_answer: Callable[[Any], object] = lambda answer: None) -> None:
         """
@@ -230,7 +230,7 @@ class RunLink:
             on_answer (`Callable`, *optional*): Called with the deserialized answer.
         """
         self._deferred.append(
-            _Outgoing(message.to_bytes(), lambda blob: on_answer(answer.from_bytes(blob)), is_deferred=True)
+            _Outgoing(message.to_bytes(), lambda blob: on_answer(read_reply(message, answer, blob)), is_deferred=True)
         )
 
     def flush(self) -> None:

@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .._compat import checkpointing_settings
 from ..split.body import BodyServer
+from ..split.message_limits import MessageLimits
 from ..split.messages import Backward, Forward
 from ..split.parts import Part
 from ..split.saving import save_parts
@@ -71,7 +72,11 @@ class ServerModel:
         self.party_names = {client_id: party.name for client_id, party in self._body_of.items()}
         self.parties = {party.name: party for party in self._body_of.values()}
         seed = split.resolve_seed(args)
-        servers = {name: BodyServer(cast(Part, party.module), wire, seed) for name, party in self.parties.items()}
+        limits = MessageLimits(args.train_batch_size, args.eval_batch_size, split.max_length)
+        servers = {
+            name: BodyServer(cast(Part, party.module), wire, seed, limits=limits)
+            for name, party in self.parties.items()
+        }
         self.body_servers = {client_id: servers[name] for client_id, name in self.party_names.items()}
         self.num_examples = dict.fromkeys(client_ids, 0)
         # Squared norms of the gradients of the bodies that the clients of the step have received, by body.

@@ -56,8 +56,7 @@ class StepCoordinator:
 
     Attributes:
         plan ([`StepPlan`]): The clients of each step. Empty before the run starts.
-        batches (`dict[tuple[str, int], RequestBatch]`): Requests of the current step that the server answers together,
-            by kind and micro-step.
+        batches (`dict[tuple[str, int], RequestBatch]`): Requests that are answered together, by kind and micro-step.
     """
 
     def __init__(
@@ -70,8 +69,7 @@ class StepCoordinator:
         self._deadline = deadline
         self._is_batched = server_model.split.strategy == "client_batch"
         self._bounds = GradientBounds()
-        self._window = server_model.split.micro_batches_in_flight if self._is_batched else None
-        self._progress = StepProgress(self._window)
+        self._progress = StepProgress(server_model.split, server_model.args.gradient_accumulation_steps)
         self._late_clients: set[str] = set()
         self.batches: dict[tuple[str, int], RequestBatch] = {}
         # Clients with a message that a body processes outside of a batch.
@@ -388,7 +386,7 @@ class StepCoordinator:
         self._state.step += 1
         self._active_at = time.monotonic()
         self._late_clients, self.batches = set(), {}
-        self._progress = StepProgress(self._window)
+        self._progress = StepProgress(self._server_model.split, self._server_model.args.gradient_accumulation_steps)
         self._state.condition.notify_all()
 
     def _skip_step(self, client_id: str) -> None:

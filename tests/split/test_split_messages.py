@@ -15,6 +15,7 @@ from hf_federated import SplitModel
 from hf_federated.codecs.bits import pack_mask, unpack_mask
 from hf_federated.messages.serialization import FlatTree, pack, unpack
 from hf_federated.split import Backward, BodyServer, Forward, Gradient, Hidden, LocalLink, Wire
+from hf_federated.split.agreement import RefusedAnswerError
 from hf_federated.split.wire import WIRE_DTYPES
 
 
@@ -317,5 +318,5 @@ def test_answer_to_another_micro_batch_raises_error():
             return dataclasses.replace(Hidden.from_bytes(server.answer(blob)), micro_step=7).to_bytes()
 
     split.boundary.link = Mixed()
-    with pytest.raises(ValueError, match="Use a link that returns the answer to the message"):
+    with pytest.raises(RefusedAnswerError, match="`micro_step` .* is 7. The client agreed to 0, that of its message"):
         split(**batch(None))

@@ -218,7 +218,13 @@ def test_cut_connections_do_not_change_a_bit(tmp_path, small_bundles):
 
 
 class ManualLink:
-    """Link whose messages are answered by the test. Attributes: `sent`, the messages and their pending answers."""
+    """
+    Link whose messages in flight are answered by the test.
+
+    Attributes:
+        sent (`list`): The messages in flight and their pending answers.
+        exchanged (`list[bytes]`): The other messages, which are answered at once.
+    """
 
     def __init__(self, max_in_flight=3):
         self.max_in_flight = max_in_flight
@@ -231,7 +237,7 @@ class ManualLink:
 
     def exchange(self, blob):
         self.exchanged.append(blob)
-        return blob
+        return EndStepReply("a", read_message(blob).step, 2.0).to_bytes()
 
     def end_step(self):
         pass
@@ -294,7 +300,7 @@ def test_error_of_a_message_in_flight_belongs_to_its_bundle_only(messages, small
     with pytest.raises(ValueError, match="refused"):
         posted[1].answer()
     assert posted[2].answer() == replies[2]
-    assert run.exchange(blobs[3]) == blobs[3] and link.exchanged == [blobs[3]]
+    assert run.exchange(blobs[3]) == replies[3] and link.exchanged == [blobs[3]]
 
 
 def test_abandoned_messages_are_not_sent_and_answers_in_flight_are_received(messages, monkeypatch):
@@ -307,7 +313,7 @@ def test_abandoned_messages_are_not_sent_and_answers_in_flight_are_received(mess
     link.sent[0][1].set_result(bundle_of(replies[:2]))
     run.abandon()
     assert len(link.sent) == 1
-    assert run.exchange(blobs[3]) == blobs[3]
+    assert run.exchange(blobs[3]) == replies[3]
 
 
 def test_error_of_a_deferred_message_is_raised_with_the_answer_to_the_next_message(messages, monkeypatch):
@@ -324,7 +330,7 @@ def test_error_of_a_deferred_message_is_raised_with_the_answer_to_the_next_messa
         posted.answer()
     run.abandon()
     # No message is in flight, whose error the next exchange would raise.
-    assert run.exchange(blobs[3]) == blobs[3] and link.exchanged == [blobs[3]]
+    assert run.exchange(blobs[3]) == replies[3] and link.exchanged == [blobs[3]]
     with pytest.raises(ValueError, match="refused"):
         posted.answer()
 

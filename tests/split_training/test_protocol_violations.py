@@ -177,6 +177,10 @@ def test_control_messages_validate_their_fields():
         read_message(pack({"kind": "labels", "fields": {"labels": torch.ones(2)}}))
 
 
+# A step of several micro-batches.
+STEPS = {"gradient_accumulation_steps": 3}
+
+
 def send_micro_batch(trainer, num_batches, backward):
     """Begin a step of `num_batches` micro-batches, and send one of them with or without its gradient."""
     networked, boundary = trainer.networked_run, trainer.model.train().boundary
@@ -215,7 +219,7 @@ def test_micro_batch_cannot_start_before_previous_gradient(tmp_path):
         tokens = send_micro_batch(trainer, 2, backward=False)
         trainer.model(tokens, labels=tokens)
 
-    run = train_with_attack(tmp_path, "client_batch", skip, deadline=1.0, micro_batches_in_flight=1)
+    run = train_with_attack(tmp_path, "client_batch", skip, deadline=1.0, micro_batches_in_flight=1, **STEPS)
     assert "before the gradients of the previous micro-batches. At most 1" in str(run.errors["client 1"])
 
 
@@ -223,7 +227,7 @@ def test_gradient_cannot_arrive_before_the_micro_batches_of_its_window(tmp_path)
     def hurry(run, trainer, *args):
         send_micro_batch(trainer, 2, backward=True)
 
-    run = train_with_attack(tmp_path, "client_batch", hurry, deadline=1.0)
+    run = train_with_attack(tmp_path, "client_batch", hurry, deadline=1.0, **STEPS)
     assert "must first send the micro-batches before 2" in str(run.errors["client 1"])
 
 
@@ -247,7 +251,29 @@ def test_micro_batches_and_gradients_are_accepted_once_and_in_order(tmp_path):
             loss.backward()
         raise RuntimeError("refused")
 
-    assert str(train_with_attack(tmp_path, "server_hierarchical", repeat).errors["client 1"]) == "refused"
+    run = train_with_attack(tmp_path, "server_hierarchical", repeat, **STEPS)
+    assert str(run.errors["client 1"]) == "refused"
+
+
+def test_step_cannot_have_more_micro_batches_than_the_settings(tmp_path):
+    def announce_more(run, trainer, *args):
+        send_micro_batch(trainer, 4, backward=True)
+
+    run = train_with_attack(tmp_path, "server_hierarchical", announce_more, **STEPS)
+    error = "began step 0 with 4 micro-batches, but gradient_accumulation_steps is 3"
+    assert error in str(run.errors["client 1"])
+
+
+def test_server_keeps_the_activations_of_the_agreed_micro_batches_only(tmp_path):
+    def send_without_gradients(run, trainer, *args):
+        tokens = send_micro_batch(trainer, 3, backward=False)
+        for _ in range(2):
+            trainer.model(tokens, labels=tokens)
+
+    run = train_with_attack(
+        tmp_path, "server_hierarchical", send_without_gradients, micro_batches_in_flight=2, **STEPS
+    )
+    assert "before the gradients of the previous micro-batches. At most 2" in str(run.errors["client 1"])
 
 
 def test_error_details_are_sent_to_the_faulty_client_only(tmp_path):

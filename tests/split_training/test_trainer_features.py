@@ -5,6 +5,7 @@ error.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from transformers import (
     Trainer,
 )
 from transformers.trainer_utils import SchedulerType
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_federated import SplitConfig, SplitFederatedTrainer, SplitModel, split_federate
 
@@ -157,6 +159,34 @@ def test_quantized_model_is_rejected(tmp_path):
     for model_or_name in (model, str(tmp_path)):
         with pytest.raises(ValueError, match="A quantized model"):
             SplitModel.from_model(model_or_name)
+
+
+@pytest.mark.parametrize("is_object", [False, True])
+def test_dequantized_weights_of_a_gguf_file_can_be_split(is_object, tmp_path):
+    """transformers leaves the config of the quantization when it has dequantized the weights of a GGUF file."""
+
+    class GgufConfig(QuantizationConfigMixin):
+        def __init__(self) -> None:
+            self.quant_method, self.dequantize = "gguf", False
+
+    model = whole_model()
+    left = model.config.quantization_config = GgufConfig() if is_object else {"quant_method": "gguf"}
+    split = SplitModel.from_model(model)
+    ids = torch.tensor([[3, 4, 5]])
+    assert torch.equal(split(ids).logits, model(ids).logits)
+    # The saved model is not a GGUF file.
+    split.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert model.config.quantization_config is left
+
+
+def test_weights_in_blocks_of_a_gguf_file_are_rejected():
+    model = whole_model()
+    model.config.quantization_config = {"quant_method": "gguf"}
+    packed = torch.zeros(16, 17, dtype=torch.uint8)
+    model.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(packed, requires_grad=False)
+    with pytest.raises(ValueError, match=r"Load a GGUF file with GgufConfig\(dequantize=True\)"):
+        SplitModel.from_model(model)
 
 
 class CustomSamplerTrainer(Trainer):

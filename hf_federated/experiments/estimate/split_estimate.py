@@ -59,7 +59,7 @@ def estimate_split(recipe: Recipe, args: TrainingArguments, sizes: DataSizes, op
     with recipe_errors("split"):
         messages = messages_of(client_ids[0])
         steps = {client_id: total_bytes(messages_of(client_id).step()) for client_id in client_ids}
-        step_exchanges, networked = messages.step(), messages.networked_step()
+        step_exchanges = messages.step()
         generation = dataclasses.replace(messages, batch_size=args.per_device_eval_batch_size)
         prompt, token = generation.prompt(), generation.token()
         client = Party("client", nn.ModuleDict({"head": model.client_head, "tail": model.client_tail}), None)
@@ -110,9 +110,9 @@ def estimate_split(recipe: Recipe, args: TrainingArguments, sizes: DataSizes, op
             f" states have {hidden_size_of(model)} values and are sent in {model.boundary.wire.dtype}.",
             f"A prompt and a generated token are those of {args.per_device_eval_batch_size} sequences together.",
             *(["The handshakes of encrypted links are not counted."] if split.encryption else []),
-            "Round trips and memory are those of a networked run, with"
-            f" {in_flight} micro-batch{'' if in_flight == 1 else 'es'} in flight. With the messages that begin and end"
-            f" a step, a client then receives {networked[0]:,} B and sends {networked[1]:,} B in a step.",
+            "Bytes, round trips and memory are those of a networked run, with"
+            f" {in_flight} micro-batch{'' if in_flight == 1 else 'es'} in flight. A run in one process has no control"
+            " messages. The messages that join and leave the run are not counted.",
             *([] if client_cost.optimizer_state is not None else [f"The state of optim={args.optim!s} is not known."]),
         ],
     )

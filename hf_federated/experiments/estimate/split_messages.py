@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_federated.experiments.estimate.results import Exchange
+from hf_federated.experiments.estimate.results import Exchange, total_bytes
 from hf_federated.messages import Serializable
 from hf_federated.messages.serialization import packed_size
 from hf_federated.security.authenticated_encryption import OVERHEAD_BYTES
@@ -35,6 +35,9 @@ from hf_federated.split_training.messages import (
 STEP = 100
 # A cache id of 62 random bits, which nearly always has 18 or 19 digits.
 CACHE_ID = 2**61
+
+# Name of the messages that begin and end a step of a networked run. A run in one process does not have them.
+CONTROL_MESSAGES = "control messages"
 
 # A message and its answer.
 Answered = tuple[Serializable, Serializable]
@@ -62,9 +65,11 @@ class SplitMessages:
     split: SplitConfig
 
     def step(self) -> list[Exchange]:
-        """The messages with hidden states and gradients of a client in an optimizer step."""
+        """The messages of a client in an optimizer step of a networked run."""
         forward, backward = self._micro_batch()
-        return [self._exchange("hidden states", *forward), self._exchange("gradients", *backward)]
+        exchanges = [self._exchange("hidden states", *forward), self._exchange("gradients", *backward)]
+        (down, up), (states_down, states_up) = self.networked_step(), total_bytes(exchanges)
+        return [*exchanges, Exchange(CONTROL_MESSAGES, down - states_down, up - states_up)]
 
     def _micro_batch(self) -> tuple[tuple[Forward, Hidden], tuple[Backward, Gradient]]:
         """The messages of a micro-batch, each with its answer."""
