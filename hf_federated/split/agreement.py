@@ -25,6 +25,7 @@ import torch
 from ..codecs import Layout
 from ..messages import Serializable
 from ..utils.finite_values import SUM_DTYPES
+from ..utils.printable import printable
 from .messages import MicroBatchId, SplitMessage
 
 
@@ -58,14 +59,9 @@ class RefusedAnswerError(ValueError):
     """
 
     def __init__(self, kind: str, field: str, found: str, agreed: str) -> None:
-        super().__init__(
-            f"`{field}` of an answer of kind {kind!r} {_shortened(found)}. The client agreed to {_shortened(agreed)}."
-        )
-
-
-def _shortened(text: str) -> str:
-    # A value of the server can be long.
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} …"
+        # A value of the server can be long.
+        found, agreed = (printable(text, MAX_SHOWN) for text in (found, agreed))
+        super().__init__(f"`{field}` of an answer of kind {kind!r} {found}. The client agreed to {agreed}.")
 
 
 def read_answer(answer_class: type[A], blob: bytes | memoryview) -> A:

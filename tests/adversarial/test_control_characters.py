@@ -245,6 +245,8 @@ def test_announcement_that_cannot_be_read_is_logged_in_printable_text(caplog):
     from hf_federated.transport import Event
 
     engine = NetworkEngine(["north"], address="127.0.0.1:0", insecure=True)
+    engine.transport.start(["north"], NetworkSettings({}))
     header = json.dumps({"__metadata__": {EVIL: EVIL}}, ensure_ascii=False).encode()
     engine._note(Event("joined", "north", len(header).to_bytes(8, "little") + header))
+    engine.transport.stop()
     assert "sent an invalid announcement" in caplog.text
