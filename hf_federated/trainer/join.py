@@ -22,7 +22,6 @@ from ..engines import ClientEngine, raise_common_failure
 from ..messages import Announcement, ClientFailure, ClientUpdate, Message, read_message
 from ..server import RoundSummary
 from ..transport import Connector
-from ..utils.buffers import aligned_buffer
 from ..utils.client_names import escape_client_id
 from ..utils.errors import UserError
 from .client_requests import ClientRequests, Request
@@ -79,7 +78,8 @@ class JoinedClient:
         self._state_dir = state_dir or os.path.join(args.output_dir, STATES_DIR, escape_client_id(client_id))
         self._requests: ClientRequests | None = None
         self._history: StateHistory | None = None
-        self._next: Request | None = None
+        # A request whose round has not begun. A message can be read only once.
+        self._next: tuple[Request, Message] | None = None
         self._num_refused = 0
         # Number of training examples in all rounds.
         self.examples_seen = 0
@@ -139,27 +139,30 @@ class JoinedClient:
         metrics: dict[str, dict[str, float]] = {}
         round: int | None = None
         if self._next is None:
-            self._next = requests.receive()
+            self._next = self._read(requests.receive())
         while self._next is not None:
-            content = aligned_buffer(len(self._next.content))
-            content[:] = self._next.content
-            message = read_message(content, self._engine.kinds)
+            request, message = self._next
             if round is not None and message.round != round:
                 # The request belongs to the next step of the loop.
                 break
             round = message.round
-            reply = self._answer(self._next, message, self._history, metrics)
-            self._history.prune([self._next.state, *self._next.keep])
+            reply = self._answer(request, message, self._history, metrics)
+            self._history.prune([request.state, *request.keep])
             # Free the memory before the next request arrives.
             self._next = None
-            del message, content
-            self._next = requests.receive(reply)
+            del request, message
+            self._next = self._read(requests.receive(reply))
             del reply
         if self._next is None:
             control.should_training_stop = True
             if requests.end:
                 raise RunEndedError(f"The server ended the run: {requests.end}")
         return RoundSummary.from_clients(metrics, num_failed=0, round=round or 0)
+
+    def _read(self, request: Request | None) -> tuple[Request, Message] | None:
+        if request is None:
+            return None
+        return request, read_message(request.content, self._engine.kinds, self._engine.max_tensors)
 
     def _answer(
         self, request: Request, message: Message, history: StateHistory, metrics: dict[str, dict[str, float]]

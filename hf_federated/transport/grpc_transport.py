@@ -42,6 +42,8 @@ _REQUEST, _WAIT, _END = b"Q", b"W", b"E"
 # Longest time of a message and its answer. It is long because a large message may wait for the messages of other
 # clients on a slow link. Heartbeats detect a server that has ended.
 _ANSWER_SECONDS = 6 * 3600.0
+# Largest announcement. It has a number for each class, and a vocabulary has up to about 300,000 classes.
+_MAX_ANNOUNCEMENT_BYTES = 8 << 20
 # Seconds that the server waits for the clients to leave when the run has ended.
 _FAREWELL_SECONDS = 10.0
 
@@ -175,6 +177,11 @@ class GrpcTransport(Transport):
         client = self._clients[client_id]
         if not client.has_announced:
             self._events.gate.leave(client_id)
+            if len(blob) > _MAX_ANNOUNCEMENT_BYTES:
+                raise ValueError(
+                    f"The announcement of client {client_id!r} has {len(blob)} bytes, but at most "
+                    f"{_MAX_ANNOUNCEMENT_BYTES} bytes are allowed."
+                )
             with self._changed:
                 client.is_connected = client.has_announced = True
             self._events.put(Event("joined", client_id, blob))

@@ -8,10 +8,17 @@ import tracemalloc
 import pytest
 import torch
 
-from hf_federated.messages import read_message
-from hf_federated.messages.serialization import pack, packed_kind, unpack
+from hf_federated.messages import Metrics, read_message
+from hf_federated.messages.serialization import (
+    MAX_FILE_TENSORS,
+    MAX_TENSORS,
+    FlatTree,
+    pack,
+    packed_kind,
+    unpack,
+)
 from hf_federated.transport.protocol import ConnectResponse
-from hf_federated.utils.untrusted_json import MAX_BYTES, MAX_VALUES, parse_json
+from hf_federated.utils.untrusted_json import MAX_BYTES, MAX_DEPTH, MAX_VALUES, parse_json
 
 
 HUGE = 39 * 10**6
@@ -61,6 +68,70 @@ def test_text_of_the_transport_is_limited():
 def test_deep_nesting_is_an_error(opening):
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json(opening * 10**5)
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_depth_is_limited_where_the_interpreter_still_parses(opening, closing):
+    allowed = opening * MAX_DEPTH + "1" + closing * MAX_DEPTH
+    assert parse_json(allowed) == json.loads(allowed)
+    with pytest.raises(ValueError, match=f"at most {MAX_DEPTH} levels"):
+        parse_json(f"[{allowed}]")
+
+
+@pytest.mark.parametrize("form", ['"{}"', '["{}"]', '{{"{}": 1}}', '{{"a": [{{"b": "{}"}}]}}'])
+def test_length_of_a_text_is_limited(form):
+    assert parse_json(form.format("a" * 100), max_text=100) == json.loads(form.format("a" * 100))
+    with pytest.raises(ValueError, match="a text in the JSON has 101 characters, and at most 100"):
+        parse_json(form.format("a" * 101), max_text=100)
+
+
+@pytest.mark.parametrize("key", ["tree", "a"])
+def test_values_that_are_escaped_in_the_header_are_counted(key):
+    tree = r"\u005b" + r"\u005b\u005d\u002c" * (MAX_VALUES // 2) + r"1\u005d"
+    blob = message(f'{{"__metadata__":{{"{key}":"{tree}"}}}}')
+    with pytest.raises(ValueError, match="values"):
+        unpack(blob)
+    assert packed_kind(blob) is None
+
+
+def test_header_is_limited_by_the_expected_number_of_tensors():
+    tree = {f"layer.{number}": torch.ones(1) for number in range(100)}
+    for form in (FlatTree(tree), {"state": tree}):
+        assert unpack(pack(form), max_tensors=100).keys() == form.keys()
+        with pytest.raises(ValueError, match="the header has 100 tensors, and at most 99"):
+            unpack(pack(form), max_tensors=99)
+    with pytest.raises(ValueError, match="bytes are allowed|at most .* are allowed"):
+        unpack(message('{"__metadata__":{"tree":"%s"}}' % ("a" * 10**7)), max_tensors=10)
+    large = pack([torch.zeros(0)] * 5 + [list(range(400_000))])
+    assert len(unpack(large)) == 6
+    with pytest.raises(ValueError, match="values, and at most"):
+        unpack(large, max_tensors=10)
+
+
+@pytest.mark.slow
+def test_file_of_a_checkpoint_may_have_more_tensors_than_a_message():
+    blob = pack([torch.zeros(0) for _ in range(MAX_TENSORS + 1)])
+    assert len(unpack(blob, MAX_FILE_TENSORS)) == MAX_TENSORS + 1
+    with pytest.raises(ValueError, match="at most"):
+        unpack(blob)
+
+
+LONG = "x" * 10**6
+ERRORS = {
+    "kind": {"kind": LONG[:900_000], "fields": {}},
+    "many fields": {"kind": "metrics", "fields": {f"{number} {LONG[:500]}": 1 for number in range(10_000)}},
+    "name of a tensor": FlatTree({LONG: torch.ones(1)}),
+    "names of tensors": FlatTree({"kind": "metrics", **{f"a.{LONG[:1900]}{n}": torch.ones(1) for n in range(500)}}),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_error_is_short_whatever_the_message_contains(name):
+    blob = pack(ERRORS[name])
+    for read in (read_message, Metrics.from_bytes):
+        with pytest.raises(ValueError) as error:
+            read(blob)
+        assert len(str(error.value)) < 2000
 
 
 @pytest.mark.parametrize(("text", "num_values"), [("[]", 2), ("[1,2]", 3), ('{"a":[{"b":1}]}', 4), ("1", 1)])
