@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from ..utils.errors import CheckpointError
+from ..utils.untrusted_json import read_json
 from .models import ClientModels
 
 
@@ -70,7 +71,7 @@ class StateHistory:
         else:
             folder = self._folder(name)
             try:
-                digests = json.loads((folder / DIGESTS_FILE).read_text(encoding="utf-8"))
+                digests = read_json(folder / DIGESTS_FILE)
                 if not isinstance(digests, dict) or not all(isinstance(each, str) for each in digests.values()):
                     raise ValueError(f"{DIGESTS_FILE} is damaged.")
                 self._models.load(folder, digests)

@@ -22,6 +22,7 @@ from ..transport.protocol import DEFAULT_MAX_MESSAGE_BYTES, Blob, JoinedPieces
 from ..transport.session_config import SessionConfig
 from ..utils.arguments import require
 from ..utils.file_hash import sha256_of_file
+from ..utils.untrusted_json import read_json
 from .base import Engine
 from .context import EngineContext
 from .requests import NoReply, OpenRequest, Plan
@@ -374,7 +375,7 @@ class NetworkEngine(Engine):
 def _read_state(directory: Path, client_id: str) -> str | None:
     """Return the name of a client's state in a checkpoint, or `None` if the checkpoint has none."""
     try:
-        content = json.loads((directory / client_file_name(client_id)).read_bytes())
+        content = read_json(directory / client_file_name(client_id))
     except (OSError, ValueError):
         return None
     state = content.get("state") if isinstance(content, dict) else None

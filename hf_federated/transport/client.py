@@ -262,7 +262,7 @@ class GrpcLink(AbstractContextManager["GrpcLink"]):
                     logger.warning(text)
                     return
                 # The connection may be held.
-                self._connection.replace()
+                self._connection.abandon()
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -303,6 +303,9 @@ class GrpcConnection(Connection):
                 self._link.close()
                 if time.monotonic() > deadline:
                     raise
+            except BaseException:
+                self._link.close()
+                raise
 
     def receive(self, reply: bytes | None = None) -> Blob | None:
         message = b"" if reply is None else reply

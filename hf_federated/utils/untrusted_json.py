@@ -1,15 +1,20 @@
-"""JSON that another party wrote: limits that are checked before the text is parsed."""
+"""JSON of a message or a file that another party wrote: limits that are checked before the text is parsed."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 
 # A header with 100,000 tensors has about 15 MB and 1,000,000 values.
 MAX_BYTES = 32 * 1024**2
 MAX_VALUES = 1_000_000
+# A file is larger than a message: the ledger of 1,000 rounds with 1,000 clients has 10,000,000 values.
+MAX_FILE_BYTES = 512 * 1024**2
+MAX_FILE_VALUES = 50_000_000
 # The limits of the fields of messages are smaller.
 MAX_DEPTH = 100
 MAX_TEXT = 1024**2
@@ -67,6 +72,19 @@ def parse_json(
     if max_text is not None and len(content) > max_text:
         _check_texts(parsed, max_text)
     return parsed
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """
+    Parse a JSON file, which another program or party may have written.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file is too large, or as [`parse_json`].
+    """
+    if (num_bytes := os.path.getsize(path)) > MAX_FILE_BYTES:
+        raise ValueError(f"the file has {num_bytes} bytes, and at most {MAX_FILE_BYTES} are allowed")
+    return parse_json(Path(path).read_bytes(), MAX_FILE_BYTES, MAX_FILE_VALUES, max_text=None)
 
 
 def _check_depth(parsed: Any, max_depth: int) -> None:

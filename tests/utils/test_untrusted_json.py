@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,15 @@ from hf_federated.messages.serialization import (
     unpack,
 )
 from hf_federated.transport.protocol import ConnectResponse
-from hf_federated.utils.untrusted_json import MAX_BYTES, MAX_DEPTH, MAX_VALUES, parse_json
+from hf_federated.utils.untrusted_json import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    MAX_FILE_BYTES,
+    MAX_TEXT,
+    MAX_VALUES,
+    parse_json,
+    read_json,
+)
 
 
 HUGE = 39 * 10**6
@@ -154,3 +163,23 @@ def test_message_with_many_tensors_is_read():
     }
     blob = pack({"state": tree, "extra": {}})
     assert unpack(blob)["state"].keys() == tree.keys()
+
+
+def test_file_that_is_too_large_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "ledger.json"
+    path.write_text('{"rounds": [1, 2]}')
+    assert read_json(path) == {"rounds": [1, 2]}
+    with open(path, "r+b") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("the file was read"))
+    with pytest.raises(ValueError, match=f"the file has {MAX_FILE_BYTES + 1} bytes, and at most {MAX_FILE_BYTES}"):
+        read_json(path)
+
+
+def test_file_may_have_a_long_text_but_no_other_encoding(tmp_path):
+    path = tmp_path / "record.json"
+    path.write_bytes(b'["' + b"a" * (MAX_TEXT + 1) + b'"]')
+    assert len(read_json(path)[0]) == MAX_TEXT + 1
+    path.write_bytes('["a"]'.encode("utf-16"))
+    with pytest.raises(ValueError, match="utf-8"):
+        read_json(path)
