@@ -16,10 +16,10 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 SIZE_MIB = 128
 # The imports of the first round of a client take some of this time.
-LONGEST_PAUSE = 2.0
+LONGEST_PAUSE = 1.0
 # Memory of gRPC's buffers and of a parsed header.
 MORE_MIB = 160
-CONTENTS = ["lists", "escaped values", "values at the limits", "50,000 tensors", "one tensor at an odd address"]
+CONTENTS = ["escaped values", "values at the limits", "one tensor at an odd address"]
 
 
 @pytest.mark.parametrize("receiver", ["server", "client"])
