@@ -69,8 +69,10 @@ class Relay:
         accepting (`threading.Event`): Whether new connections are forwarded. If cleared, they are closed at once.
         num_silenced (`int`): Number of silenced connections, counted from the first connection.
         silence_after (`int`, *optional*): Number of bytes in one direction after which all connections are silenced.
+        received (`list[int]`): Number of bytes that each connection forwarded to the client.
         hold_after (`int`, *optional*): Number of bytes in one direction after which the first connection stays open,
             but forwards nothing more in any direction.
+        holds_to_server (`bool`, *optional*): In which direction these bytes are counted. By default in both.
     """
 
     def __init__(self, server: GrpcServer) -> None:
@@ -79,10 +81,12 @@ class Relay:
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.connections: list[int] = []
+        self.received: list[int] = []
         self.cut_after: int | None = None
         self.num_silenced = 0
         self.silence_after: int | None = None
         self.hold_after: int | None = None
+        self.holds_to_server: bool | None = None
         self.accepting = threading.Event()
         self.accepting.set()
         self._open_sockets: list[socket.socket] = []
@@ -118,18 +122,25 @@ class Relay:
                     continue
                 server = socket.create_connection(self._target)
                 self.connections.append(0)
+                self.received.append(0)
                 self._open_sockets += [client, server]
                 index = len(self.connections) - 1
                 for arguments in ((client, server, index, True), (server, client, index, False)):
                     threading.Thread(target=self._forward, args=arguments, daemon=True).start()
 
-    def _forward(self, source: socket.socket, target: socket.socket, index: int, is_counted: bool) -> None:
+    def _forward(self, source: socket.socket, target: socket.socket, index: int, to_server: bool) -> None:
         with contextlib.suppress(OSError):
             num_forwarded = 0
             while data := source.recv(1 << 16):
                 if index < self.num_silenced:
                     continue
-                if index == 0 and self.hold_after is not None and num_forwarded + len(data) > self.hold_after:
+                is_counted = self.holds_to_server in (None, to_server)
+                if (
+                    index == 0
+                    and is_counted
+                    and self.hold_after is not None
+                    and num_forwarded + len(data) > self.hold_after
+                ):
                     self.num_silenced, data = 1, data[: self.hold_after - num_forwarded]
                 target.sendall(data)
                 num_forwarded += len(data)
@@ -138,8 +149,7 @@ class Relay:
                 if self.cut_after is not None and num_forwarded > self.cut_after:
                     self.cut_after = None
                     self.cut()
-                if is_counted:
-                    self.connections[index] += len(data)
+                (self.connections if to_server else self.received)[index] += len(data)
         if index >= self.num_silenced:
             with contextlib.suppress(OSError):
                 target.shutdown(socket.SHUT_RDWR)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..data.plots.matplotlib_helpers import COLORS, new_figure
 from ..split import Cut, layout_of
+from ..utils.untrusted_json import read_json
 from .config import AuditConfig
 from .embedding_gradients import TokenRecovery, attack_embedding
 from .examples import TokenizedExamples, encode_examples, remove_shared_texts
@@ -112,13 +113,13 @@ class LeakageAudit:
             ValueError: If the file does not contain the results of an audit.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = read_json(path)
             values["config"] = AuditConfig(**values["config"])
             values["inversions"] = [Inversion(**fields) for fields in values["inversions"]]
             values["embedding"] = [TokenRecovery(**fields) for fields in values["embedding"]]
             values["targets"] = [TargetRecovery(**fields) for fields in values.get("targets", [])]
             return cls(**values)
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} does not contain the results of an audit: {error}. Pass an audit.json that `hf-federated"
                 " audit` wrote."

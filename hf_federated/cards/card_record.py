@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from ..utils.untrusted_json import read_json
 from .facts import DataFacts, ModelFacts, is_hub_id
 from .log_history import LoggedRun, final_results, final_weight_logs, to_json_value
 
@@ -151,7 +152,7 @@ class CardRecord:
             ValueError: If the file does not contain a record. The message names the file.
         """
         with record_errors(path):
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            return cls.from_dict(read_json(path))
 
     @classmethod
     def from_dict(cls: type[Record], values: dict[str, Any]) -> Record:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 
 from ..audits import LeakageAudit
+from ..utils.untrusted_json import read_json
 from .card_record import record_errors
 from .leakage import add_leakage
 from .model_card import render
@@ -35,7 +34,7 @@ def render_saved(path: str | os.PathLike[str], audit: str | os.PathLike[str] | N
             an audit is given for a model that was not split.
     """
     with record_errors(path):
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        values = read_json(path)
         record = SplitRecord.from_dict(values) if "split" in values else RunRecord.from_dict(values)
         card = render_split(record) if isinstance(record, SplitRecord) else render(record)
     if audit is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..utils.errors import CheckpointError
 from ..utils.storage import size_of_folder, storage_errors, write_private
+from ..utils.untrusted_json import read_json
 from .models import ClientModels
 from .store import link_or_copy
 
@@ -96,7 +97,7 @@ class StateHistory:
         else:
             folder = self._folder(name)
             try:
-                digests = json.loads((folder / DIGESTS_FILE).read_text(encoding="utf-8"))
+                digests = read_json(folder / DIGESTS_FILE)
                 if not isinstance(digests, dict) or not all(isinstance(each, str) for each in digests.values()):
                     raise ValueError(f"{DIGESTS_FILE} is damaged.")
                 self._models.load(folder, digests)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..messages.serialization import pack, unpack
+from ..messages.serialization import MAX_FILE_TENSORS, pack, unpack
 from ..utils.file_hash import sha256_of_file
 from ..utils.meta_tensors import to_cpu
 from ..utils.storage import StorageError, storage_errors, write_private
@@ -38,7 +38,7 @@ def _pack(client_id: str, state: dict[str, Any]) -> bytes:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    tree = unpack(path.read_bytes())
+    tree = unpack(path.read_bytes(), MAX_FILE_TENSORS)
     state = tree.get("state") if isinstance(tree, dict) else None
     if not isinstance(state, dict):
         raise ValueError("The file is damaged or is not the state of a client. Resume from a checkpoint.")

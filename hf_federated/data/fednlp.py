@@ -28,6 +28,7 @@ import numpy as np
 from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers.utils import logging
 
+from ..utils.untrusted_json import MAX_FILE_BYTES, MAX_FILE_VALUES, parse_json
 from .client_datasets import ClientDatasets, PartitionedDataset
 from .column_values import check_columns
 from .partitioners.base import Partition
@@ -69,7 +70,7 @@ def read_fednlp(
     h5py = _require_h5py()
     ids, numbers = _read_partition(partition_file, method)
     with h5py.File(data_file, "r") as data:
-        attributes = json.loads(data["attributes"][()])
+        attributes = parse_json(data["attributes"][()], MAX_FILE_BYTES, MAX_FILE_VALUES, max_text=None)
         rows: dict[str, PartitionedDataset] = {}
         assigned = np.empty(0, dtype=np.int64)
         for split, by_client in numbers.items():

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from accelerate.state import PartialState
 
 from .._compat import default_store
-from ..messages.serialization import pack, unpack
+from ..messages.serialization import UNLIMITED_TENSORS, pack, unpack
 from .buckets import buckets
 from .failure_store import FailureStore, describe_failure, is_lost_connection
 from .launch import single_process
@@ -150,7 +150,7 @@ class ProcessGroup:
             padded[: blob.numel()] = blob
             dist.all_gather(blobs, padded, group=self._group)
         messages = [
-            unpack(received[:length].numpy().tobytes())
+            unpack(received[:length].numpy().tobytes(), UNLIMITED_TENSORS)
             for received, length in zip(blobs, lengths.tolist(), strict=True)
         ]
         check_same_point([message["label"] for message in messages])

@@ -25,6 +25,7 @@ from ..aggregation import Accumulator
 from ..data import FederatedDataset
 from ..messages import KINDS, Announcement, ClientFailure, Evaluate, Message
 from ..messages.ledger import Ledger
+from ..messages.serialization import MAX_TENSORS
 from ..messages.validation import ExpectedReply, checked_reply
 from ..transport.session_config import SessionConfig
 from .context import EngineContext
@@ -66,6 +67,8 @@ class Engine(ABC):
         self.find_refused: Callable[[Mapping[str, Announcement], str], Mapping[str, str]] | None = None
         # The kinds of messages that engine and clients read.
         self.kinds: Mapping[str, type[Message]] = KINDS
+        # Largest number of tensors of a message.
+        self.max_tensors = MAX_TENSORS
         # The open requests by client id, in the order of sending. The first key of a large `dict` without its earlier
         # keys is slow to find.
         self._requests: OrderedDict[str, OpenRequest] = OrderedDict()
@@ -138,6 +141,7 @@ class Engine(ABC):
         self.ledger = Ledger()
         self.last_error = None
         self.kinds = context.kinds
+        self.max_tensors = context.max_tensors
 
     def own_clients(self, cohort: Sequence[str]) -> Sequence[str]:
         """

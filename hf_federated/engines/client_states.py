@@ -11,7 +11,7 @@ from typing import Any
 from ..clients.store import client_file_name
 from ..utils.file_hash import sha256_of_file
 from ..utils.storage import write_private
-from ..utils.untrusted_json import parse_json
+from ..utils.untrusted_json import read_json
 
 
 class ClientStates:
@@ -87,7 +87,7 @@ def saved_names(directories: Sequence[Path], client_id: str) -> list[str]:
 def _read(directory: Path, client_id: str) -> dict[str, Any]:
     """Read a client's file in a checkpoint. The result is empty if the file is missing or damaged."""
     try:
-        content = parse_json((directory / client_file_name(client_id)).read_bytes())
+        content = read_json(directory / client_file_name(client_id))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) and isinstance(content.get("state"), str) else {}

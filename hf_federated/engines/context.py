@@ -9,6 +9,7 @@ from pathlib import Path
 from ..clients import ClientWorker
 from ..distributed.process_group import ProcessGroup
 from ..messages import KINDS, Message
+from ..messages.serialization import MAX_TENSORS
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class EngineContext:
             the run.
         kinds (`Mapping[str, type[Message]]`, *optional*): The kinds of messages that engine and clients read, as from
             [`~hf_federated.messages.kinds_of`]. Defaults to the messages of this library.
+        max_tensors (`int`, *optional*): Largest number of tensors of a message.
         keeps_ranks (`bool`, *optional*, defaults to `False`): Whether each client stays on one rank in all rounds,
             because the server keeps memories of the client there.
     """
@@ -36,4 +38,5 @@ class EngineContext:
     processes: ProcessGroup
     saved_clients: Callable[[], list[Path]] = list
     kinds: Mapping[str, type[Message]] = field(default_factory=lambda: KINDS)
+    max_tensors: int = MAX_TENSORS
     keeps_ranks: bool = False

@@ -384,7 +384,7 @@ class NetworkEngine(Engine):
         _log(f"Client {client_id!r} replied after {seconds:.1f} s.", "reply", client_id, logging.INFO, **facts)
         nonce = "" if request.expected is None else request.expected.nonce
         try:
-            reply = read_message(blob, self.kinds)
+            reply = read_message(blob, self.kinds, self.max_tensors)
         except ValueError as error:
             text = f"its reply is damaged: {printable(error)}"
             return client_id, ClientFailure(request.round, client_id, text, nonce=nonce)

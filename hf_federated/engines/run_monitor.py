@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from ..utils.printable import printable
 from ..utils.storage import write_private
+from ..utils.untrusted_json import read_json
 
 
 logger = logging.get_logger(__name__)
@@ -89,7 +90,7 @@ def read_status(output_dir: Path) -> dict[str, Any]:
         FileNotFoundError: If no server has written a status.
         ValueError: If the file is damaged.
     """
-    status = json.loads((output_dir / FOLDER / STATUS_NAME).read_bytes())
+    status = read_json(output_dir / FOLDER / STATUS_NAME)
     if not isinstance(status, dict) or not isinstance(status.get("clients"), dict):
         raise ValueError(f"{output_dir / FOLDER / STATUS_NAME} is not the status of a run.")
     return status
@@ -114,7 +115,7 @@ def read_expelled(output_dir: Path) -> list[str]:
     path = output_dir / FOLDER / EXPELLED_NAME
     if not path.is_file():
         return []
-    names = json.loads(path.read_bytes())
+    names = read_json(path)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path} must be a list of client ids.")
     return names

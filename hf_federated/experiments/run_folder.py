@@ -27,6 +27,8 @@ from hf_federated.trainer.manifest import check_manifest
 from hf_federated.trainer.workers import CLIENT_STORE_DIR
 from hf_federated.utils.storage import write_private
 
+from ..utils.untrusted_json import read_json
+
 
 # The file contains local paths. `Trainer.push_to_hub` uploads no file whose name starts with an underscore.
 RUN_NAME = "_run.json"
@@ -240,7 +242,7 @@ class RunFolder:
             return {}
         try:
             with command_errors(str(path)):
-                saved = json.loads(path.read_text(encoding="utf-8"))
+                saved = read_json(path)
         except CommandError as error:
             raise CommandError(f"{error}. Choose another --output-dir, or delete the file.") from error
         if not isinstance(saved, dict) or not isinstance(saved.get("recipe"), dict):

@@ -12,12 +12,14 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 
-from ..utils.fields import Count, check_values
+from ..utils.fields import Count, check_values, describe
 from ..utils.printable import printable
 from .serialization import FlatTree, PackedPieces, pack, packed_size, unpack
 
 
 M = TypeVar("M", bound="Serializable")
+# Number of characters of received names that an error contains.
+_MAX_SHOWN = 1000
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,12 @@ class Serializable:
     @classmethod
     def _from_tree(cls: type[M], tree: Any) -> M:
         if (kind := kind_of(tree)) != cls.kind:
-            raise ValueError(f"Expected a message of kind {cls.kind!r}, got kind {kind!r}.")
+            raise ValueError(f"Expected a message of kind {cls.kind!r}, got kind {describe(kind)}.")
         expected = _defaults(cast(Any, cls))
         fields = cls._fields_of(tree)
         if not isinstance(fields, dict) or fields.keys() != expected.keys():
-            given = list(fields) if isinstance(fields, dict) else fields
             raise ValueError(
-                f"A message of kind {cls.kind!r} has the fields {sorted(expected)}, got {printable(given, 500)}."
+                f"A message of kind {cls.kind!r} has the fields {sorted(expected)}, got {_shown(fields)}."
             )
         if not cls.checks_fields:
             check_values(cls, fields, f"A message of kind {cls.kind!r} has an invalid field: ")
@@ -99,6 +100,11 @@ def kind_of(tree: Any) -> str:
         return f"<{type(tree).__name__}>"
     kind = tree.get("kind")
     return kind if isinstance(kind, str) else f"<{type(kind).__name__}>"
+
+
+def _shown(received: Any) -> str:
+    """Describe received names of fields for an error, which must be short."""
+    return printable(list(received), _MAX_SHOWN) if isinstance(received, (dict, set)) else describe(received)
 
 
 @functools.cache
@@ -144,7 +150,7 @@ class FlatMessage(Serializable):
             elif key != "kind":
                 sent[key] = value
         if twice := sent.keys() & parts.keys():
-            raise ValueError(f"A message of kind {cls.kind!r} has two values of the fields {sorted(twice)}.")
+            raise ValueError(f"A message of kind {cls.kind!r} has two values of the fields {_shown(twice)}.")
         missing = {
             name: default
             for name, default in _defaults(cast(Any, cls)).items()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..utils.untrusted_json import read_json
 from .ledger_blocks import ROUNDS_PER_BLOCK, Accounts, decode_block, encode_block
 
 
@@ -167,10 +168,11 @@ class Ledger:
         """
         path = Path(directory) / LEDGER_NAME
         try:
-            return cls.from_dict(json.loads(path.read_bytes()))
+            return cls.from_dict(read_json(path))
         except (ValueError, RecursionError) as error:
             raise ValueError(
-                f"{os.fspath(path)!r} is not the ledger of a run: {error} Save the ledger again, or delete the file."
+                f"{os.fspath(path)!r} is not the ledger of a run: {str(error).rstrip('.')}. Save the ledger again, "
+                "or delete the file."
             ) from error
 
     # ---- Checkpoints

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..utils.fields import describe
 from .base import Message, kind_of
 from .distillation import Distill, Feedback, Predict, Predictions
-from .serialization import unpack
+from .serialization import MAX_TENSORS, unpack
 from .training import ClientFailure, ClientUpdate, Evaluate, Fit, Metrics
 
 
@@ -62,19 +63,22 @@ def message_from_tree(tree: Any, kinds: Mapping[str, type[Message]] = KINDS) -> 
     """
     kind = kind_of(tree)
     if kind not in kinds:
-        raise ValueError(f"Unknown message kind {kind!r}; known kinds are {sorted(kinds)}.")
+        raise ValueError(f"Unknown message kind {describe(kind)}; known kinds are {sorted(kinds)}.")
     return kinds[kind]._from_tree(tree)
 
 
-def read_message(blob: bytes | memoryview, kinds: Mapping[str, type[Message]] = KINDS) -> Message:
+def read_message(
+    blob: bytes | memoryview, kinds: Mapping[str, type[Message]] = KINDS, max_tensors: int = MAX_TENSORS
+) -> Message:
     """
     Create a message from a blob, for any kind of message.
 
     Args:
         blob (`bytes` or `memoryview`): Serialized message, as for [`unpack`].
         kinds (`Mapping[str, type[Message]]`, *optional*): As in [`message_from_tree`].
+        max_tensors (`int`, *optional*): Largest number of tensors, as for [`unpack`].
 
     Raises:
         ValueError: If the blob is damaged, the kind is unknown or the fields differ from the fields of the kind.
     """
-    return message_from_tree(unpack(blob), kinds)
+    return message_from_tree(unpack(blob, max_tensors), kinds)

@@ -9,6 +9,7 @@ name. The metadata of any other tree has one entry, `"tree"`, which refers to th
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import operator
@@ -16,23 +17,32 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
-from ..utils.buffers import ALIGNMENT
+from ..utils.fields import MAX_NAME_LENGTH
 from ..utils.printable import printable
-from ..utils.untrusted_json import parse_json
+from ..utils.untrusted_json import MAX_BYTES, MAX_DEPTH, MAX_TEXT, MAX_VALUES, parse_json
+from .stored_tensors import DTYPES, METADATA_KEY, read_tensors
 
 
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _to_utf8_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 TREE_KEY = "tree"
-_METADATA_KEY = "__metadata__"
-# Length of the field that contains the length of the header. `pack` aligns the tensors to multiples of it.
+# Length of the field that contains the length of the header.
 _LENGTH_BYTES = 8
+# Number of tensors of a message, if the reader expects no other number. A model with 384 experts in each of 60 layers
+# has about 70,000 tensors of experts.
+MAX_TENSORS = 100_000
+# Number of tensors of a file of a checkpoint, which has the states of optimizers.
+MAX_FILE_TENSORS = 1_000_000
+# For messages between the processes of a launch.
+UNLIMITED_TENSORS = 10**12
+# Limits of a header without tensors, and what each tensor adds. A tensor has about 10 values.
+_BASE_BYTES, _TENSOR_BYTES = 8 * 1024**2, 2048
+_BASE_VALUES, _TENSOR_VALUES = 300_000, 32
+# Number of characters of a received text in an error.
+_MAX_SHOWN = 300
 
 
 def _flatten(value: Any, tensors: dict[str, torch.Tensor], names: dict[int, str], path: str) -> Any:
@@ -111,7 +121,7 @@ def _split(tree: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     metadata: dict[str, str] = {}
     if isinstance(tree, FlatTree):
         for key, value in tree.items():
-            if not _is_plain_key(key) or key in (TREE_KEY, _METADATA_KEY) or isinstance(value, (Mapping, list, tuple)):
+            if not _is_plain_key(key) or key in (TREE_KEY, METADATA_KEY) or isinstance(value, (Mapping, list, tuple)):
                 raise TypeError(f"A flat tree cannot contain the {type(value).__name__} {key!r}.")
             if isinstance(value, torch.Tensor):
                 tensors[key] = _checked(value, key)
@@ -201,14 +211,16 @@ class PackedPieces:
                 yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def unpack(blob: bytes | memoryview) -> Any:
+def unpack(blob: bytes | memoryview, max_tensors: int = MAX_TENSORS) -> Any:
     """
     Restore a tree that [`pack`] serialized.
 
     Args:
         blob (`bytes` or `memoryview`):
-            Return value of `pack`. The tensors share the memory of a `memoryview` that is aligned and can be written
-            to. Otherwise they are copies.
+            Return value of `pack`. The tensors share the memory of a `memoryview` that can be written to, which can be
+            read only once: the tensors are moved to aligned addresses. Otherwise they are copies.
+        max_tensors (`int`, *optional*):
+            Largest number of tensors. It also limits the size of the header.
 
     Returns:
         `Any`: The tree, with its tensors on the CPU. Floating-point tensors are at multiples of 16 bytes, so that
@@ -218,71 +230,19 @@ def unpack(blob: bytes | memoryview) -> Any:
         ValueError: If the blob is damaged, is incomplete or was not written by `pack`.
     """
     try:
-        header, data = _read_header(blob)
-        if isinstance(blob, bytes) or not _can_be_shared(blob):
-            tensors = safetensors.torch.load(bytes(blob))
-        else:
-            tensors = _tensors_in(blob, header, data)
-        return _unflatten(_skeleton(header), {name: _aligned(tensor) for name, tensor in tensors.items()})
+        header, data = _read_header(blob, max_tensors)
+        skeleton = _skeleton(header, max_tensors)
+        return _unflatten(skeleton, read_tensors(blob, header, data))
     # A recursion that is too deep is a `RuntimeError`.
-    except (SafetensorError, struct.error, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(
-            f"Not a packed tree: {printable(error, 500)}. The file or message is damaged or of another kind."
-        ) from None
+    except (struct.error, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        text = printable(error, _MAX_SHOWN)
+        raise ValueError(f"Not a packed tree: {text}. The file or message is damaged or of another kind.") from error
 
 
-def _can_be_shared(blob: memoryview) -> bool:
-    """Whether tensors can share the memory of a blob: it can be written to, and the tensors are aligned."""
-    header_length = int.from_bytes(blob[:_LENGTH_BYTES], "little")
-    address = np.frombuffer(blob, np.uint8).ctypes.data
-    return not blob.readonly and (address + header_length) % _LENGTH_BYTES == 0
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor whose address would change the last digits of matrix products."""
-    is_rounded = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.clone() if is_rounded and tensor.data_ptr() % ALIGNMENT else tensor
-
-
-def _tensors_in(blob: memoryview, header: dict[str, Any], data: int) -> dict[str, torch.Tensor]:
-    """
-    Return the tensors of a safetensors file by name, as views of the file.
-
-    `safetensors.torch.load` copies all tensors, so a large message would be in memory twice.
-
-    Args:
-        blob (`memoryview`): The file.
-        header (`dict`): The header of the file.
-        data (`int`): Position of the byte after the header.
-
-    Raises:
-        ValueError: If the tensors do not lie one after the other from the end of the header to the end of the file.
-        KeyError: If a dtype is unknown.
-        TypeError: If a field of the header has another type.
-    """
-    tensors, position = {}, data
-    entries = [(name, entry) for name, entry in header.items() if name != _METADATA_KEY]
-    for name, entry in sorted(entries, key=lambda item: item[1]["data_offsets"]):
-        dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
-        if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
-            raise ValueError(f"tensor {name!r} has the shape {shape} and the offsets {start} and {stop}")
-        count = math.prod(shape)
-        if data + start != position or stop - start != count * dtype.itemsize or data + stop > len(blob):
-            raise ValueError(f"tensor {name!r} has {stop - start} bytes from byte {start}")
-        position = data + stop
-        if count:
-            tensors[name] = torch.frombuffer(blob, dtype=dtype, count=count, offset=data + start).reshape(shape)
-        else:
-            tensors[name] = torch.empty(shape, dtype=dtype)
-    if position != len(blob):
-        raise ValueError(f"{len(blob) - position} bytes follow the last tensor")
-    return tensors
-
-
-def packed_kind(blob: bytes | memoryview) -> str | None:
+def packed_kind(blob: bytes | memoryview, max_tensors: int = MAX_TENSORS) -> str | None:
     """Return the value of the key `kind` in a serialized tree, without reading the tensors, or `None` if missing."""
     try:
-        skeleton = _skeleton(_read_header(blob)[0])
+        skeleton = _skeleton(_read_header(blob, max_tensors)[0], max_tensors)
         if isinstance(skeleton, dict) and skeleton.keys() == {"$pairs"}:
             skeleton = {key: value for key, value in skeleton["$pairs"] if isinstance(key, str)}
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -291,35 +251,61 @@ def packed_kind(blob: bytes | memoryview) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def _read_header(blob: bytes | memoryview) -> tuple[dict[str, Any], int]:
+def _read_header(blob: bytes | memoryview, max_tensors: int) -> tuple[dict[str, Any], int]:
     """Return the header of a safetensors file, and the position of the byte after the header."""
     stop = _LENGTH_BYTES + int.from_bytes(blob[:_LENGTH_BYTES], "little")
     if stop > len(blob):
         raise ValueError(f"the header of {len(blob)} bytes ends at byte {stop}")
-    header = parse_json(blob[_LENGTH_BYTES:stop])
+    # The metadata can be one long text, and all levels are checked below.
+    limits: dict[str, Any] = {**_limits(max_tensors), "max_text": None}
+    header = parse_json(memoryview(blob)[_LENGTH_BYTES:stop], **limits)
     if not isinstance(header, dict):
         raise ValueError("the header is not a dictionary")
+    if len(header) - 1 > max_tensors:
+        raise ValueError(f"the header has {len(header) - 1} tensors, and at most {max_tensors} are allowed")
+    if (longest := max(map(len, header), default=0)) > 2 * MAX_NAME_LENGTH:
+        raise ValueError(f"a tensor has a name of {longest} characters, at most {2 * MAX_NAME_LENGTH} are allowed")
     return header, stop
 
 
-def _skeleton(header: Mapping[str, Any]) -> Any:
+@functools.cache
+def _limits(max_tensors: int) -> dict[str, int | None]:
+    """Return the limits of the header of a blob with at most this number of tensors, for `parse_json`."""
+    # Only a file has more tensors than a message.
+    factor = max(max_tensors // MAX_TENSORS, 1)
+    return {
+        "max_bytes": min(_BASE_BYTES + _TENSOR_BYTES * max_tensors, MAX_BYTES * factor),
+        "max_values": min(_BASE_VALUES + _TENSOR_VALUES * max_tensors, MAX_VALUES * factor),
+        "max_text": MAX_TEXT * factor,
+        # `_unflatten` limits the depth.
+        "max_depth": None,
+    }
+
+
+def _skeleton(header: Mapping[str, Any], max_tensors: int) -> Any:
     """
     Return a serialized tree with references instead of tensors.
 
     Args:
         header (`Mapping[str, Any]`): The header of the safetensors file.
+        max_tensors (`int`): Largest number of tensors.
     """
-    # The limits of the header hold for the texts in it.
-    metadata = header[_METADATA_KEY]
+    metadata = header[METADATA_KEY]
     if not isinstance(metadata, dict):
         raise ValueError("the metadata is not a dictionary")
+    # A text of the header can contain more values than the limits of the header allow, as escaped characters.
+    limits: dict[str, Any] = _limits(max_tensors)
     if TREE_KEY in metadata:
-        return json.loads(metadata[TREE_KEY])
-    skeleton = FlatTree((key, json.loads(value)) for key, value in metadata.items())
+        return parse_json(metadata[TREE_KEY], **limits)
+    skeleton = FlatTree(
+        # A short text exceeds no limit.
+        (key, json.loads(value) if len(value) <= MAX_DEPTH else parse_json(value, **limits))
+        for key, value in metadata.items()
+    )
     for name in header:
         if name in skeleton:
             raise ValueError(f"{name!r} is a tensor and another value")
-        if name != _METADATA_KEY:
+        if name != METADATA_KEY:
             skeleton[name] = {"$tensor": name}
     return skeleton
 
@@ -418,7 +404,7 @@ def _encode_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, s
     The file consists of eight bytes with the length of the header, the header padded with spaces to a multiple of
     eight, and the tensors in the given order.
     """
-    header: dict[str, Any] = {_METADATA_KEY: metadata}
+    header: dict[str, Any] = {METADATA_KEY: metadata}
     offset = 0
     for name, tensor in tensors.items():
         offsets = [offset, offset + tensor.nbytes]
@@ -427,24 +413,5 @@ def _encode_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, s
     return _to_utf8_json(header).encode(), offset
 
 
-# The dtypes by their names in safetensors, in the order of the tensors in the file.
-_DTYPES = {
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F32": torch.float32,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 # Rank and name of each dtype.
-_LAYOUT = {dtype: (rank, name) for rank, (name, dtype) in enumerate(_DTYPES.items())}
+_LAYOUT = {dtype: (rank, name) for rank, (name, dtype) in enumerate(DTYPES.items())}

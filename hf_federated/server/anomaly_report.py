@@ -17,6 +17,7 @@ from ..messages import ClientUpdate
 from ..methods import Round
 from ..utils.random import derived_seed
 from ..utils.storage import write_private
+from ..utils.untrusted_json import read_json
 from .callbacks import FederatedCallback
 
 
@@ -165,8 +166,7 @@ def load_anomalies(directory: str | os.PathLike[str]) -> dict[int, dict[str, Any
     """
     path = os.path.join(directory, ANOMALIES_NAME)
     try:
-        with open(path, encoding="utf-8") as file:
-            rounds = {int(number): dict(values) for number, values in json.load(file)["rounds"].items()}
+        rounds = {int(number): dict(values) for number, values in read_json(path)["rounds"].items()}
         for values in rounds.values():
             float(values["global_norm"])
             for client in values["clients"].values():

@@ -44,6 +44,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from ..utils.file_hash import sha256_of_file
+from ..utils.untrusted_json import MAX_FILE_VALUES, parse_json, read_json
 from .comparison import LOCAL_AND_REMOTE, PartyNames, differences, format_difference
 
 
@@ -124,7 +125,7 @@ class ModelFingerprint:
         local_files = sorted(file_name for file_name in set(weight_map.values()) if (folder / file_name).is_file())
         if not local_files:
             raise ValueError(f"This machine has no weights of {os.fspath(name)}. Load this party's parts first.")
-        config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        config = read_json(folder / CONFIG_NAME)
         return cls(
             {key: value for key, value in config.items() if key not in _VOLATILE},
             hashlib.sha256(json.dumps(sorted(weight_map.items())).encode()).hexdigest(),
@@ -197,7 +198,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return {"": SAFE_WEIGHTS_NAME}
-    return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    return dict(read_json(index)["weight_map"])
 
 
 def _sample(path: Path) -> str:
@@ -209,7 +210,11 @@ def _sample(path: Path) -> str:
         header = file.read(length) if length <= _MAX_HEADER_BYTES else b""
         digest = hashlib.sha256(start + header)
         try:
-            tensors = [entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__"]
+            tensors = [
+                entry["data_offsets"]
+                for name, entry in parse_json(header, _MAX_HEADER_BYTES, MAX_FILE_VALUES).items()
+                if name != "__metadata__"
+            ]
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{path} is not a safetensors file. Save the model again with save_pretrained.") from None
         for begin, end in sorted(tensors):

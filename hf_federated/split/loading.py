@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
+from ..utils.untrusted_json import read_json
 from .conversion import find_conversions
 from .cut import Cut, Role
 from .layouts import Layout
@@ -130,7 +129,7 @@ def _weight_map(name: str, **kwargs: Any) -> dict[str, str]:
     """Map the names of the stored weights to file names."""
     index = _file(name, SAFE_WEIGHTS_INDEX_NAME, optional=True, **kwargs)
     if index is not None:
-        return dict(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"])
+        return dict(read_json(index)["weight_map"])
     single = _file(name, SAFE_WEIGHTS_NAME, optional=True, **kwargs)
     if single is None:
         raise ValueError(

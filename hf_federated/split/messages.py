@@ -22,6 +22,8 @@ from ..utils.fields import MAX_COUNT, Count, PositiveCount, Range, Requirement, 
 
 
 M = TypeVar("M", bound=Serializable)
+# Largest number of tensors of a message to the server.
+_MAX_TENSORS = 1000
 
 # Client id, optimizer step and micro-step.
 MicroBatchId = tuple[str, int, int]
@@ -344,8 +346,8 @@ def read_one_of(blob: bytes | memoryview, kinds: Mapping[str, type[M]]) -> M:
     Raises:
         ValueError: If the message is damaged, has an unknown kind, or has an undeclared field.
     """
-    tree = unpack(blob)
+    tree = unpack(blob, _MAX_TENSORS)
     kind = kind_of(tree)
     if kind not in kinds:
-        raise ValueError(f"The server accepts messages of the kinds {sorted(kinds)}, but got kind {kind!r}.")
+        raise ValueError(f"The server accepts messages of the kinds {sorted(kinds)}, but got kind {describe(kind)}.")
     return kinds[kind]._from_tree(tree)

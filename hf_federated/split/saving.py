@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..messages.validation import first_non_finite
+from ..utils.untrusted_json import read_json
 from .adapters import adapter_state, add_adapter, full_peft_config, load_adapter, merge_adapters, save_weights
 from .comparison import PARTY_SPECIFIC
 from .conversion import find_conversions, to_checkpoint
@@ -329,7 +330,7 @@ def _check_weights(path: Path, description: Mapping[str, Any], state: Mapping[st
 
 def _config(path: Path) -> PretrainedConfig | None:
     """Load the config in a party's directory. `None` if the model class is not part of `transformers`."""
-    values = json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
+    values = read_json(path / CONFIG_NAME)
     if values.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
     config: PretrainedConfig = AutoConfig.from_pretrained(path)
@@ -350,7 +351,7 @@ def _tokenizer_files(path: Path, description: dict[str, Any]) -> list[str]:
 def _shared_settings(path: Path) -> dict[str, Any]:
     """Read a config without the settings that may differ between parties, such as the path of the base model."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         shared = {name: value for name, value in values.items() if name not in _PARTY_SPECIFIC}
         # Sets are saved as lists in arbitrary order.
         return {name: sorted(value, key=str) if isinstance(value, list) else value for name, value in shared.items()}
@@ -361,7 +362,7 @@ def _shared_settings(path: Path) -> dict[str, Any]:
 def _read_description(path: Path) -> dict[str, Any]:
     """Read the description of the parts in a party's directory."""
     try:
-        description = json.loads((path / PARTS_NAME).read_text(encoding="utf-8"))
+        description = read_json(path / PARTS_NAME)
         required = {name: description[name] for name in ("roles", "adapter")}
         return {**description, **required, "cut": Cut(**description["cut"])}
     except KeyError as error:

@@ -30,7 +30,7 @@ from .._compat import push_from_checkpoint
 from ..cards import render_split_card
 from ..data import FederatedDataset
 from ..messages.ledger import Ledger
-from ..messages.serialization import pack, unpack
+from ..messages.serialization import MAX_FILE_TENSORS, pack, unpack
 from ..split.adapters import load_adapter
 from ..split.parts import Part
 from ..split.saving import load_saved_parts, save_parts
@@ -194,7 +194,7 @@ def _read_file(path: Path) -> dict[str, Any]:
             "checkpoint."
         )
     try:
-        return dict(unpack(path.read_bytes()))
+        return dict(unpack(path.read_bytes(), MAX_FILE_TENSORS))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -28,7 +28,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..messages.serialization import pack, unpack
+from ..messages.serialization import MAX_FILE_TENSORS, pack, unpack
 from ..utils.errors import CheckpointError
 from ..utils.storage import size_of_folder, storage_errors, write_private
 
@@ -66,7 +66,7 @@ def read_server_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
             "checkpoint of a federation."
         )
     try:
-        state = unpack(path.read_bytes())
+        state = unpack(path.read_bytes(), MAX_FILE_TENSORS)
         missing = [name for name in REQUIRED_STATE if not isinstance(state, dict) or name not in state]
         if missing:
             raise ValueError(f"The file is damaged or of another kind: it has no {', '.join(missing)}.")

@@ -28,7 +28,6 @@ from ..messages import Announcement, ClientFailure, ClientUpdate, Message, read_
 from ..server import RoundProgress, RoundSummary
 from ..transport import Connector
 from ..utils.arguments import require
-from ..utils.buffers import aligned_buffer
 from ..utils.client_names import escape_client_id
 from ..utils.errors import UserError
 from ..utils.printable import printable
@@ -97,7 +96,8 @@ class JoinedClient:
         self._state_dir = state_dir or os.path.join(args.output_dir, STATES_DIR, escape_client_id(client_id))
         self._requests: ClientRequests | None = None
         self._history: StateHistory | None = None
-        self._next: Request | None = None
+        # A request whose round has not begun. A message can be read only once.
+        self._next: tuple[Request, Message] | None = None
         self._max_refused = refusals
         self._record = RequestRecord()
         self._agreed: dict[str, str] = {}
@@ -172,27 +172,19 @@ class JoinedClient:
         metrics: dict[str, dict[str, float]] = {}
         round: int | None = None
         if self._next is None:
-            self._next = requests.receive()
+            self._next = self._read(requests.receive())
         while self._next is not None:
-            content = aligned_buffer(len(self._next.content))
-            content[:] = self._next.content
-            try:
-                message = read_message(content, self._engine.kinds)
-            except ValueError as error:
-                raise ServerRefusedError(
-                    f"Client {self.client_id!r} left the federation, because it cannot read a message of the server: "
-                    f"{error}"
-                ) from error
+            request, message = self._next
             if round is not None and round < message.round < (self.setup.config.num_rounds or 1):
                 # The request belongs to the next step of the loop. A server that resumes repeats earlier rounds, and
                 # the client refuses a round after the last one.
                 break
             round = message.round if round is None else round
-            reply = self._answer(self._next, message, self._history, metrics)
+            reply = self._answer(request, message, self._history, metrics)
             # Free the memory before the next request arrives.
             self._next = None
-            del message, content
-            self._next = requests.receive(reply)
+            del request, message
+            self._next = self._read(requests.receive(reply))
             del reply
         if self._next is None:
             control.should_training_stop = True
@@ -200,6 +192,17 @@ class JoinedClient:
                 raise RunEndedError(f"The server ended the run: {requests.end}")
             self._record.end()
         return RoundSummary.from_clients(metrics, num_failed=0, round=round or 0)
+
+    def _read(self, request: Request | None) -> tuple[Request, Message] | None:
+        if request is None:
+            return None
+        try:
+            return request, read_message(request.content, self._engine.kinds, self._engine.max_tensors)
+        except ValueError as error:
+            raise ServerRefusedError(
+                f"Client {self.client_id!r} left the federation, because it cannot read a message of the server: "
+                f"{error}"
+            ) from error
 
     def _answer(
         self, request: Request, message: Message, history: StateHistory, metrics: dict[str, dict[str, float]]
@@ -242,7 +245,7 @@ class JoinedClient:
         # A state in the middle of the repeated requests is not needed, if the state after the last of them exists.
         has_later = history.has_state(earlier or "") or history.has_state(self._record.last)
         if earlier is not None and has_later and (content := history.reply_to(earlier)) is not None:
-            reply = dataclasses.replace(read_message(content, self._engine.kinds), nonce=message.nonce).to_bytes()
+            reply = _with_nonce(content, message.nonce, self._engine)
             history.repeat(earlier, message.nonce, reply)
             self._agreement.check(message)
         found = [reply is not None, reply is not None and history.has_state(message.nonce)]
@@ -277,6 +280,11 @@ class JoinedClient:
                 f"did not agree. The last one: {error} Compare the settings of the server and the client. If the "
                 f"server starts a new run, start the client again without {str(record.path)!r}."
             )
+
+
+def _with_nonce(reply: bytes, nonce: str, engine: ClientEngine) -> bytes:
+    """Return a reply with another nonce."""
+    return dataclasses.replace(read_message(reply, engine.kinds, engine.max_tensors), nonce=nonce).to_bytes()
 
 
 def announcement_of(setup: FederationSetup, args: TrainingArguments, client_id: str) -> Announcement:

@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from ..utils.errors import CheckpointError
 from ..utils.file_hash import sha256_of_file
+from ..utils.untrusted_json import read_json
 
 
 MANIFEST_FILE = "federated/manifest.json"
@@ -108,7 +109,7 @@ def read_manifest(path: Path) -> dict[str, dict[str, Any]]:
         CheckpointError: If the file is damaged or has a newer format. The message names the file.
     """
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}")
         if content["format_version"] != FORMAT_VERSION:

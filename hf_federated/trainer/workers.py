@@ -32,6 +32,10 @@ from .setup import FederationSetup
 
 
 CLIENT_STORE_DIR = "client_store"
+# Number of tensors of a message for each exchanged tensor, such as control variates and the parts of a codec, and of
+# other tensors.
+_TENSORS_PER_TENSOR = 4
+_OTHER_TENSORS = 1000
 
 
 class Workers:
@@ -85,6 +89,8 @@ class Workers:
             setup.processes,
             lambda: [clients_directory(path) for path in sorted(output_dir.glob("checkpoint-*"))],
             kinds,
+            # A message has a state, and tensors that a method adds for each tensor of the state.
+            max_tensors=_TENSORS_PER_TENSOR * len(self._exchange.names) + _OTHER_TENSORS,
             keeps_ranks=any(step.keeps_server_memory for step in setup.postprocessors),
         )
 

@@ -122,7 +122,7 @@ class _CallConnection(Connection):
         self.is_closed = False
         # The last request that arrived, its content until the trainer takes it, and the reply of the trainer.
         self._name = ""
-        self._content: bytes | None = None
+        self._content: memoryview | None = None
         self._reply: bytes | None = None
         # The request that the trainer works on.
         self._taken = ""
@@ -138,7 +138,7 @@ class _CallConnection(Connection):
         if self._refusal:
             raise ClientRefusedError(f"The server refused the client: {printable(self._refusal)}")
 
-    def receive(self, reply: bytes | None = None) -> bytes | None:
+    def receive(self, reply: bytes | None = None) -> memoryview | None:
         with self._changed:
             if reply is not None and self._taken == self._name:
                 self._reply = reply
@@ -180,7 +180,7 @@ class _CallConnection(Connection):
         """Take a request, unless it is repeated, and wait for the reply."""
         name = header["name"]
         if kind == "request" and name != self._name:
-            self._name, self._content, self._reply = name, bytes(content), None
+            self._name, self._content, self._reply = name, content, None
             self._changed.notify_all()
         self._changed.wait_for(lambda: self._is_answerable(name), header["seconds"])
         if self.is_closed or name != self._name:

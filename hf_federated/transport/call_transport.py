@@ -296,9 +296,9 @@ class CallTransport(Transport):
                 self._events.gate.leave(client_id)
                 raise
         _check_answer(answer, "reply")
-        self._take_reply(client_id, client, name, bytes(reply))
+        self._take_reply(client_id, client, name, reply)
 
-    def _take_reply(self, client_id: str, client: _Client, name: str, reply: bytes) -> None:
+    def _take_reply(self, client_id: str, client: _Client, name: str, reply: memoryview) -> None:
         with self._changed:
             is_open = client.name == name
             if is_open:

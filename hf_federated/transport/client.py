@@ -133,9 +133,9 @@ class GrpcLink(AbstractContextManager["GrpcLink"]):
         self._latest_sent.set()
         self._interrupted = False
         self._next_number = 0
-        self._connection = Connection(self._grpc, address, credentials, client_id)
+        self._connection = Connection(self._grpc, address, credentials, client_id, reconnect_timeout)
         try:
-            response = self._connection.open_session(session_config, connect_timeout, reconnect_timeout / 3)
+            response = self._connection.open_session(session_config, connect_timeout)
         except BaseException:
             self._connection.close()
             raise
@@ -248,13 +248,22 @@ class GrpcLink(AbstractContextManager["GrpcLink"]):
             self._connection.abandon()
         # Without this call, the server would treat the client as connected until its heartbeat_timeout.
         if failure not in (ServerUnreachableError, SessionLostError):
-            try:
-                self._connection.call("Leave", {"session": self.session_id}, min(5.0, self._reconnect_timeout))
-            except self._grpc.RpcError as error:
-                logger.warning(
-                    f"Client {self.client_id!r} could not disconnect from {self.address}: {status_text(error)}"
-                )
+            self._leave()
         self._connection.close()
+
+    def _leave(self) -> None:
+        timeout = min(5.0, self._reconnect_timeout / 3)
+        for is_last in (False, True):
+            try:
+                self._connection.call("Leave", {"session": self.session_id}, timeout)
+                return
+            except self._grpc.RpcError as error:
+                if is_last or error.code().name != "DEADLINE_EXCEEDED":
+                    text = f"Client {self.client_id!r} could not disconnect from {self.address}: {status_text(error)}"
+                    logger.warning(text)
+                    return
+                # The connection may be held.
+                self._connection.abandon()
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -296,9 +305,11 @@ class GrpcLink(AbstractContextManager["GrpcLink"]):
     ) -> Outcome:
         deadline = time.monotonic() + self._answer_timeout
         failing_since: float | None = None
+        num_attempts = 0
         waits = pauses()
         while True:
             pause = next(waits)
+            num_attempts += 1
             try:
                 return self._attempt(method, header, blob, on_sent, timeout=max(deadline - time.monotonic(), 0.01))
             except self._grpc.RpcError as error:
@@ -310,7 +321,8 @@ class GrpcLink(AbstractContextManager["GrpcLink"]):
                     # Activity of the server restarts the timeout.
                     failing_since = max(now if failing_since is None else failing_since, self._state.last_active_at)
                     if now + pause - failing_since > self._reconnect_timeout:
-                        self._state.fail_and_raise(ServerUnreachableError, self._heartbeats.unreachable_text(error))
+                        text = self._heartbeats.unreachable_text(error, num_attempts, failing_since)
+                        self._state.fail_and_raise(ServerUnreachableError, text)
                 elif code == BUSY:
                     failing_since = None
                 else:

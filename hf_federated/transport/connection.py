@@ -27,6 +27,8 @@ BUSY = "RESOURCE_EXHAUSTED"
 # Seconds between attempts.
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 5.0
+# Shortest interval between two pings that a server permits.
+MIN_PING_MS = 500
 # If gRPC does not end a call this many seconds after the timeout of the call, gRPC will never end the call.
 _GRACE = 2.0
 
@@ -40,24 +42,34 @@ class Connection:
         address (`str`): Address of the server, as `host:port`.
         credentials ([`TlsCredentials`], *optional*): Credentials of the client. `None` uses no TLS.
         client_id (`str`): Id of the client.
+        reconnect_timeout (`float`): Seconds within which a connection that transmits nothing must end.
 
     Attributes:
         channel (`grpc.Channel`): The current channel.
+        num_channels (`int`): Number of channels so far.
     """
 
-    def __init__(self, grpc: Any, address: str, credentials: TlsCredentials | None, client_id: str) -> None:
+    def __init__(
+        self, grpc: Any, address: str, credentials: TlsCredentials | None, client_id: str, reconnect_timeout: float
+    ) -> None:
         self._grpc = grpc
         self._address = address
         self._credentials = credentials
         self._client_id = client_id
         # The latest unary call.
         self._call: Any = None
-        self.channel = create_channel(grpc, address, credentials)
+        self._reconnect_timeout = reconnect_timeout
+        self.num_channels = 0
+        self._open()
+
+    def _open(self) -> None:
+        self.channel = create_channel(self._grpc, self._address, self._credentials, self._reconnect_timeout)
+        self.num_channels += 1
 
     def replace(self) -> None:
         """Close the channel, which ends its calls, and create another one."""
         self.channel.close()
-        self.channel = create_channel(self._grpc, self._address, self._credentials)
+        self._open()
 
     def abandon(self) -> None:
         """
@@ -66,7 +78,7 @@ class Connection:
         An interrupt inside gRPC can leave a lock of the channel held, on which `close` would wait forever.
         """
         threading.Thread(target=self.channel.close, name="close of an interrupted channel", daemon=True).start()
-        self.channel = create_channel(self._grpc, self._address, self._credentials)
+        self._open()
 
     def close(self) -> None:
         """Close the channel."""
@@ -97,17 +109,13 @@ class Connection:
         """Cancel the latest unary call, if it has not ended."""
         self._call.cancel()
 
-    def open_session(
-        self, session_config: SessionConfig, connect_timeout: float, attempt_timeout: float
-    ) -> ConnectResponse:
+    def open_session(self, session_config: SessionConfig, connect_timeout: float) -> ConnectResponse:
         """
         Open a session. The server may still be starting.
 
         Args:
             session_config ([`SessionConfig`]): Settings that the client must share with the server.
             connect_timeout (`float`): Seconds to try to connect.
-            attempt_timeout (`float`): Seconds to wait for an answer on one connection. A firewall can hold a
-                connection that is open, so the next attempt has a new one.
 
         Raises:
             ServerUnreachableError: If the server does not respond, TLS fails, or the server is another program.
@@ -119,6 +127,8 @@ class Connection:
             "process": secrets.token_hex(16),
             "terms": session_config.to_dict(),
         }
+        # A firewall can hold a connection that is open, so the next attempt has a new one.
+        attempt_timeout = self._reconnect_timeout / 3
         deadline = time.monotonic() + connect_timeout
         num_attempts = 0
         is_logged = False
@@ -173,7 +183,25 @@ class Connection:
         )
 
 
-def create_channel(grpc: Any, address: str, credentials: TlsCredentials | None) -> Any:
+def keepalive_options(seconds: float) -> list[tuple[str, int]]:
+    """
+    Return the options of gRPC that end a connection whose other end does not answer pings, also without calls.
+
+    Args:
+        seconds (`float`): Seconds until a connection ends that transmits nothing. After a third of it, a ping is sent.
+    """
+    milliseconds = max(int(seconds * 1000 / 3), MIN_PING_MS)
+    return [
+        ("grpc.keepalive_time_ms", milliseconds),
+        # On a slow link, the answer to a ping waits behind a message. Recent versions of gRPC use the second option.
+        ("grpc.keepalive_timeout_ms", 2 * milliseconds),
+        ("grpc.http2.ping_timeout_ms", 2 * milliseconds),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def create_channel(grpc: Any, address: str, credentials: TlsCredentials | None, reconnect_timeout: float) -> Any:
     """
     Create a channel that does not repeat calls.
 
@@ -181,6 +209,7 @@ def create_channel(grpc: Any, address: str, credentials: TlsCredentials | None) 
         grpc (`Any`): The module `grpc`.
         address (`str`): Address of the server, as `host:port`.
         credentials ([`TlsCredentials`], *optional*): Credentials of the client. `None` uses no TLS.
+        reconnect_timeout (`float`): Seconds within which a connection that transmits nothing must end.
 
     Returns:
         `grpc.Channel`: The channel.
@@ -197,6 +226,7 @@ def create_channel(grpc: Any, address: str, credentials: TlsCredentials | None) 
         ("grpc.use_local_subchannel_pool", 1),
         # The answer to a small message is read without a further thread.
         (ChannelOptions.SingleThreadedUnaryStream, 1),
+        *keepalive_options(reconnect_timeout),
     ]
     if credentials is None:
         return grpc.insecure_channel(address, options)

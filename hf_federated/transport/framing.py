@@ -41,7 +41,7 @@ def unframe(blob: bytes | memoryview, **types: Any) -> tuple[dict[str, Any], mem
     length = int.from_bytes(view[:4], "big")
     if len(view) < 4 or length > min(len(view) - 4, MAX_HEADER_BYTES):
         raise ValueError("The header of a message is missing or too long.")
-    header = parse_json_object(bytes(view[4 : 4 + length]), "The header of a message")
+    header = parse_json_object(bytes(view[4 : 4 + length]), "The header of a message", MAX_HEADER_BYTES)
     if header.keys() != types.keys() or not all(type(header[name]) is kind for name, kind in types.items()):
         names = ", ".join(f"{name}: {kind.__name__}" for name, kind in types.items())
         raise ValueError(

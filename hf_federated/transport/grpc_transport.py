@@ -49,8 +49,12 @@ WAITING_TEXTS = {
 # Longest time of a message and its answer. It is long because a large message may wait for the messages of other
 # clients on a slow link. Heartbeats detect a server that has ended.
 _ANSWER_SECONDS = 6 * 3600.0
-# Seconds that the server waits for the clients to leave when the run has ended.
+# Largest announcement. It has a number for each class, and a vocabulary has up to about 300,000 classes.
+_MAX_ANNOUNCEMENT_BYTES = 8 << 20
+# Seconds that the server waits for the clients that it hears to leave when the run has ended.
 _FAREWELL_SECONDS = 10.0
+# Seconds between two checks whether clients are heard.
+_CHECK_SECONDS = 1.0
 
 
 @dataclass
@@ -108,6 +112,7 @@ class GrpcTransport(Transport):
         self.address = address
         self._credentials = None if certificates is None else TlsCredentials.of_server(certificates)
         check_credentials(self._credentials, insecure, address)
+        self._heartbeat_timeout = heartbeat_timeout
         self._create_server = functools.partial(
             GrpcServer, insecure=insecure, heartbeat_timeout=heartbeat_timeout, max_message_bytes=max_message_bytes
         )
@@ -170,13 +175,27 @@ class GrpcTransport(Transport):
             return
         with self._changed:
             self._end = reason
-            clients = self._clients.values()
-            for client in clients:
+            for client in self._clients.values():
                 client.changed.notify_all()
-            self._changed.wait_for(lambda: not any(client.is_connected for client in clients), _FAREWELL_SECONDS)
+            self._wait_for_farewells()
         self._events.gate.close()
         self._server.close()
         self._server = None
+
+    def _wait_for_farewells(self) -> None:
+        """Wait until the clients leave. A client that is not heard may be replacing a connection that is held."""
+        # A client sends four heartbeats in the timeout.
+        interval, now = self._heartbeat_timeout / 4, time.monotonic()
+        patience = max(_FAREWELL_SECONDS, 1.5 * interval)
+        longest, deadline = now + self._heartbeat_timeout + patience, now + patience
+        while now < min(deadline, longest):
+            connected = [client_id for client_id, client in self._clients.items() if client.is_connected]
+            if not connected:
+                return
+            if any((self.seconds_since_heard(name) or 0) > 1.2 * interval for name in connected):
+                deadline = now + patience
+            self._changed.wait(min(_CHECK_SECONDS, interval))
+            now = time.monotonic()
 
     # ---- Threads of the server
 
@@ -184,6 +203,11 @@ class GrpcTransport(Transport):
         client = self._clients[client_id]
         if not client.has_announced:
             self._events.gate.leave(client_id)
+            if len(blob) > _MAX_ANNOUNCEMENT_BYTES:
+                raise ValueError(
+                    f"The announcement of client {client_id!r} has {len(blob)} bytes, but at most "
+                    f"{_MAX_ANNOUNCEMENT_BYTES} bytes are allowed."
+                )
             with self._changed:
                 client.is_connected = client.has_announced = True
             self._events.put(Event("joined", client_id, blob))
@@ -298,6 +322,9 @@ class GrpcConnection(Connection):
                 self._link.close()
                 if time.monotonic() > deadline:
                     raise
+            except BaseException:
+                self._link.close()
+                raise
 
     def receive(self, reply: bytes | None = None) -> Blob | None:
         message = b"" if reply is None else reply

@@ -51,21 +51,30 @@ class Heartbeats:
         self._state.connection.cancel_call()
         self._thread.join()
 
-    def unreachable_text(self, error: Any) -> str:
-        """Return the text of the error for a server that is not active."""
+    def unreachable_text(self, error: Any, num_attempts: int, failing_since: float) -> str:
+        """
+        Return the text of the error for a server that is not active.
+
+        Args:
+            error (`grpc.RpcError`): The error of the last attempt.
+            num_attempts (`int`): Number of attempts.
+            failing_since (`float`): Time of the first failed attempt, as `time.monotonic()` returns it.
+        """
         return (
-            f"The server at {self._address} was not active for reconnect_timeout={self._reconnect_timeout:g} s. gRPC "
-            f"status: {status_text(error)}.{ADVICE}"
+            f"The server at {self._address} was not active for reconnect_timeout={self._reconnect_timeout:g} s: "
+            f"{num_attempts} attempts in {time.monotonic() - failing_since:.1f} s failed, over "
+            f"{self._state.connection.num_channels} connections. gRPC status: {status_text(error)}.{ADVICE}"
         )
 
     def _send(self) -> None:
         state, timeout = self._state, self._reconnect_timeout / 3
         failing_since: float | None = None
+        num_attempts = 0
         while not state.closed.wait(self._interval) and state.failure is None:
             started_at = time.monotonic()
             try:
                 state.connection.call("Heartbeat", {"session": self._session_id}, timeout)
-                failing_since, state.last_active_at = None, time.monotonic()
+                failing_since, num_attempts, state.last_active_at = None, 0, time.monotonic()
             except self._grpc.FutureCancelledError:
                 # The link is being closed.
                 return
@@ -76,11 +85,12 @@ class Heartbeats:
                     return
                 if code == BUSY or state.last_active_at > started_at:
                     # The server is alive, but busy or transmitting a large message.
-                    failing_since = None
+                    failing_since, num_attempts = None, 0
                     continue
+                num_attempts += 1
                 failing_since = max(started_at if failing_since is None else failing_since, state.last_active_at)
                 if time.monotonic() - failing_since > self._reconnect_timeout:
-                    state.fail(ServerUnreachableError, self.unreachable_text(error))
+                    state.fail(ServerUnreachableError, self.unreachable_text(error, num_attempts, failing_since))
                     return
                 if code == "DEADLINE_EXCEEDED":
                     state.replace_connection()

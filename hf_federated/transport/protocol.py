@@ -46,6 +46,13 @@ MAX_MESSAGES_IN_FLIGHT = 8
 # Length of the field that contains the length of a header.
 _LENGTH_BYTES = 4
 DEFAULT_MAX_MESSAGE_BYTES = 1 << 30
+# Largest message of a handshake, which has keys and signatures.
+MAX_HANDSHAKE_BYTES = 1 << 20
+# Largest JSON object of a request, which has the settings of a client, and of a header, which has an error message.
+MAX_REQUEST_BYTES = 4 << 20
+MAX_HEADER_BYTES = 1 << 18
+# Largest number of values of a JSON object. The settings have a value for each file of a checkpoint.
+_MAX_JSON_VALUES = 200_000
 # gRPC drops a call whose metadata, including the status text, has more than 8 KiB. Escaping can triple the size of the
 # text.
 MAX_STATUS_CHARACTERS = 1500
@@ -139,19 +146,20 @@ def join_chunks(chunks: Iterable[bytes], num_bytes: int, on_chunk: Callable[[], 
     return buffer or first
 
 
-def parse_json_object(text: str | bytes, name: str) -> dict[str, Any]:
+def parse_json_object(text: str | bytes, name: str, max_bytes: int = MAX_HEADER_BYTES) -> dict[str, Any]:
     """
     Parse a JSON object.
 
     Args:
         text (`str` or `bytes`): The JSON text.
         name (`str`): Name of the object, for errors.
+        max_bytes (`int`, *optional*): Largest number of bytes.
 
     Raises:
-        ValueError: If the text is not a JSON object.
+        ValueError: If the text is not a JSON object, or exceeds a limit.
     """
     try:
-        parsed = parse_json(text)
+        parsed = parse_json(text, max_bytes, _MAX_JSON_VALUES)
     except ValueError as error:
         raise ValueError(f"{name} is not JSON: {error}.") from None
     if not isinstance(parsed, dict):

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from ..security.encrypted_session import ServerSession
 from ..utils.printable import printable_traceback
 from .admission import Admission, CallDeadlines
+from .connection import MIN_PING_MS, keepalive_options
 from .credentials import TlsCredentials, check_credentials, host_of, require_grpc
 from .errors import RequestRejectedError
 from .protocol import (
@@ -327,9 +328,10 @@ def _server_options(heartbeat_timeout: float) -> list[tuple[str, int]]:
         # Clients send heartbeats. A connection without calls is not the connection of a client.
         ("grpc.max_connection_idle_ms", int(max(2 * heartbeat_timeout, 10.0) * 1000)),
         ("grpc.max_concurrent_streams", 2 * CALLS_PER_CLIENT),
-        # A connection whose other end vanished ends within a minute.
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
+        # A connection whose other end vanished ends within the heartbeat timeout.
+        *keepalive_options(heartbeat_timeout),
+        # Clients send pings too, and `reconnect_timeout` of a client decides how often.
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS // 2),
     ]
 
 

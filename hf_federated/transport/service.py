@@ -24,7 +24,9 @@ from ..security.encrypted_link import EncryptedServer, ServerEndpoint
 from ..security.encrypted_session import ServerSession
 from .errors import RequestRejectedError
 from .protocol import (
+    MAX_HANDSHAKE_BYTES,
     MAX_MESSAGES_IN_FLIGHT,
+    MAX_REQUEST_BYTES,
     VERSION,
     Blob,
     ConnectResponse,
@@ -133,7 +135,7 @@ class Service:
                 the session settings differ.
         """
         with rejected_if_invalid():
-            fields = parse_json_object(request, "Connect")
+            fields = parse_json_object(request, "Connect", MAX_REQUEST_BYTES)
             if fields.get("version") != VERSION:
                 raise RequestRejectedError(
                     "FAILED_PRECONDITION",
@@ -242,8 +244,15 @@ class Service:
             `Outcome`, *optional*: The outcome, or `None` if the client no longer waits.
 
         Raises:
-            RequestRejectedError: If the message is out of order or differs from its header, or no slot is free.
+            RequestRejectedError: If the message is out of order or differs from its header, is too large for its kind,
+                or no slot is free.
         """
+        if kind != "exchange" and header.num_bytes > MAX_HANDSHAKE_BYTES:
+            raise RequestRejectedError(
+                "INVALID_ARGUMENT",
+                f"The {kind!r} message has {header.num_bytes} bytes, but a message of a handshake has at most "
+                f"{MAX_HANDSHAKE_BYTES}.",
+            )
         executor = session.executor
 
         def is_expected() -> bool:

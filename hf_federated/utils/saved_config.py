@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .fields import check_values
+from .untrusted_json import read_json
 
 
 if TYPE_CHECKING:
@@ -58,8 +59,7 @@ class SavedConfig:
         """
         path = os.path.join(directory, cls.file_name)
         try:
-            with open(path, encoding="utf-8") as file:
-                values = json.load(file)
+            values = read_json(path)
             if not isinstance(values, dict):
                 raise ValueError(f"it contains a {type(values).__name__} instead of a dictionary.")
             check_values(cls, values)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset, load_dataset
+from federations import settings_of
 from safetensors.torch import load_file
 from workers import worker
 
@@ -21,7 +22,6 @@ from hf_federated.experiments.network.run import build_client, build_server
 from hf_federated.experiments.recipe.recipe import parse_recipe
 from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.security.certificates import create_certificates
-from hf_federated.trainer.network_settings import NetworkSettings
 
 
 CLIENTS = ("north", "south")
@@ -199,7 +199,7 @@ def test_partitioned_data_limits_what_clients_announce(recipe, examples, tmp_pat
     server, client = build_server(loaded, engine).trainer, build_client(loaded, "north").trainer
     expected = {"north": 30, "south": 15}
     assert server.federation.max_examples_per_client == client.federation.max_examples_per_client == expected
-    ours, theirs = (NetworkSettings.of(each._federation_setup, each.args) for each in (server, client))
+    ours, theirs = (settings_of(each) for each in (server, client))
     assert "number of examples of each client" in ours.settings and ours.differences(theirs.to_dict()) == []
     # A client with its own files, another client, and the field of the recipe.
     assert build_client(loaded, "north", examples=examples["north"]).trainer.federation.max_examples_per_client is None

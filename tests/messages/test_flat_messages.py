@@ -141,14 +141,20 @@ def check_damaged(header: str, encoding: str = "utf-8") -> None:
         assert packed_kind(form) is None
 
 
-def test_kind_with_many_dimensions_is_an_error():
-    blob = pack({"kind": torch.zeros([1] * 2000), "fields": {}})
+def test_kind_that_is_a_tensor_is_an_error():
+    blob = pack({"kind": torch.zeros([1] * 64), "fields": {}})
     with pytest.raises(ValueError, match="got kind '<Tensor>'"):
         Sample.from_bytes(blob)
     with pytest.raises(ValueError, match="got kind '<Tensor>'"):
         read_request(blob)
     with pytest.raises(ValueError, match="Unknown message kind '<Tensor>'"):
         read_message(blob)
+
+
+@pytest.mark.parametrize("form", [bytes, lambda blob: memoryview(bytearray(blob))], ids=["bytes", "view"])
+def test_tensor_with_more_dimensions_than_numpy_supports_is_an_error(form):
+    with pytest.raises(ValueError, match="'0' has 65 dimensions, at most 64 are allowed"):
+        unpack(form(pack([torch.zeros([1] * 65)])))
 
 
 def test_kind_among_pairs_is_found():

@@ -142,7 +142,7 @@ def test_damaged_state_is_refused(ledger):
         ('{"rounds": {"0": {"a": [1, -1]}}}', "two integers of at least 0"),
         ('{"rounds": {"0": {"a": [1, true]}}}', "two integers of at least 0"),
         ('{"rounds": {"0": {"a": [1, NaN]}}}', "two integers of at least 0"),
-        ("[" * 100_000, "recursion"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_damaged_file_is_refused_by_its_name(text, words, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 from distillation_setup import client_model
+from federations import settings_of
 from language import language_model, masking_tokenizer, sentences, tokenizer
 from peft import LoraConfig, get_peft_model
 from tiny import arguments, rows, tiny_model
@@ -42,7 +43,7 @@ def settings(
         federation=FederatedConfig(**{**ROUNDS, **dict(federation)}),
         **{"train_dataset": {"north": rows(4)}, **kwargs},
     )
-    return NetworkSettings.of(trainer._federation_setup, trainer.args, "north")
+    return settings_of(trainer, "north")
 
 
 def with_labels(*names: str) -> nn.Module:

@@ -40,8 +40,8 @@ class Client:
             connection = endpoint.connect(self._settings, frame({"num_examples": 3}))
             reply = None
             while (content := connection.receive(reply)) is not None:
-                self.received.append(content)
-                reply = self._reply(content)
+                self.received.append(bytes(content))
+                reply = self._reply(bytes(content))
             connection.close()
             self.end = connection.end
         except LinkError as error:

@@ -15,12 +15,14 @@ import grpc
 import pytest
 import torch
 from decoders import batch, decoder
-from loopback import CLIENTS, certificates, join, serve, wait_until
+from loopback import CLIENTS, SESSION_CONFIG, certificates, join, serve, wait_until
 
 from hf_federated import SplitModel
 from hf_federated.split import ClientBatchRunner
 from hf_federated.transport import (
     AnswerTimeoutError,
+    GrpcConnection,
+    GrpcTransport,
     LinkError,
     ServerFailedError,
     ServerUnreachableError,
@@ -334,14 +336,43 @@ def test_close_returns_if_an_interrupted_channel_never_closes(tls, channels):
     channels[0].channel.close()
 
 
-def test_close_returns_if_grpc_never_ends_a_call(tls, caplog, monkeypatch, channels):
+def test_client_leaves_over_a_new_connection_if_grpc_never_ends_a_call(tls, channels):
     with serve(tls, lambda _, blob: blob) as server:
         link = join(tls, server)
         channels[0].channel.close()
         channels[0].replacement = NeverEndingChannel()
+        link.close()
+        assert len(channels) == 2
+        assert not server.is_alive("north")
+
+
+def test_close_returns_if_grpc_never_ends_any_call(tls, caplog, monkeypatch):
+    with serve(tls, lambda _, blob: blob) as server:
+        link = join(tls, server, reconnect_timeout=0.6)
+        link._connection.channel.close()
+        monkeypatch.setattr(connection, "create_channel", lambda *args: NeverEndingChannel())
+        link._connection.channel = NeverEndingChannel()
         monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
         link.close()
         assert "could not disconnect" in caplog.text and "did not end the call within its timeout" in caplog.text
+
+
+def test_message_of_a_handshake_is_limited_before_it_is_read(tls):
+    with serve(tls, lambda _, blob: blob) as server, join(tls, server) as link:
+        with pytest.raises(LinkError, match="The 'hello' message has 1048577 bytes.*at most 1048576"):
+            link.hello(bytes((1 << 20) + 1))
+
+
+def test_large_announcement_is_refused(tls):
+    transport = GrpcTransport("127.0.0.1:0", str(tls))
+    transport.start(["north"], SESSION_CONFIG)
+    announcement = bytes((8 << 20) + 1)
+    with pytest.raises(ValueError, match="announcement of client 'north' has 8388609 bytes, but at most 8388608"):
+        GrpcConnection(transport.address, str(tls), "north", SESSION_CONFIG, announcement)
+    assert transport.receive(0) is None and not transport.is_connected("north")
+    with GrpcConnection(transport.address, str(tls), "north", SESSION_CONFIG, announcement[:100]):
+        assert transport.receive(10).blob == announcement[:100]
+    transport.stop()
 
 
 def test_server_that_was_not_started_can_be_closed(tls):

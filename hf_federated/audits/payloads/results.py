@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...utils.untrusted_json import read_json
 from .evidence import AttackResult
 
 
@@ -75,8 +76,8 @@ class PayloadAudit:
             ValueError: If the file does not contain the results of an audit of payloads.
         """
         try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            return cls.from_dict(read_json(path))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{path} does not contain the results of an audit of payloads: {error}. Pass an audit.json that"
                 " `hf-federated audit RECIPE` wrote."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pyarrow.parquet as pq
 from datasets import Dataset, Features
 from datasets.fingerprint import Hasher
 
+from ...utils.untrusted_json import parse_json
 from ..client_datasets import ClientDatasets, PartitionedDataset
 from ..partitioners.base import Partition
 from .partition_file import PARTITION_FILE, PartitionFileError, StoredRows
@@ -106,7 +106,7 @@ class ParquetDatasets(ClientDatasets):
         features = (
             Features.from_arrow_schema(schema)
             if written is None
-            else Features.from_dict(json.loads(written)["info"]["features"])
+            else Features.from_dict(parse_json(written)["info"]["features"])
         )
         if features != self.features or list(schema.names) != list(self.features):
             different = sorted(

@@ -21,6 +21,7 @@ from datasets import Features
 from ...utils.client_names import escape_client_id
 from ...utils.fields import check_of
 from ...utils.file_hash import sha256_of_file
+from ...utils.untrusted_json import MAX_FILE_BYTES, MAX_FILE_VALUES, parse_json
 from ..source import DatasetSource
 
 
@@ -235,7 +236,7 @@ class PartitionFile:
                 format.
         """
         try:
-            raw = json.loads(text)
+            raw = parse_json(text, MAX_FILE_BYTES, MAX_FILE_VALUES, max_text=None)
         except (ValueError, RecursionError) as error:
             raise PartitionFileError(f"{PARTITION_FILE} is not JSON: {error}.") from error
         if not isinstance(raw, dict) or raw.get("format") != "hf_federated.partition":

@@ -23,6 +23,8 @@ from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.strict_json import to_strict_json
 from hf_federated.utils.file_lock import FileLock, FileLockedError
 
+from ...utils.untrusted_json import parse_json
+
 
 LOG_NAME = "runs.jsonl"
 LOCK_NAME = "runs.lock"
@@ -191,7 +193,7 @@ def _repair(path: Path) -> None:
 def _parse_object(line: bytes) -> Any:
     """Return the JSON object of a line, or `None`. A truncated object is never a valid object."""
     try:
-        value = json.loads(line)
+        value = parse_json(line)
     except ValueError:  # includes invalid UTF-8
         return None
     return value if isinstance(value, dict) else None

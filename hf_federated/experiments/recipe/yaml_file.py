@@ -22,6 +22,7 @@ DEFAULT_TASK = "text-classification"
 # Limits of a YAML document. A value counts once for each of its aliases.
 MAX_DEPTH = 100
 MAX_VALUES = 200_000
+MAX_CHARACTERS = 16 * 1024**2
 # The sections that name a class, with the default class.
 NAMED_SECTIONS = {"task": DEFAULT_TASK, "partition": None}
 
@@ -43,7 +44,7 @@ def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     """
     try:
         with open(path, encoding="utf-8") as file:
-            values = parse_yaml(file.read(), str(path)) or {}
+            values = parse_yaml(file.read(MAX_CHARACTERS + 1), str(path)) or {}
     except OSError as error:
         raise RecipeError(f"cannot read the recipe {os.fspath(path)!r}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
@@ -181,13 +182,22 @@ def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int] | None]) -> tuple
     return size
 
 
-def _check_depth(text: str) -> None:
-    """Raise a `YAMLError` if a document is nested too deeply. The parser of libyaml would end the process."""
-    depth = 0
+def _check_size(text: str) -> None:
+    """
+    Raise a `YAMLError` if a document is too large or nested too deeply, before it is in memory as nodes.
+
+    The parser of libyaml would end the process for a document that is nested too deeply.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise yaml.YAMLError(f"it has more than {MAX_CHARACTERS} characters")
+    num_values = depth = 0
     for event in yaml.parse(text, Loader=_SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        num_values += isinstance(event, yaml.NodeEvent)
         if depth > MAX_DEPTH:
             raise _too_deep()
+        if num_values > MAX_VALUES:
+            raise yaml.YAMLError(f"it has more than {MAX_VALUES} values")
 
 
 def _too_deep() -> yaml.YAMLError:
@@ -235,7 +245,7 @@ def parse_yaml(text: str, source: str) -> Any:
         RecipeError: If the text is not valid YAML.
     """
     try:
-        _check_depth(text)
+        _check_size(text)
         return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
     except _YAML_ERRORS as error:
         raise RecipeError(f"{source} is not YAML: {' '.join(str(error).split())}") from error

@@ -261,6 +261,8 @@ def test_all_invalid_changes_of_the_command_line_are_listed(tmp_path):
             "a0: &a0 [x]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}, *a{n}]\n" for n in range(20)),
             ["not YAML", "more than 200000 values"],
         ),
+        ("model: [" + "1," * 200_000 + "]", ["not YAML", "more than 200000 values"]),
+        ("#" * (16 * 1024**2 + 1), ["not YAML", "more than 16777216 characters"]),
         ("model: &model {name_or_path: *model}", ["not YAML", "a value contains an alias of itself"]),
         ("model: {name_or_path: a, name_or_path: b}", ["duplicate key"]),
         ("model: {[a]: b, [a]: b}", ["not YAML", "unhashable key"]),
