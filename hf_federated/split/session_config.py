@@ -64,12 +64,13 @@ class SplitSessionConfig:
         }
         return dict(json.loads(json.dumps(described, default=as_json)))
 
-    def differences(self, theirs: Any) -> list[str]:
+    def differences(self, theirs: Any, is_client: bool = False) -> list[str]:
         """
         List the settings in which the client differs from the server, one message per setting.
 
         Args:
-            theirs (`dict[str, Any]`): The client's `to_dict()`. It is untrusted input.
+            theirs (`dict[str, Any]`): The other party's `to_dict()`. It is untrusted input.
+            is_client (`bool`, *optional*, defaults to `False`): Whether this party is the client.
 
         Raises:
             ValueError: If `theirs` is not the output of `to_dict()`.
@@ -77,7 +78,7 @@ class SplitSessionConfig:
         settings = self.to_dict()
         if not isinstance(theirs, dict) or theirs.keys() != settings.keys():
             raise ValueError(f"A session config must be a dictionary with the fields {sorted(settings)}.")
-        names = ("at the server", "at the client")
+        names = ("at the client", "at the server") if is_client else ("at the server", "at the client")
         found = self.model.differences(ModelFingerprint.from_dict(theirs["model"]), names)
         ours, others = ({**values, "model": None} for values in (settings, theirs))
         return found + differences(ours, others, "", names)

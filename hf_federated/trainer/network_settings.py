@@ -119,22 +119,24 @@ class NetworkSettings:
         """Return the settings."""
         return dict(self.settings)
 
-    def differences(self, theirs: Any) -> list[str]:
+    def differences(self, theirs: Any, is_client: bool = False) -> list[str]:
         """
         List the settings in which a client differs from the server.
 
         Args:
-            theirs (`dict[str, Any]`): `to_dict()` of the client. It is untrusted input.
+            theirs (`dict[str, Any]`): `to_dict()` of the other party. It is untrusted input.
+            is_client (`bool`, *optional*, defaults to `False`): Whether this party is the client.
 
         Raises:
             ValueError: If `theirs` is not the output of `to_dict()`.
         """
         is_valid = isinstance(theirs, dict) and all(isinstance(text, str) for text in theirs.values())
         if not is_valid or len(theirs) > 10 * len(self.settings):
-            raise ValueError("The settings of a client must be texts by name.")
+            raise ValueError("The settings of a party must be texts by name.")
+        server, client = (theirs, self.settings) if is_client else (self.settings, theirs)
         return [
-            f"{name[:_MAX_LENGTH]}: {self.settings.get(name, 'not set')} at the server, "
-            f"{theirs.get(name, 'not set')[:_MAX_LENGTH]} at the client"
+            f"{name[:_MAX_LENGTH]}: {server.get(name, 'not set')[:_MAX_LENGTH]} at the server, "
+            f"{client.get(name, 'not set')[:_MAX_LENGTH]} at the client"
             for name in dict.fromkeys([*self.settings, *theirs])
             if self.settings.get(name) != theirs.get(name)
             and not (_is_optional(name) and (name not in self.settings or name not in theirs))

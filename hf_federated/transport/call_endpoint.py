@@ -7,11 +7,12 @@ import uuid
 from typing import Any
 
 from ..utils.printable import printable
+from ..utils.untrusted_json import parse_json
 from .base import Connection
 from .call_transport import CALL_FIELDS, LARGE_REPLY_BYTES
 from .errors import ClientRefusedError, LinkError
 from .framing import frame, unframe
-from .session_config import SessionConfig
+from .session_config import SessionConfig, format_differences
 
 
 _MAX_WAIT_SECONDS = 60.0
@@ -113,7 +114,7 @@ class _CallConnection(Connection):
     """
 
     def __init__(self, session_config: SessionConfig, announcement: bytes) -> None:
-        self._settings = session_config.to_dict()
+        self._session_config = session_config
         self._announcement = announcement
         self._session = uuid.uuid4().hex
         self._changed = threading.Condition()
@@ -164,17 +165,27 @@ class _CallConnection(Connection):
         kind = header["kind"]
         with self._changed:
             if kind == "join":
-                return _answer("joined", self._session, settings=self._settings) + self._announcement
+                return _answer("joined", self._session, settings=self._session_config.to_dict()) + self._announcement
             if header["session"] != self._session or self.is_closed:
                 return _answer("lost")
             if kind in ("accept", "refuse"):
-                self._refusal = header["text"] if kind == "refuse" else ""
+                self._refusal = header["text"] if kind == "refuse" else self._compare(content)
             elif kind == "end":
                 self.end = header["text"]
             else:
                 return self._exchange(kind, header, content)
             self._changed.notify_all()
             return _answer("done")
+
+    def _compare(self, terms: memoryview) -> str:
+        """Compare the settings of the server. Return why the client refuses the server, or an empty text."""
+        try:
+            differences = self._session_config.differences(parse_json(terms), is_client=True)
+        except ValueError as error:
+            differences = [str(error)]
+        if not differences:
+            return ""
+        return f"The client refuses the server, which has different settings. {format_differences(differences)}."
 
     def _exchange(self, kind: str, header: dict[str, Any], content: memoryview) -> bytes:
         """Take a request, unless it is repeated, and wait for the reply."""

@@ -17,6 +17,7 @@ not respond is therefore lost after `call_timeout`. The server tries again to re
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
@@ -265,7 +266,8 @@ class CallTransport(Transport):
             text = f"The settings differ. {format_differences(differences)}"
             self._call(client, "refuse", session=session, text=text)
             raise _TrainerFailedError(f"it was refused. {text}")
-        answer, _ = self._call(client, "accept", session=session)
+        terms = json.dumps(self._session_config.to_dict()).encode()
+        answer, _ = self._call(client, "accept", terms, session=session)
         _check_answer(answer, "done")
         with self._changed:
             if self._is_over(client):

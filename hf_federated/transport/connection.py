@@ -16,7 +16,7 @@ from ..utils.printable import printable
 from .credentials import TlsCredentials
 from .errors import ClientRefusedError, ServerUnreachableError
 from .protocol import SERVICE, VERSION, ConnectResponse
-from .session_config import SessionConfig
+from .session_config import SessionConfig, format_differences
 
 
 logger = logging.get_logger(__name__)
@@ -138,7 +138,14 @@ class Connection:
             num_attempts += 1
             try:
                 timeout = min(max(deadline - time.monotonic(), 0.01), attempt_timeout)
-                return ConnectResponse.from_json(self.call("Connect", request, timeout))
+                response = ConnectResponse.from_json(self.call("Connect", request, timeout))
+                differences = session_config.differences(response.terms, is_client=True)
+                if not differences:
+                    return response
+                raise ClientRefusedError(
+                    f"Client {self._client_id!r} refuses the server at {self._address}, which has different settings. "
+                    f"{printable(format_differences(differences))}."
+                )
             except self._grpc.RpcError as error:
                 code = error.code().name
                 if code == "DEADLINE_EXCEEDED":

@@ -21,7 +21,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from transformers.utils import logging
@@ -35,7 +35,7 @@ from .errors import RequestRejectedError, ServerFailedError
 
 logger = logging.get_logger(__name__)
 
-VERSION = 3
+VERSION = 4
 SERVICE = "hf_federated.Sessions"
 # The kind of message of each streaming method.
 KINDS = {"Exchange": "exchange", "Hello": "hello", "Finish": "finish"}
@@ -204,11 +204,13 @@ class ConnectResponse(Header):
         session (`str`): Id of the client's session.
         heartbeat_timeout_ms (`int`): Milliseconds without activity after which the server ends the session.
         max_message_bytes (`int`): Size of the largest message that the client may send.
+        terms (`dict[str, Any]`, *optional*): The settings of the server, which the client compares with its own.
     """
 
     session: str
     heartbeat_timeout_ms: Count
     max_message_bytes: Count
+    terms: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,8 @@ class Service:
                         raise RequestRejectedError("FAILED_PRECONDITION", str(error)) from None
                     raise
         timeout_ms = int(self.sessions.heartbeat_timeout * 1000)
-        return ConnectResponse(session.session_id, timeout_ms, self.max_message_bytes).to_json().encode("ascii")
+        terms = self.session_config.to_dict()
+        return ConnectResponse(session.session_id, timeout_ms, self.max_message_bytes, terms).to_json().encode("ascii")
 
     def heartbeat(self, request: bytes, owner: str | None) -> bytes:
         """

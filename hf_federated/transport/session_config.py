@@ -1,4 +1,4 @@
-"""The settings of a client that the server compares with its own settings on connection."""
+"""The settings of a party that the other party compares with its own settings on connection."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ class SessionConfig(Protocol):
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON values."""
 
-    def differences(self, theirs: Any) -> list[str]:
+    def differences(self, theirs: Any, is_client: bool = False) -> list[str]:
         """
         Return the settings in which the other party differs, one message per setting.
 
         Args:
             theirs (`dict[str, Any]`): The output of the other party's `to_dict()`. It is untrusted input.
+            is_client (`bool`, *optional*, defaults to `False`): Whether this party is the client.
 
         Raises:
             ValueError: If `theirs` is not the output of `to_dict()`.

@@ -17,6 +17,7 @@ from hf_federated.transport import (
     ServerUnreachableError,
     TlsCredentials,
 )
+from hf_federated.transport.protocol import VERSION
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,10 @@ def test_second_link_of_a_client_waits_until_first_link_is_closed(tls, server):
                 assert second_link.exchange(b"") == b"north"
 
 
-@pytest.mark.parametrize("request_", [b"", b"[]", b"\xff", b'{"version": 3}', b'{"version": 3, "client_id": 3}'])
+HEADER = f'{{"version": {VERSION}'.encode()
+
+
+@pytest.mark.parametrize("request_", [b"", b"[]", b"\xff", HEADER + b"}", HEADER + b', "client_id": 3}'])
 def test_malformed_request_is_rejected(tls, server, request_):
     tls_credentials = TlsCredentials.of_client(tls, "north")
     credentials = grpc.ssl_channel_credentials(
