@@ -50,6 +50,8 @@ class RequestRecord:
         agreement (`str`, *optional*): Digest of what the client agreed to. The record of another agreement is dropped,
             as is the record of a complete run.
         writes (`bool`, *optional*, defaults to `True`): Whether this process writes the file.
+        saved (`list[dict[str, Any]]`, *optional*): Entries of the file, so that all processes of a client decide alike.
+            By default, the process reads the file.
 
     Attributes:
         num_refused (`int`): Number of requests that the client refused in this run.
@@ -58,7 +60,13 @@ class RequestRecord:
         ValueError: If the file is damaged.
     """
 
-    def __init__(self, folder: Path | None = None, agreement: str = "", writes: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path | None = None,
+        agreement: str = "",
+        writes: bool = True,
+        saved: list[dict[str, Any]] | None = None,
+    ) -> None:
         self._journal = None if folder is None else Journal(folder / REQUESTS_FILE)
         self._writes = writes
         self.num_refused = 0
@@ -73,7 +81,7 @@ class RequestRecord:
         self._nonces: dict[str, str] = {}
         if self._journal is None:
             return
-        saved = self._journal.read()
+        saved = self._journal.read() if saved is None else saved
         if saved[:1] == [{"agreement": agreement}] and saved[-1] != _END:
             for fields in saved[1:]:
                 self._load(fields)

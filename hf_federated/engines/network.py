@@ -273,16 +273,12 @@ class NetworkEngine(Engine):
             self._refuse_announcement(name, reason)
         if client_id in refused:
             return
-        number = announced.num_examples
-        described = "a stream" if number is None else f"{number} examples"
-        if first != announced:
-            changes = [
-                f"{name}={value!r} (before: {getattr(first, name)!r})"
-                for name, value in vars(announced).items()
-                if value != getattr(first, name)
-            ]
-            described = f"{', '.join(changes)[:MAX_SHOWN_LENGTH]}, but its first announcement counts"
-        _log(f"Client {client_id!r} joined with {described}.", "joined", client_id, num_examples=first.num_examples)
+        _log(
+            f"Client {client_id!r} joined with {announced.describe(first)}.",
+            "joined",
+            client_id,
+            num_examples=first.num_examples,
+        )
 
     def absence_reason(self, client_id: str) -> str | None:
         return self._missing.get(client_id)

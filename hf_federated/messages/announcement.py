@@ -9,6 +9,10 @@ from ..utils.fields import MAX_METRICS, Count, MaxEntries
 from .base import Serializable
 
 
+# Largest number of characters that describe a changed announcement.
+MAX_SHOWN_LENGTH = 100
+
+
 @dataclass(frozen=True)
 class Announcement(Serializable):
     """
@@ -43,6 +47,22 @@ class Announcement(Serializable):
     num_eval_examples: Count
     examples_per_step: Count
     class_counts: Annotated[list[Count], MaxEntries(MAX_METRICS)] | None = None
+
+    def describe(self, first: Announcement) -> str:
+        """
+        Describe the announcement for a log.
+
+        Args:
+            first ([`Announcement`]): The first announcement of the client, which counts.
+        """
+        if first == self:
+            return "a stream" if self.num_examples is None else f"{self.num_examples} examples"
+        changes = [
+            f"{name}={value!r} (before: {getattr(first, name)!r})"
+            for name, value in vars(self).items()
+            if value != getattr(first, name)
+        ]
+        return f"{', '.join(changes)[:MAX_SHOWN_LENGTH]}, but its first announcement counts"
 
     @classmethod
     def from_bytes(cls, blob: bytes | memoryview) -> Announcement:

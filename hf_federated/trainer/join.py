@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..adapters import Exchange
 from ..clients import Agreement, RefusedRequestError
 from ..clients.limits import examples_per_step
-from ..clients.request_record import RequestRecord
+from ..clients.request_record import REQUESTS_FILE, RequestRecord
 from ..clients.state_history import StateHistory
 from ..data import FederatedDataset
 from ..data.client_ids import similar_ids_hint
@@ -30,6 +30,7 @@ from ..transport import Connector
 from ..utils.arguments import require
 from ..utils.client_names import escape_client_id
 from ..utils.errors import UserError
+from ..utils.journal import Journal
 from ..utils.printable import printable
 from ..utils.storage import write_private
 from .announcement_limits import AnnouncementError, agreed_problem
@@ -265,7 +266,10 @@ class JoinedClient:
         """Open the record of the client's requests, and write what the client agrees to."""
         folder, agreed = Path(self._state_dir), {**self._agreement.describe(), **self._agreed}
         text = json.dumps(agreed, indent=2) + "\n"
-        record = RequestRecord(folder, hashlib.sha256(text.encode()).hexdigest(), self._processes.is_main)
+        # Other machines may see the file later.
+        saved = self._processes.run_on_main("record of requests", Journal(folder / REQUESTS_FILE).read)
+        agreement = hashlib.sha256(text.encode()).hexdigest()
+        record = RequestRecord(folder, agreement, self._processes.is_main, saved)
         if self._processes.is_main:
             write_private(folder / AGREEMENT_FILE, text.encode())
         return record
