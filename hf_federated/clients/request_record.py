@@ -50,7 +50,7 @@ class RequestRecord:
         agreement (`str`, *optional*): Digest of what the client agreed to. The record of another agreement is dropped,
             as is the record of a complete run.
         writes (`bool`, *optional*, defaults to `True`): Whether this process writes the file.
-        saved (`list[dict[str, Any]]`, *optional*): Entries of the file, so that all processes of a client decide alike.
+        saved (`list[dict[str, Any]]`, *optional*): Entries of the file, so that all processes decide alike.
             By default, the process reads the file.
 
     Attributes:
