@@ -215,6 +215,8 @@ class ClientWorker:
         try:
             for part in parts:
                 part.receive(message)
+        except ModelMismatchError:
+            raise
         except INVALID_CONTENT as error:
             raise refusal_of(error, message, "extra") from error
         if message.state:

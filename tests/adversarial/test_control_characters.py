@@ -110,7 +110,7 @@ def test_settings_of_a_client_are_printable():
 
 
 def test_names_of_fields_in_errors_are_printable_and_bounded():
-    many = {f"{EVIL}{number}": 0 for number in range(5000)}
+    many = {f"{EVIL}{number}": 0 for number in range(1000)}
     readers = [
         lambda: unframe(frame(many), **ANSWER_FIELDS),
         lambda: ConnectResponse.from_json(json.dumps(many)),

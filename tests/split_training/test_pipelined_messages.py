@@ -71,11 +71,10 @@ class PipelinedLink(DirectLink):
         messages = [blob]
         if packed_kind(blob) == Bundle.kind:
             messages = [as_view(content) for content in Bundle.from_bytes(blob).messages]
+        # A view can be read only once.
+        kinds = [packed_kind(message).removeprefix("split_") for message in messages]
         numbers = [getattr(read_message(message), "micro_step", "") for message in messages]
-        return " ".join(
-            f"{packed_kind(message).removeprefix('split_')}{number}"
-            for message, number in zip(messages, numbers, strict=True)
-        )
+        return " ".join(f"{kind}{number}" for kind, number in zip(kinds, numbers, strict=True))
 
 
 def parameters_of(run):
