@@ -19,7 +19,7 @@ from .serialization import FlatTree, PackedPieces, pack, packed_size, unpack
 
 M = TypeVar("M", bound="Serializable")
 # Number of characters of received names that an error contains.
-_MAX_SHOWN = 1000
+_MAX_SHOWN = 500
 
 
 @dataclass(frozen=True)
