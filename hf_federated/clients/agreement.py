@@ -185,8 +185,12 @@ class Agreement:
         """Return what a request asks for, how much is allowed in a round, and the limit in words."""
         if isinstance(request, PublicRowsMessage):
             passes = max(getattr(method, "passes_per_round", 0) for method in self.methods)
+            largest = passes * self.num_public_rows
             agreed = f"{passes} passes over {self.num_public_rows} public examples in a round (`passes_per_round`)"
-            return request.stop - request.start, passes * self.num_public_rows, agreed
+            if isinstance(request, Feedback) and self.record is not None:
+                largest = self.record.amount(Predict.kind, request.client_id, request.round)
+                agreed = "feedback on predictions that the client has sent in this round"
+            return request.stop - request.start, largest, agreed
         if isinstance(request, Evaluate):
             return 1, MAX_EVALUATIONS, f"{MAX_EVALUATIONS} evaluations in a round, in ascending rounds"
         largest = request.max_per_round

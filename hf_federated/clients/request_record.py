@@ -34,6 +34,7 @@ class _Entry:
     digest: str
     nonce: str
     start: str
+    phase: Count | None
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -77,6 +78,8 @@ class RequestRecord:
         # The entries by kind, client and round, and then by digest and state.
         self._entries: defaultdict[tuple[str, str, int], dict[tuple[str, str], _Entry]] = defaultdict(dict)
         self._last_rounds: Counter[str] = Counter()
+        # The last phase of each client and round.
+        self._phases: Counter[tuple[str, int]] = Counter()
         # The nonces of all requests, in their order, each with the nonce of the first request that it repeats.
         self._nonces: dict[str, str] = {}
         if self._journal is None:
@@ -110,12 +113,19 @@ class RequestRecord:
         if (entry.digest, entry.start) not in entries:
             if request.round < (last := self._last_rounds[request.client_id]):
                 return f"is {request.round}, but the client has answered requests of round {last}"
+            phase = self._phases[request.client_id, request.round]
+            if request.phase is not None and request.phase < phase:
+                return f"is {request.round}, of which the client has answered requests of a later phase"
             answered = sum(each.amount for each in entries.values())
             if answered + amount > largest:
                 return f"is {request.round}, in which the client has already answered {answered}"
         self._keep(entry)
         self._write(asdict(entry))
         return None
+
+    def amount(self, kind: str, client_id: str, round: int) -> int:
+        """Return the sum of the amounts of the requests of a kind in a round."""
+        return sum(entry.amount for entry in self._entries.get((kind, client_id, round), {}).values())
 
     def earlier(self, request: Message) -> str | None:
         """
@@ -159,7 +169,7 @@ class RequestRecord:
     def _entry(self, request: Message, amount: int = 1) -> _Entry:
         key = request.kind, request.client_id, request.round
         start = self._nonces.get(self.start, self.start)
-        return _Entry(*key, amount, digest_of(request), request.nonce, start)
+        return _Entry(*key, amount, digest_of(request), request.nonce, start, request.phase)
 
     def _keep(self, entry: _Entry) -> None:
         entries, content = self._entries[entry.key], (entry.digest, entry.start)
@@ -167,6 +177,8 @@ class RequestRecord:
             self.last = entry.nonce
         first = entries[content].nonce if content in entries else entry.nonce
         entries[content] = entry
+        place = entry.client_id, entry.round
+        self._phases[place] = max(self._phases[place], entry.phase or 0)
         self._last_rounds[entry.client_id] = max(self._last_rounds[entry.client_id], entry.round)
         self._nonces[entry.nonce] = self._nonces.get(first, first)
 

@@ -175,6 +175,9 @@ class Message(Serializable):
     answered_by: ClassVar[str] = ""
     # Largest number of requests of this kind that a client answers in a round.
     max_per_round: ClassVar[int] = 1
+    # Phase of a round: 0 is local training, and 1 are the messages about public examples. In a round, a client refuses
+    # requests of an earlier phase than its last request. `None` is any time.
+    phase: ClassVar[int | None] = None
 
     round: Count
     client_id: str

@@ -29,6 +29,8 @@ class PublicRowsMessage(Message):
         seed (`int`): Seed of the random numbers of the client, below 2**32.
     """
 
+    phase: ClassVar[int | None] = 1
+
     order: int | None
     start: Count
     stop: Count

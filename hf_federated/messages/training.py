@@ -59,6 +59,7 @@ class Fit(Message):
 
     kind: ClassVar[str] = "fit"
     answered_by: ClassVar[str] = "client_update"
+    phase: ClassVar[int | None] = 0
     optional_fields: ClassVar[tuple[str, ...]] = ("accepted_round",)
 
     seed: Seed

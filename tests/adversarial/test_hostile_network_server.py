@@ -119,6 +119,8 @@ def invalid_training(request: Fit) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "a large additional tensor", {"extra": {**request.extra, "x": torch.zeros(2**24 + 1, dtype=torch.int8)}}
     if request.extra:
         yield "no additional tensors", {"extra": {}}
+        # It would lead the client away from the state, which is otherwise harmless.
+        yield "a control variate in the first round", {"extra": changed(request.extra, with_value(1.0))}
         yield (
             "one value as an additional tensor",
             {"extra": changed(request.extra, lambda value: value.reshape(-1)[:1])},
@@ -223,7 +225,8 @@ def check_conversation(directory: Path, method: str) -> int:
         requests.append(("", request))
         # A request with unreadable content counts against the limit of the round.
         (later if isinstance(request, Feedback) else requests).extend(hostile_requests(request))
-    requests += later
+    first = requests[0][1]
+    requests += [*later, ("the same training from another state of the client", first)]
     replies = ask(directory, method, requests)
     assert len(replies) == len(requests)
     for name, request, reply in replies:

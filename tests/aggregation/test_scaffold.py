@@ -236,7 +236,7 @@ def test_training_without_a_gradient_raises_an_error():
 
 def test_client_averages_its_uncorrected_gradients():
     server, own = {"w": torch.tensor([10.0])}, {"control": {"w": torch.tensor([1.0])}}
-    part = received(Scaffold(), Fit(0, "a", 0, {}, extra=server), own)
+    part = received(Scaffold(), Fit(1, "a", 0, {}, extra=server), own)
     parameter = nn.Parameter(torch.zeros(1))
     for gradient in (2.0, 6.0):
         parameter.grad = torch.tensor([gradient])

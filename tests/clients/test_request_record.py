@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hf_federated import FedID
 from hf_federated.clients import Agreement, RefusedRequestError
 from hf_federated.clients.request_record import RequestRecord, digest_of
-from hf_federated.messages import Evaluate, Fit, Predict
+from hf_federated.messages import Evaluate, Feedback, Fit, Predict
 
 
 def fit(round: int, nonce: str, value: float = 0.0, seed: int = 0) -> Fit:
@@ -57,6 +58,28 @@ def test_amounts_of_a_round_are_summed():
     record = RequestRecord()
     requests = [Predict(0, "a", order, 0, 10, seed=0, nonce=str(order)) for order in range(3)]
     assert [record.add(request, 10, 25) is None for request in requests] == [True, True, False]
+
+
+def test_client_trains_before_it_predicts_public_examples():
+    record = RequestRecord()
+    assert record.add(fit(0, "1"), 1, 2) is None
+    assert record.add(Predict(0, "a", None, 0, 10, seed=0, nonce="2"), 10, 10) is None
+    assert "of a later phase" in record.add(fit(0, "3", value=1.0), 1, 2)
+    assert record.add(fit(0, "4"), 1, 2) is None  # repeated
+    assert record.add(fit(1, "5"), 1, 2) is None
+
+
+def test_client_takes_feedback_on_its_own_predictions_only(tmp_path):
+    agreement = Agreement([FedID()], num_rounds=1, num_public_rows=10)
+    agreement.record = RequestRecord(tmp_path)
+    about = {"round": 0, "client_id": "a", "order": None, "start": 0, "stop": 4, "seed": 0}
+    feedback = Feedback(**about, targets={}, feedback={}, step=0, num_training_steps=9, nonce="1")
+    with pytest.raises(RefusedRequestError, match="feedback on predictions that the client has sent"):
+        agreement.check(feedback)
+    agreement.check(Predict(**about, keeps_graph=True, nonce="2"))
+    agreement.check(feedback)
+    with pytest.raises(RefusedRequestError, match="already answered 4"):
+        agreement.check(replace(feedback, seed=1, nonce="3"))
 
 
 def test_record_and_refusals_survive_the_process(tmp_path):
