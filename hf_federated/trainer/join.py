@@ -248,9 +248,13 @@ class JoinedClient:
         if earlier is not None and has_later and (content := history.reply_to(earlier)) is not None:
             reply = _with_nonce(content, message.nonce, self._engine)
             history.repeat(earlier, message.nonce, reply)
+        else:
+            earlier = None
+        found = [reply is not None, earlier is not None, reply is not None and history.has_state(message.nonce)]
+        is_answered, is_repeated, has_state = processes.run_on_main("earlier reply", lambda: found)
+        if is_repeated:
+            # All processes of the client have the same record.
             self._agreement.check(message)
-        found = [reply is not None, reply is not None and history.has_state(message.nonce)]
-        is_answered, has_state = processes.run_on_main("earlier reply", lambda: found)
         if has_state:
             history.restore(message.nonce)
         return (reply or b"") if is_answered else None
