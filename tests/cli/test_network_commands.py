@@ -154,7 +154,8 @@ def test_interrupted_server_ends_the_clients(run, recipe, certificates, examples
     assert (tmp_path / "server.log").read_text().splitlines()[-1].startswith("hf-federated: interrupted")
 
 
-def test_join_prints_what_the_client_agrees_to(recipe, examples, capsys):
+def test_join_prints_what_the_client_agrees_to(recipe, examples, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     options = ["--insecure", "--client", "north", "--examples", examples["north"], "--dry-run"]
     assert main(["join", str(recipe), *options, "--set", "network.address=null"]) == 0
     printed = capsys.readouterr().out

@@ -77,6 +77,12 @@ class Client:
             reply = answered if isinstance(answered, bytes) else answered.to_bytes()
 
 
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch) -> None:
+    """The engine writes to its output directory, which is relative to the current one in these tests."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def network() -> Iterator[Callable[..., NetworkEngine]]:
     """Start an engine, whose clients `north` and `south` can join."""
