@@ -90,9 +90,9 @@ class DistillationPart(ClientPart):
                 message, "step", found, f"a step of `num_training_steps`, {message.num_training_steps}"
             )
         epochs = self.method.client_epochs
-        if isinstance(message, Distill) and message.num_epochs > epochs:
+        if isinstance(message, Distill) and not 1 <= message.num_epochs <= epochs:
             found = f"is {message.num_epochs}"
-            raise RefusedRequestError(message, "num_epochs", found, f"{epochs} epochs (`client_epochs`)")
+            raise RefusedRequestError(message, "num_epochs", found, f"1 to {epochs} epochs (`client_epochs`)")
         if isinstance(message, Distill) and message.num_epochs > message.num_training_epochs:
             found = f"is {message.num_training_epochs}"
             raise RefusedRequestError(message, "num_training_epochs", found, f"at least {message.num_epochs} epochs")

@@ -152,7 +152,7 @@ def invalid_targets(request: Distill | Feedback) -> Iterator[tuple[str, dict[str
     )
     yield "targets of other examples", {"targets": {name: value[:-1] for name, value in request.targets.items()}}
     if isinstance(request, Distill):
-        for number in (10**9, 2**53):
+        for number in (0, 10**9, 2**53):
             yield f"{number} epochs", {"num_epochs": number}
         yield "a schedule that ends before", {"num_training_epochs": 0}
         yield "feedback", {"kind": Feedback}
