@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -171,8 +172,10 @@ class Agreement:
             _check_values(request, max(sum(value.numel() for value in own.values()), MIN_VALUES))
         if not isinstance(request, (Fit, Evaluate)):
             return
-        # A method with another state for each client writes the tensors into the model itself.
-        if request.state and not self._has_individual_states:
+        if request.state and self._has_individual_states:
+            # The method can send a part of a tensor, such as an adapter of a smaller rank, and further tensors.
+            _check_shapes(request, "state", request.state, own, allows_parts=True)
+        elif request.state:
             if unknown := request.state.keys() ^ own.keys():
                 name = min(unknown)
                 found = f"{'lacks' if name in own else 'contains'} {name!r}"
@@ -199,13 +202,19 @@ class Agreement:
 
 
 def _check_shapes(
-    request: Message, field: str, values: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+    request: Message,
+    field: str,
+    values: Mapping[str, torch.Tensor],
+    own: Mapping[str, torch.Tensor],
+    allows_parts: bool = False,
 ) -> None:
     """Check the shapes of the tensors with known names, and which of them are floating. The precision may differ."""
     for name in values.keys() & own.keys():
         value, expected = values[name], own[name]
-        if value.shape != expected.shape or value.is_floating_point() != expected.is_floating_point():
-            agreed = f"{expected.dtype}, shape {tuple(expected.shape)}"
+        is_part = value.ndim == expected.ndim and all(map(operator.le, value.shape, expected.shape))
+        has_shape = is_part if allows_parts else value.shape == expected.shape
+        if not has_shape or value.is_floating_point() != expected.is_floating_point():
+            agreed = f"{expected.dtype}, shape {'at most ' * allows_parts}{tuple(expected.shape)}"
             raise RefusedRequestError(request, field, f"has {name!r} as {describe(value)}", agreed)
 
 

@@ -13,8 +13,11 @@ from torch import nn
 from torch.nn.functional import pad
 
 from hf_federated import Aggregation, ClientPart, FedAvg, FederatedCallback, Method, Postprocessor, Round
+from hf_federated.adapters import Exchange
 from hf_federated.aggregation import WeightedMean
+from hf_federated.clients import Agreement, RefusedRequestError
 from hf_federated.engines import LocalEngine
+from hf_federated.messages import Fit
 from hf_federated.server import FitSettings
 from hf_federated.server.fit_requests import FitRequests
 
@@ -169,3 +172,23 @@ def test_messages_of_a_method_without_states_of_clients_share_one_state():
 def test_clients_receive_the_global_state_by_default():
     state = {"w": torch.zeros(2)}
     assert Method().state_for("north", state) is state and Method().expected_for("north", state) is state
+
+
+@pytest.mark.parametrize(
+    ("matrix", "is_agreed"),
+    [
+        (torch.zeros(1, NUM_COLUMNS), True),
+        (torch.zeros(NUM_ROWS, NUM_COLUMNS), True),
+        (torch.zeros(NUM_ROWS + 1, NUM_COLUMNS), False),
+        (torch.zeros(NUM_COLUMNS), False),
+        (torch.zeros(1, NUM_COLUMNS).long(), False),
+    ],
+)
+def test_client_accepts_a_part_of_its_tensor_and_no_larger_one(matrix, is_agreed):
+    agreement = Agreement([FirstRows()], num_rounds=1)
+    request = Fit(0, "north", seed=0, state={"matrix": matrix})
+    if is_agreed:
+        agreement.check_tensors(request, Exchange(RowsModel()))
+        return
+    with pytest.raises(RefusedRequestError, match=r"'matrix'.*shape at most \(4, 3\)"):
+        agreement.check_tensors(request, Exchange(RowsModel()))
