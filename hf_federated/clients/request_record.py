@@ -7,6 +7,8 @@ same content and starts from the same state of the client, and refuses another r
 from __future__ import annotations
 
 import hashlib
+import itertools
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +22,8 @@ from ..utils.journal import Journal
 
 
 REQUESTS_FILE = "requests.jsonl"
+# Largest number of replies that a client keeps. It computes older ones again if a server that resumes repeats them.
+MAX_REPLIES = 32
 _END = {"end": "complete"}
 
 
@@ -82,6 +86,8 @@ class RequestRecord:
         self._phases: Counter[tuple[str, int]] = Counter()
         # The nonces of all requests, in their order, each with the nonce of the first request that it repeats.
         self._nonces: dict[str, str] = {}
+        # The last request whose digest was computed, and the digest.
+        self._digested: tuple[weakref.ref[Message], str] | None = None
         if self._journal is None:
             return
         saved = self._journal.read() if saved is None else saved
@@ -140,17 +146,15 @@ class RequestRecord:
 
     def since(self, nonces: Collection[str]) -> list[str]:
         """
-        Return the nonces of all requests after the last of some requests. Empty if the record has none of them.
+        Return the nonces of the last requests after some requests, at most [`MAX_REPLIES`], the last one first.
 
         Args:
-            nonces (`Collection[str]`): Nonces of requests.
+            nonces (`Collection[str]`): Nonces of requests. If the record has none of them, the result is empty.
         """
-        later: list[str] = []
-        for nonce in reversed(self._nonces):
-            if nonce in nonces:
-                return later
-            later.append(nonce)
-        return []
+        if not any(nonce in self._nonces for nonce in nonces):
+            return []
+        later = itertools.takewhile(lambda nonce: nonce not in nonces, reversed(self._nonces))
+        return list(itertools.islice(later, MAX_REPLIES))
 
     def add_refusal(self, reason: str) -> None:
         """
@@ -169,7 +173,10 @@ class RequestRecord:
     def _entry(self, request: Message, amount: int = 1) -> _Entry:
         key = request.kind, request.client_id, request.round
         start = self._nonces.get(self.start, self.start)
-        return _Entry(*key, amount, digest_of(request), request.nonce, start, request.phase)
+        if self._digested is None or self._digested[0]() is not request:
+            # A large request takes as long to digest as to send.
+            self._digested = weakref.ref(request), digest_of(request)
+        return _Entry(*key, amount, self._digested[1], request.nonce, start, request.phase)
 
     def _keep(self, entry: _Entry) -> None:
         entries, content = self._entries[entry.key], (entry.digest, entry.start)

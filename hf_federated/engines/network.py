@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -124,7 +125,7 @@ class NetworkEngine(Engine):
         self._monitor: RunMonitor | None = None
         self._saved_clients: Callable[[], list[Path]] = list
         self._states = ClientStates()
-        self._outcomes = RecordedOutcomes()
+        self._output_dir, self._outcomes = Path(), RecordedOutcomes()
         # Replies to open requests for which no caller has waited.
         self._kept: dict[str, Blob] = {}
         # Clients whose request was withdrawn. Their reply may be among the events.
@@ -159,7 +160,7 @@ class NetworkEngine(Engine):
         self, settings: Callable[[], SessionConfig], output_dir: Path, num_rounds: int, *, is_complete: bool = False
     ) -> None:
         clients = self._datasets.client_ids
-        self._outcomes = RecordedOutcomes(output_dir / FOLDER)
+        self._output_dir, self._outcomes = output_dir, RecordedOutcomes(output_dir / FOLDER)
         # Clients of a complete run may not know that it has ended, or may have left.
         num_awaited = len(clients) if is_complete else self._num_to_start
         seconds = min(self._join_timeout, _COMPLETE_SECONDS) if is_complete else self._join_timeout
@@ -293,10 +294,11 @@ class NetworkEngine(Engine):
     def run(self, plan: Plan, on_dispatch: Callable[[str], None] | None = None) -> Generator[Message, None, None]:
         self._status.begin(plan.round, plan.phase)
         self._note_all()
-        for reply in super().run(plan, on_dispatch):
-            self._add_outcome(plan.round, reply)
-            yield reply
-            del reply  # Free the memory before the next reply arrives.
+        with closing(super().run(plan, on_dispatch)) as replies:
+            for reply in replies:
+                self._add_outcome(plan.round, reply)
+                yield reply
+                del reply  # Free the memory before the next reply arrives.
 
     def replies(
         self, deadline: float | None = None, enough: int = 0, clients: Iterable[str] | None = None
@@ -307,9 +309,11 @@ class NetworkEngine(Engine):
         # Requests that stay open beyond a round. A resumed run uses their replies in the order of the first run.
         expected = self._outcomes.next_client()
         clients = None if expected is None or expected not in self._requests else [expected]
-        for reply in super().replies(deadline, enough, clients):
-            self._add_outcome(reply.round, reply)
-            yield reply
+        with closing(super().replies(deadline, enough, clients)) as replies:
+            for reply in replies:
+                self._add_outcome(reply.round, reply)
+                yield reply
+                del reply  # Free the memory before the next reply arrives.
 
     def _add_outcome(self, round: int, reply: Message) -> None:
         failure = reply.error[:MAX_SHOWN_LENGTH] if isinstance(reply, ClientFailure) else None
@@ -394,7 +398,9 @@ class NetworkEngine(Engine):
         return self._states.save(directory, self._outcomes.num_used)
 
     def load(self, directory: Path, digests: Mapping[str, str]) -> None:
-        if (num_outcomes := self._states.load(directory, digests)) is not None:
+        num_outcomes = self._states.load(directory, digests)
+        # The outcomes in the output directory do not belong to a checkpoint in another directory.
+        if num_outcomes is not None and self._output_dir.resolve() in directory.resolve().parents:
             self._outcomes.resume(num_outcomes)
         for client_id in digests:
             if not self.transport.is_connected(client_id) and client_id not in self._status.expelled:

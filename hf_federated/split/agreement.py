@@ -34,8 +34,8 @@ A = TypeVar("A", bound=Serializable)
 # Largest number of characters of a value in an error.
 MAX_SHOWN = 300
 # Largest ratio of hidden states in any run, and relative to the first micro-batches of the same run. A few positions
-# of a trained model can be 10⁴ times as large as its embeddings. In runs of models of 4 to 48 blocks, the ratio was at
-# most 500.
+# of a trained model can be 10⁴ times as large as its embeddings. In runs with 4 to 48 blocks, the ratio was at most
+# 500.
 MAX_STATES, MAX_STATES_RELATIVE = 1e6, 1e4
 # The same for gradients. In these runs, some of them with a learning rate of 10, the ratio was between 0.005 and 7.
 MAX_GRADIENT, MAX_GRADIENT_RELATIVE = 1000.0, 100.0

@@ -9,7 +9,7 @@ import torch
 
 from hf_federated import FedID
 from hf_federated.clients import Agreement, RefusedRequestError
-from hf_federated.clients.request_record import RequestRecord, digest_of
+from hf_federated.clients.request_record import MAX_REPLIES, RequestRecord, digest_of
 from hf_federated.messages import Evaluate, Feedback, Fit, Predict
 
 
@@ -119,6 +119,19 @@ def test_damaged_record_names_the_file(tmp_path, line):
     path.write_bytes(path.read_bytes() + line + b"\n")
     with pytest.raises(ValueError, match="requests.jsonl' is damaged"):
         RequestRecord(tmp_path, "agreed")
+
+
+def test_client_keeps_a_limited_number_of_replies():
+    record = RequestRecord()
+    for round in range(MAX_REPLIES + 5):
+        record.add(fit(round, f"{round}"), 1, 1)
+    assert record.since(["0"]) == [f"{round}" for round in range(MAX_REPLIES + 4, 4, -1)]
+
+
+def test_two_requests_with_one_nonce_have_two_digests():
+    record = RequestRecord()
+    assert record.add(fit(0, "1"), 1, 1) is None
+    assert record.add(fit(0, "1", value=1.0), 1, 1) is not None
 
 
 def test_digest_covers_all_but_the_nonce():
