@@ -7,10 +7,7 @@ from typing import Annotated, ClassVar
 
 from ..utils.fields import MAX_METRICS, Count, MaxEntries
 from .base import Serializable
-
-
-# Largest number of characters that describe a changed announcement.
-MAX_SHOWN_LENGTH = 100
+from .validation import MAX_SHOWN_LENGTH
 
 
 @dataclass(frozen=True)
