@@ -14,7 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .utils.algorithm_names import AGGREGATION_NAMES, COLLECTOR_NAMES, DISTILLATION_NAMES
+from .utils.algorithm_names import (
+    AGGREGATION_NAMES,
+    COLLECTOR_NAMES,
+    DISTILLATION_NAMES,
+    SECURE_AGGREGATION_NAMES,
+)
 from .utils.arguments import require, require_one_of
 from .utils.fields import ShareOrCount
 from .utils.options import option
@@ -26,6 +31,8 @@ EXCHANGES = ("auto", "trainable", "adapter", "all")
 # The word of `keep_local`.
 HEAD = "head"
 
+# The fields that contain the name or an instance of an algorithm. Each has a field of its arguments.
+_NAMES = (COLLECTOR_NAMES, AGGREGATION_NAMES, DISTILLATION_NAMES, SECURE_AGGREGATION_NAMES)
 # The allowed values of fields that are `None` or at least 1.
 _COUNTS = {
     "num_rounds": "at least 1",
@@ -156,6 +163,11 @@ class FederatedConfig(SavedConfig):
             reference to a class, or an instance of [`~hf_federated.server.collectors.UpdateCollector`].
         collector_kwargs (`dict`, *optional*):
             Arguments of the collector if `collector` is a name. On a command line, a JSON text.
+        secure_aggregation (`str` or `SecureAggregation`, *optional*):
+            Protocol with which the server learns the sum of the updates of a round, and no single update: `"secagg"`
+            ([`~hf_federated.secure_aggregation.SecAgg`]). Also a reference to a class, or an instance.
+        secure_aggregation_kwargs (`dict`, *optional*):
+            Arguments of the protocol if `secure_aggregation` is a name. On a command line, a JSON text.
         exchange (`str`, `list[str]` or `Callable`, *optional*, defaults to `"auto"`):
             Tensors that the server and the clients exchange. `"auto"`: the adapter of a PEFT model, otherwise the
             trainable parameters. `"trainable"`: the trainable parameters, and the buffers of their modules.
@@ -261,6 +273,12 @@ class FederatedConfig(SavedConfig):
         "synchronous", "How the server obtains the updates of a round: 'synchronous' or 'fedbuff'."
     )
     collector_kwargs: dict | str | None = option(None, "Arguments of the collector, as JSON on a command line.")
+    secure_aggregation: str | None = option(
+        None, "Protocol that shows the server only the sum of the updates: 'secagg'."
+    )
+    secure_aggregation_kwargs: dict | str | None = option(
+        None, "Arguments of the protocol, as JSON on a command line."
+    )
     exchange: str | list[str] = option(
         "auto", "Exchanged tensors: 'auto', 'trainable', 'adapter', 'all', or patterns of their names."
     )
@@ -300,7 +318,7 @@ class FederatedConfig(SavedConfig):
 
     def __post_init__(self) -> None:
         # The field types include text for the command line. After initialization, the values are dictionaries.
-        for names in (COLLECTOR_NAMES, AGGREGATION_NAMES, DISTILLATION_NAMES):
+        for names in _NAMES:
             kwargs = f"{names.field}_kwargs"
             setattr(self, kwargs, _parse_dict(getattr(self, kwargs), kwargs))
             names.check(getattr(self, names.field))
@@ -346,7 +364,7 @@ class FederatedConfig(SavedConfig):
         Functions in the settings are replaced by their names.
         """
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        for names in (AGGREGATION_NAMES, DISTILLATION_NAMES, COLLECTOR_NAMES):
+        for names in _NAMES:
             algorithm: Any = values[names.field]
             if algorithm is not None and not isinstance(algorithm, str):
                 values[names.field] = names.name_of(algorithm)

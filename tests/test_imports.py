@@ -23,7 +23,7 @@ LAYERS = (
     "_compat config utils",
     "messages distributed codecs",
     "adapters data tasks transport security",
-    "methods",
+    "methods secure_aggregation",
     "clients postprocessing",
     "aggregation distillation split",
     "engines",

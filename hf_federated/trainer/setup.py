@@ -114,6 +114,8 @@ class FederationSetup:
         """
         args = trainer.args
         resolved = resolve_federation(config, args)
+        if resolved.secure_aggregation is not None:
+            raise ValueError("`secure_aggregation` is not available in this version. Leave it out.")
         launched = process_group()
         check_launch(launched.world_size)
         launched.initialize(args.ddp_timeout)

@@ -1,10 +1,10 @@
-"""Names of aggregation algorithms, distillation algorithms and collectors, and the classes that they name.
+"""Names of algorithms, collectors and protocols of secure aggregation, and the classes that they name.
 
 An algorithm has a name in one of three forms:
 
 - a built-in name, such as `fedavg`;
 - the name of an entry point of an installed package, in the group `hf_federated.aggregations`,
-  `hf_federated.distillations` or `hf_federated.collectors`;
+  `hf_federated.distillations`, `hf_federated.collectors` or `hf_federated.secure_aggregations`;
 - a reference to a class, `my_package.module:MyClass`.
 
 This module imports no torch, so that a configuration can check names quickly. [`AlgorithmNames.load`] imports a class.
@@ -254,5 +254,14 @@ COLLECTOR_NAMES = AlgorithmNames(
     {
         "synchronous": "hf_federated.server.collectors.synchronous:SynchronousCollector",
         "fedbuff": "hf_federated.server.collectors.fedbuff:BufferedCollector",
+    },
+)
+
+SECURE_AGGREGATION_NAMES = AlgorithmNames(
+    "secure_aggregation",
+    "SecureAggregation",
+    "hf_federated.secure_aggregations",
+    {
+        "secagg": "hf_federated.secure_aggregation.secagg:SecAgg",
     },
 )

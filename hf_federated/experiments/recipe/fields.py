@@ -111,7 +111,7 @@ def section_fields(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]
 def _federation_fields() -> dict[str, RecipeField]:
     """The fields of `FederatedConfig`, with types for YAML in place of the types for a command line."""
     fields = dataclass_fields(FederatedConfig)
-    for name in ("aggregation_kwargs", "distillation_kwargs", "collector_kwargs"):
+    for name in ("aggregation_kwargs", "distillation_kwargs", "collector_kwargs", "secure_aggregation_kwargs"):
         fields[name] = dataclasses.replace(fields[name], annotation=dict[str, Any] | None)
     return fields
 
