@@ -1,5 +1,5 @@
 """
-Encryption and authentication for split models: keys, certificates, handshakes and authenticated encryption.
+Encryption and authentication for split models, and the primitives of secure aggregation.
 
 - `certificates`: a private certificate authority, and certificates for mutual TLS between clients and the server.
 - `keys`: RSA identities of the parties, and their fingerprints.
@@ -8,6 +8,8 @@ Encryption and authentication for split models: keys, certificates, handshakes a
 - `authenticated_encryption`: AES-256-GCM for one direction of one key epoch.
 - `encrypted_link`: a link to the server on which every message is encrypted.
 - `peer_envelopes`: encrypted messages between clients, which the server forwards but cannot read.
+- `shamir`: shares of a secret.
 
-All modules need `cryptography` (extra `split`). The modules are imported one by one; the package exports no names.
+All modules except `shamir` need `cryptography` (extra `split`). The modules are imported one by one; the package
+exports no names.
 """
