@@ -8,6 +8,7 @@ Encryption and authentication for split models, and the primitives of secure agg
 - `authenticated_encryption`: AES-256-GCM for one direction of one key epoch.
 - `encrypted_link`: a link to the server on which every message is encrypted.
 - `peer_envelopes`: encrypted messages between clients, which the server forwards but cannot read.
+- `masks`: key agreement, masks from keys, and sealed messages.
 - `shamir`: shares of a secret.
 
 All modules except `shamir` need `cryptography` (extra `split`). The modules are imported one by one; the package
