@@ -1,6 +1,6 @@
 """What the server half and the client half of a method share: the round, its sums, and the two base classes."""
 
-from ..utils.weighted_mean import WeightedSums
+from ..utils.weighted_sums import WeightedSums
 from .accumulator import Accumulator, Contribution
 from .base import Method
 from .client_part import ClientContext, ClientPart

@@ -6,8 +6,11 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+import torch
+
 from ..messages import ClientUpdate
-from ..utils.weighted_mean import State, WeightedMean, WeightedSums
+from ..utils.weighted_mean import State, WeightedMean
+from ..utils.weighted_sums import WeightedSums
 from .update_collection import UpdateCollection
 
 
@@ -86,6 +89,11 @@ class Accumulator:
         return self.means["extra"]
 
     @property
+    def shapes(self) -> dict[str, dict[str, torch.Size]]:
+        """Shapes of the floating tensors of each mean, which are those of a contribution."""
+        return {name: mean.shapes for name, mean in self.means.items()}
+
+    @property
     def num_updates(self) -> int:
         """Number of updates added."""
         return max(self.mean.num_updates, *(len(collection) for collection in self.collections.values()), 0)
@@ -122,6 +130,10 @@ class Accumulator:
         The names, shapes and order of the values depend only on the references of the means. They are the same for all
         clients, so contributions can be added and serialized. Integer and boolean tensors are not part of them.
 
+        The values are computed from the tensors of the update each time they are read, so that a contribution takes no
+        memory. The tensors of the update and of the reference must not change before the last reading. `dict(values)`
+        is a copy.
+
         The party that adds a contribution chooses the weight in it, and a sum of contributions shows the total weight
         only. A receiver of such a sum cannot compare the weight of one client with what the client announced, so a
         protocol for secure sums must bound the weight, for example by `max_examples_per_client`.
@@ -133,16 +145,17 @@ class Accumulator:
                 contain `w x`. Each difference and product is computed in float64 (see [`WeightedMean.sums`]).
 
         Returns:
-            `dict[str, WeightedSums]`: Weight and float64 sums, by the name of the mean.
+            `dict[str, WeightedSums]`: Weight and float64 sums, by the name of the mean. Their `values` are
+                [`LazyTensors`].
 
         Raises:
             ValueError: If the accumulator is not linear, or if the tensors are not those of the references.
         """
         self._check_linear()
         single = copy.copy(self)
-        single.means = {name: mean.empty() for name, mean in self.means.items()}
+        single.means = {name: mean.empty(copies=False) for name, mean in self.means.items()}
         single.add(update)
-        return {name: mean.sums(_center(name, reference)) for name, mean in single.means.items()}
+        return {name: mean.sums(_center(name, reference), lazy=True) for name, mean in single.means.items()}
 
     def load_sums(self, contributions: Iterable[Contribution], reference: State | None = None) -> None:
         """

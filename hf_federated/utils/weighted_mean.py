@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
+
+from .lazy_tensors import LazyTensors
+from .weighted_sums import WeightedSums, check_shapes, shapes_of, weighted_changes
 
 
 State = dict[str, torch.Tensor]
@@ -62,53 +64,6 @@ def _add(totals: list[torch.Tensor], values: list[torch.Tensor], weight: float) 
         torch._foreach_add_(*small, alpha=weight)
 
 
-@dataclass(frozen=True, eq=False)
-class WeightedSums:
-    """
-    The sums of a [`WeightedMean`]. Sums of different clients can be added, for example by secure aggregation.
-
-    Args:
-        weight (`float`): `Σ_i w_i`.
-        num_updates (`int`): Number of states.
-        values (`dict[str, torch.Tensor]`): `Σ_i w_i (x_i − c)` in float64, by the name of the floating tensor. The
-            center `c` is an argument of [`WeightedMean.sums`].
-
-    Example:
-
-    ```python
-    >>> import torch
-    >>> from hf_federated.utils.weighted_mean import WeightedSums
-
-    >>> WeightedSums(2.0, 1, {"w": torch.ones(1)}) + WeightedSums(3.0, 1, {"w": torch.ones(1)})
-    WeightedSums(weight=5.0, num_updates=2, values={'w': tensor([2.])})
-    ```
-    """
-
-    weight: float
-    num_updates: int
-    values: State
-
-    def __add__(self, other: WeightedSums) -> WeightedSums:
-        _check_shapes(other.values, _shapes(self.values))
-        values = {name: value + other.values[name] for name, value in self.values.items()}
-        return WeightedSums(self.weight + other.weight, self.num_updates + other.num_updates, values)
-
-
-def _shapes(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
-    """Return the shapes of the floating tensors."""
-    return {name: value.shape for name, value in values.items() if value.is_floating_point()}
-
-
-def _check_shapes(values: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size]) -> None:
-    """Raise an error if the names and shapes of the floating tensors are not the expected ones."""
-    if (given := _shapes(values)) != expected:
-        different = sorted(name for name in given.keys() | expected.keys() if given.get(name) != expected.get(name))
-        raise ValueError(
-            f"The sums of {different[0]!r} have the shape {given.get(different[0])}, but the shape "
-            f"{expected.get(different[0])} is expected. Use the same exchanged tensors for all sums."
-        )
-
-
 class WeightedMean:
     """
     Streaming weighted mean of states, `Σ_i w_i x_i / Σ_i w_i`, summed in float64 (float32 for half precision).
@@ -148,6 +103,8 @@ class WeightedMean:
         self._others: State = {}
         # Whether the next state replaces the integer and boolean tensors.
         self.takes_others = False
+        # Whether the mean copies its first state. If not, `_sums` contains the tensors of the caller.
+        self._copies = True
         self._dtypes: dict[str, torch.dtype] = {}
         # Quotients of a piece of a tensor.
         self._scratch: torch.Tensor | None = None
@@ -181,9 +138,20 @@ class WeightedMean:
                 self._others[name] = value.clone()
                 continue
             dtype = _accumulation_dtype(value.dtype, value.device.type)
-            self._sums[name] = value.to(dtype, copy=True) if copy else torch.zeros_like(value, dtype=dtype)
+            if not copy:
+                self._sums[name] = torch.zeros_like(value, dtype=dtype)
+            else:
+                self._sums[name] = value.to(dtype, copy=True) if self._copies else value
+
+    def _copy_state(self) -> None:
+        """Replace the tensors of the caller by copies in the dtype of the sums."""
+        if not self._copies:
+            self._copies = True
+            dtypes = {name: _accumulation_dtype(value.dtype, value.device.type) for name, value in self._sums.items()}
+            self._sums = {name: value.to(dtypes[name], copy=True) for name, value in self._sums.items()}
 
     def _make_sum(self) -> None:
+        self._copy_state()
         if self.num_updates == 1 and self._sums:
             torch._foreach_mul_(list(self._sums.values()), self.total_weight)
 
@@ -198,6 +166,8 @@ class WeightedMean:
         """
         if other.num_updates == 0:
             return
+        self._copy_state()
+        other._copy_state()
         if self.num_updates == 0:
             self._sums, self._others, self._dtypes = other._sums, other._others, other._dtypes
         else:
@@ -215,12 +185,24 @@ class WeightedMean:
         """Names of the integer and boolean tensors of the reference."""
         return [name for name, value in (self._reference or {}).items() if not value.is_floating_point()]
 
-    def empty(self) -> WeightedMean:
-        """Return a mean of no states with the same reference."""
-        return WeightedMean(self._reference)
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the floating tensors of the reference, by name, in its order."""
+        return shapes_of(self._floating_references())
 
-    @torch.no_grad()
-    def sums(self, center: Mapping[str, torch.Tensor] | None = None) -> WeightedSums:
+    def empty(self, copies: bool = True) -> WeightedMean:
+        """
+        Return a mean of no states with the same reference.
+
+        Args:
+            copies (`bool`, *optional*, defaults to `True`): Whether the mean copies its first state. If not, the mean
+                refers to the tensors of this state, which must not change, until it needs a copy.
+        """
+        mean = WeightedMean(self._reference)
+        mean._copies = copies
+        return mean
+
+    def sums(self, center: Mapping[str, torch.Tensor] | None = None, lazy: bool = False) -> WeightedSums:
         """
         Return the sums of the floating tensors.
 
@@ -231,6 +213,8 @@ class WeightedMean:
         Args:
             center (`Mapping[str, torch.Tensor]`, *optional*): Tensors to subtract from the states, such as the global
                 state, so that the sums contain changes. A tensor without a center of its name and shape has center 0.
+            lazy (`bool`, *optional*, defaults to `False`): Whether the values are [`LazyTensors`], which are computed
+                from the mean and the center each time they are read. Both must not change before.
 
         Returns:
             [`WeightedSums`]: The sums, on the devices of the states. GPUs of Apple do not support float64, so their
@@ -241,20 +225,14 @@ class WeightedMean:
         """
         references = self._floating_references()
         if self.num_updates:
-            _check_shapes(self._sums, _shapes(references))
-        values, is_single = {}, self.num_updates == 1
-        for name, reference in references.items():
-            source = self._sums.get(name, reference)
-            device = "cpu" if source.device.type == "mps" else source.device
-            if not self.num_updates:
-                values[name] = torch.zeros(source.shape, dtype=torch.float64, device=device)
-                continue
-            values[name] = source.to(device, torch.float64, copy=True)
-            if (own := _center_of(name, reference, center)) is not None:
-                values[name].sub_(own.to(values[name]), alpha=1.0 if is_single else self.total_weight)
-            if is_single:
-                values[name].mul_(self.total_weight)
-        return WeightedSums(self.total_weight, self.num_updates, values)
+            check_shapes(self._sums, shapes_of(references))
+        sources = {name: self._sums.get(name, reference) for name, reference in references.items()}
+        centers = {name: _center_of(name, reference, center) for name, reference in references.items()}
+        weight, num_updates = self.total_weight, self.num_updates
+        values = LazyTensors(
+            shapes_of(references), lambda name: weighted_changes(sources[name], centers[name], weight, num_updates)
+        )
+        return WeightedSums(weight, num_updates, values if lazy else dict(values))
 
     @torch.no_grad()
     def add_sums(self, sums: WeightedSums, center: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -272,7 +250,7 @@ class WeightedMean:
                 finite.
         """
         references = self._floating_references()
-        _check_shapes(sums.values, _shapes(references))
+        check_shapes(sums.values, shapes_of(references))
         if sums.num_updates == 0:
             return
         _check_weight(sums.weight)
@@ -320,6 +298,7 @@ class WeightedMean:
             self._start(self._reference, copy=False)
         elif num_updates > 1:
             self._make_sum()
+        self._copy_state()
         self.total_weight, self.num_updates = total_weight, num_updates
         # The order of the reference is the same in all processes. The order of a received state may differ.
         names = self._dtypes if self._reference is None else self._reference
@@ -365,6 +344,7 @@ class WeightedMean:
             raise ValueError("The mean of no updates is undefined.")
         if name in self._others:
             return self._others[name]
+        self._copy_state()
         total = self._sums[name]
         if self.num_updates == 1:
             return total if wide else total.to(self._dtypes[name])
