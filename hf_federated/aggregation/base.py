@@ -12,6 +12,9 @@ aggregate(accumulator, state)    -> the new global state
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ..messages import ClientUpdate
@@ -30,6 +33,16 @@ WEIGHTINGS = ("examples", "tokens", "uniform")
 STEP_EXPONENT = 0.75
 
 
+def _bounded(weight: Callable[[Any, ClientUpdate], float]) -> Callable[[Any, ClientUpdate], float]:
+    """Limit the return value of a method `weight` to `max_weight`."""
+
+    @functools.wraps(weight)
+    def bounded(self: Aggregation, update: ClientUpdate) -> float:
+        return min(weight(self, update), self.max_weight)
+
+    return bounded
+
+
 class Aggregation(Method):
     """
     Base class of the averaging algorithms. It averages the parameters of the clients.
@@ -41,6 +54,11 @@ class Aggregation(Method):
         weighting (`str`, *optional*, defaults to `"examples"`):
             Weight of an update in the mean: `"examples"` (number of training examples of the client), `"tokens"`
             (number of input tokens seen in the round, without padding) or `"uniform"`.
+
+    Attributes:
+        max_weight (`float`): Largest weight of an update, by default infinite. [`~Aggregation.weight`] returns at most
+            this value, also if a subclass overrides it. A sum of several updates hides their weights, so the server
+            cannot limit them, and each client sets this attribute.
 
     Raises:
         ValueError: If `weighting` is unknown.
@@ -79,6 +97,14 @@ class Aggregation(Method):
 
     # Tensors that clients train and keep, as `keep_local` of `FederatedConfig`. The federation then uses this value.
     keep_local: Selection | None = None
+    max_weight: float = math.inf
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # The class that defines `weight` may be a mixin.
+        source = next(each for each in cls.__mro__ if "weight" in vars(each))
+        if source is cls or not issubclass(source, Aggregation):
+            cls.weight = _bounded(vars(source)["weight"])  # type: ignore[method-assign]
 
     def __init__(self, weighting: str = "examples") -> None:
         require_one_of("weighting", weighting, WEIGHTINGS)
@@ -161,8 +187,16 @@ class Aggregation(Method):
         """
         self.weight(update)
 
+    @_bounded
     def weight(self, update: ClientUpdate) -> float:
-        """Return the weight of an update in the mean."""
+        """
+        Return the weight of an update in the mean, at most `max_weight`.
+
+        An override returns its own weight. The class limits it to `max_weight`.
+
+        Args:
+            update ([`ClientUpdate`]): Update of a client.
+        """
         if self.weighting == "uniform":
             return 1.0
         weight = update.num_tokens if self.weighting == "tokens" else update.num_examples
