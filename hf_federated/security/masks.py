@@ -26,9 +26,9 @@ _NONCE_BYTES = 12
 _TAG_BYTES = 16
 _KEY_INFO = b"hf-federated secure aggregation 1"
 
-# The key stream is made in pieces of this size, which stay in the cache of a core. `update_into` of `cryptography` 42
-# needs a buffer with 15 additional bytes.
-_PIECE_BYTES = 2**18
+# A key stream is read in pieces of this size, which stay in the cache of a core.
+PIECE_BYTES = 2**18
+# `update_into` of `cryptography` 42 needs a buffer with these additional bytes.
 _ADDITIONAL_BYTES = 15
 
 
@@ -91,6 +91,33 @@ def derive_key(secret: bytes, purpose: str, context: bytes) -> bytes:
     return HKDF(SHA256(), KEY_BYTES, salt=None, info=info).derive(secret)
 
 
+class KeyStream:
+    """
+    The key stream of AES-256 in counter mode with an initial counter of zero.
+
+    Args:
+        key (`bytes`): A key of 32 bytes. Use a key for one stream only.
+
+    Raises:
+        EncryptionError: If the key does not have 32 bytes.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES
+        from cryptography.hazmat.primitives.ciphers.modes import CTR
+
+        _check_key(key, "key of a mask")
+        self._encryptor = Cipher(AES(key), CTR(bytes(16))).encryptor()
+        self._zeros = memoryview(bytes(PIECE_BYTES))
+        self._buffer = bytearray(PIECE_BYTES + _ADDITIONAL_BYTES)
+
+    def read(self, num_bytes: int) -> np.ndarray:
+        """Return the next bytes, at most `PIECE_BYTES`, as a uint8 vector. The next call overwrites the vector."""
+        self._encryptor.update_into(self._zeros[:num_bytes], self._buffer)
+        return np.frombuffer(self._buffer, np.uint8, num_bytes)
+
+
 def add_mask(values: torch.Tensor, key: bytes, subtract: bool = False) -> None:
     """
     Add the mask of a key to a vector in place. The sum wraps around, so subtracting the mask restores the vector.
@@ -120,21 +147,12 @@ def add_mask(values: torch.Tensor, key: bytes, subtract: bool = False) -> None:
     [11, 22, 33]
     ```
     """
-    from cryptography.hazmat.primitives.ciphers import Cipher
-    from cryptography.hazmat.primitives.ciphers.algorithms import AES
-    from cryptography.hazmat.primitives.ciphers.modes import CTR
-
-    _check_key(key, "key of a mask")
     vector = _unsigned_view(values)
     operation = np.subtract if subtract else np.add
-    encryptor = Cipher(AES(key), CTR(bytes(16))).encryptor()
-    zeros, buffer = memoryview(bytes(_PIECE_BYTES)), bytearray(_PIECE_BYTES + _ADDITIONAL_BYTES)
-    width = vector.itemsize
-    mask = np.frombuffer(buffer, f"<u{width}", _PIECE_BYTES // width)
-    for start in range(0, vector.size, mask.size):
-        part = vector[start : start + mask.size]
-        encryptor.update_into(zeros[: part.nbytes], buffer)
-        operation(part, mask[: part.size], out=part)
+    stream, width = KeyStream(key), vector.itemsize
+    for start in range(0, vector.size, PIECE_BYTES // width):
+        part = vector[start : start + PIECE_BYTES // width]
+        operation(part, stream.read(part.nbytes).view(f"<u{width}"), out=part)
 
 
 def seal(key: bytes, plaintext: bytes, associated: bytes) -> bytes:
