@@ -78,6 +78,15 @@ class ClientModels(ABC):
     def set_state(self, client_id: str, state: dict[str, Any]) -> None:
         """Replace the client's state."""
 
+    @property
+    def num_changes(self) -> int | None:
+        """
+        Number of possible changes of the states so far. While the number stays the same, `save` writes the same files.
+
+        `None` if changes are not counted.
+        """
+        return None
+
     def __contains__(self, client_id: object) -> bool:
         """Whether there is a state for a client."""
         return client_id in self.store
@@ -131,6 +140,10 @@ class SharedModel(ClientModels):
     def set_state(self, client_id: str, state: dict[str, Any]) -> None:
         if state:
             self.store.set(client_id, state)
+
+    @property
+    def num_changes(self) -> int | None:
+        return self.store.num_changes
 
 
 class OwnModel(ClientModel):
@@ -194,8 +207,10 @@ class OwnModels(ClientModels):
         self._build = build
         self._max_resident = max_resident
         self._resident: OrderedDict[str, OwnModel] = OrderedDict()
+        self._num_opened = 0
 
     def open(self, client_id: str) -> OwnModel:
+        self._num_opened += 1
         if client_id in self._resident:
             self._resident.move_to_end(client_id)
             return self._resident[client_id]
@@ -225,6 +240,12 @@ class OwnModels(ClientModels):
 
     def set_state(self, client_id: str, state: dict[str, Any]) -> None:
         self.open(client_id).kept = state
+
+    @property
+    def num_changes(self) -> int | None:
+        # The caller of `open` can change the model, by training, a distillation or a write of parameters.
+        in_store = self.store.num_changes
+        return None if in_store is None else self._num_opened + in_store
 
     def __contains__(self, client_id: object) -> bool:
         return client_id in self._resident or super().__contains__(client_id)

@@ -30,7 +30,8 @@ class StateHistory:
     The states of a client after its replies, each in a folder with the name of the request.
 
     A state and the reply that belongs to it are on disk before the reply is sent. A client that is killed therefore
-    answers the same request with the same reply, and returns to an earlier state if the server does.
+    answers the same request with the same reply, and returns to an earlier state if the server does. A state that
+    equals the state before it is not written again: both have the same files.
 
     Args:
         directory (`str` or `os.PathLike`): Folder of the states. Only one client may use it.
@@ -45,6 +46,8 @@ class StateHistory:
         self._writes = writes
         # Name of the state that `models` has. Empty before the first request.
         self.current = ""
+        # `num_changes` of the models when they had this state.
+        self._num_changes: int | None = None
 
     def reply_to(self, name: str) -> bytes | None:
         """
@@ -71,9 +74,7 @@ class StateHistory:
         if self._writes:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            for file in folder.iterdir():
-                if file.name != REPLY_FILE:
-                    link_or_copy(file, partial / file.name)
+            _link_state(folder, partial)
             self._complete(partial, name, reply)
 
     def has_state(self, name: str) -> bool:
@@ -106,7 +107,7 @@ class StateHistory:
                     f"The server continues from a state of this client that {str(self.directory)!r} does not contain: "
                     f"{error}. Use the folder of the client's earlier process, or start a new run."
                 ) from error
-        self.current = name
+        self._set_current(name)
 
     def record(self, name: str, reply: bytes) -> None:
         """
@@ -117,17 +118,29 @@ class StateHistory:
             reply (`bytes`): The reply.
         """
         if self._writes:
-            with storage_errors(self.directory, lambda: len(reply) + self._size_of_state()):
-                self._write(name, reply)
-        self.current = name
+            is_changed = self._is_changed()
+            with storage_errors(self.directory, lambda: len(reply) + (self._size_of_state() if is_changed else 0)):
+                self._write(name, reply, is_changed)
+        self._set_current(name)
 
-    def _write(self, name: str, reply: bytes) -> None:
+    def _set_current(self, name: str) -> None:
+        self.current, self._num_changes = name, self._models.num_changes
+
+    def _is_changed(self) -> bool:
+        """Whether the state of the models may differ from the files of the current state."""
+        num_changes = self._models.num_changes
+        return num_changes is None or num_changes != self._num_changes or not self.has_state(self.current)
+
+    def _write(self, name: str, reply: bytes, is_changed: bool) -> None:
         partial = self.directory / _PARTIAL
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
-            digests = self._models.save(partial)
-            write_private(partial / DIGESTS_FILE, json.dumps(digests).encode())
+            if is_changed:
+                digests = self._models.save(partial)
+                write_private(partial / DIGESTS_FILE, json.dumps(digests).encode())
+            else:
+                _link_state(self._folder(self.current), partial)
             self._complete(partial, name, reply)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -171,3 +184,10 @@ class StateHistory:
     def _folder(self, name: str) -> Path:
         # The name comes from the server, so it is not used as a path.
         return self.directory / hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+def _link_state(source: Path, target: Path) -> None:
+    """Give the files of a state to another state, without the reply."""
+    for file in source.iterdir():
+        if file.name != REPLY_FILE:
+            link_or_copy(file, target / file.name)

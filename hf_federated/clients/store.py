@@ -46,7 +46,15 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 class ClientStore(ABC):
-    """Storage for the state of every client, by client id."""
+    """
+    Storage for the state of every client, by client id.
+
+    Attributes:
+        num_changes (`int`, *optional*): Number of changes so far. It is larger after each `set`, `remove`, `clear` and
+            `load`. `None` if the store does not count its changes.
+    """
+
+    num_changes: int | None = None
 
     @abstractmethod
     def get(self, client_id: str) -> dict[str, Any]:
@@ -109,22 +117,26 @@ class MemoryStore(ClientStore):
     """
 
     def __init__(self) -> None:
+        self.num_changes: int = 0
         self._states: dict[str, dict[str, Any]] = {}
 
     def get(self, client_id: str) -> dict[str, Any]:
         return _map_tensors(self._states.get(client_id, {}), lambda tensor: tensor.clone())
 
     def set(self, client_id: str, state: dict[str, Any]) -> None:
+        self.num_changes += 1
         # Keep the memory of the accelerator free for the client that trains.
         self._states[client_id] = _map_tensors(state, to_cpu)
 
     def remove(self, client_id: str) -> None:
+        self.num_changes += 1
         self._states.pop(client_id, None)
 
     def __contains__(self, client_id: object) -> bool:
         return client_id in self._states
 
     def clear(self) -> None:
+        self.num_changes += 1
         self._states = {}
 
     def save(self, directory: Path) -> dict[str, str]:
@@ -136,6 +148,7 @@ class MemoryStore(ClientStore):
         return digests
 
     def load(self, directory: Path, digests: Mapping[str, str]) -> None:
+        self.num_changes += 1
         files = {client_id: _checked_file(directory, client_id, digest) for client_id, digest in digests.items()}
         self._states = {client_id: _read_state(path) for client_id, path in files.items()}
 
@@ -169,6 +182,7 @@ class DiskStore(ClientStore):
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
+        self.num_changes: int = 0
         # Digest of each client's file; `None` if it has not been computed since the file was written.
         self._digests: dict[str, str | None] = {}
 
@@ -178,6 +192,7 @@ class DiskStore(ClientStore):
             return _read_state(path) if path.exists() else {}
 
     def set(self, client_id: str, state: dict[str, Any]) -> None:
+        self.num_changes += 1
         path = self.directory / client_file_name(client_id)
         blob = _pack(client_id, state)
         advice = "With client_store='memory', the states of clients need no disk."
@@ -187,6 +202,7 @@ class DiskStore(ClientStore):
         self._digests[client_id] = None
 
     def remove(self, client_id: str) -> None:
+        self.num_changes += 1
         (self.directory / client_file_name(client_id)).unlink(missing_ok=True)
         self._digests.pop(client_id, None)
 
@@ -194,6 +210,7 @@ class DiskStore(ClientStore):
         return isinstance(client_id, str) and (self.directory / client_file_name(client_id)).exists()
 
     def clear(self) -> None:
+        self.num_changes += 1
         shutil.rmtree(self.directory, ignore_errors=True)
         self._digests = {}
 
@@ -207,7 +224,7 @@ class DiskStore(ClientStore):
         return digests
 
     def load(self, directory: Path, digests: Mapping[str, str]) -> None:
-        self.clear()
+        self.clear()  # counts a change
         self.directory.mkdir(parents=True)
         for client_id, digest in digests.items():
             path = _checked_file(directory, client_id, digest)
