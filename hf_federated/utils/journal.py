@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .storage import PRIVATE, storage_errors
+from .storage import PRIVATE, storage_errors, sync_folder
 from .untrusted_json import parse_json
 
 
@@ -69,7 +69,10 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._num_bytes is None:
                 self._num_bytes = sum(map(len, self._lines()))
+            is_new = not self.path.exists()
             self._num_bytes = _write(self.path, entries, self._num_bytes)
+            if is_new:
+                sync_folder(self.path.parent)
 
     def replace(self, entries: Iterable[Mapping[str, Any]]) -> None:
         """
@@ -83,6 +86,7 @@ class Journal:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._num_bytes = _write(staged, entries, 0)
             os.replace(staged, self.path)
+            sync_folder(self.path.parent)
 
     def _lines(self) -> list[bytes]:
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.is_file() else []

@@ -48,6 +48,21 @@ def write_private(path: Path, content: bytes, mode: int = PRIVATE) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def sync_folder(folder: Path) -> None:
+    """Write the entry of a new file in a folder to disk. Windows cannot open folders and does not need this."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def storage_errors(
     folder: str | os.PathLike[str], num_bytes: Callable[[], int] = lambda: 0, advice: str = ""

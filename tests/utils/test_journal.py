@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import stat
 
 import pytest
@@ -52,3 +54,30 @@ def test_only_the_owner_reads_the_file(tmp_path):
     for write in (journal.append, journal.replace):
         write(ENTRIES)
         assert stat.S_IMODE(journal.path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("write", ["append", "replace"])
+def test_name_of_a_new_file_is_on_disk(tmp_path, monkeypatch, write):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    getattr(Journal(tmp_path / "journal.jsonl"), write)(ENTRIES)
+    assert synced[-1] == str(tmp_path) and len(synced) == 2
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_file_system_that_cannot_sync_a_folder_is_allowed(tmp_path, monkeypatch, number):
+    fsync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    journal = Journal(tmp_path / "journal.jsonl")
+    if number == errno.EINVAL:
+        journal.append(ENTRIES)
+        assert journal.read() == ENTRIES
+    else:
+        with pytest.raises(OSError, match=os.strerror(number)):
+            journal.append(ENTRIES)

@@ -23,6 +23,7 @@ from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.strict_json import to_strict_json
 from hf_federated.utils.file_lock import FileLock, FileLockedError
 
+from ...utils.storage import sync_folder
 from ...utils.untrusted_json import parse_json
 
 
@@ -160,7 +161,7 @@ class RunLog:
                 )
             os.fsync(file.fileno())
         if before == 0:
-            _sync_folder(self.folder)
+            sync_folder(self.folder)
         self.records.append(plain)
 
 
@@ -210,14 +211,3 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
                 " execute its run again."
             )
     return record
-
-
-def _sync_folder(folder: Path) -> None:
-    """Sync the directory entry of a new file to disk. Windows cannot open folders and does not need this."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
