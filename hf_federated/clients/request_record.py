@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import secrets
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
@@ -59,6 +60,7 @@ class RequestRecord:
             By default, the process reads the file.
 
     Attributes:
+        run (`str`): Random id of the run. A new record has a new id.
         num_refused (`int`): Number of requests that the client refused in this run.
 
     Raises:
@@ -74,6 +76,7 @@ class RequestRecord:
     ) -> None:
         self._journal = None if folder is None else Journal(folder / REQUESTS_FILE)
         self._writes = writes
+        self.run = secrets.token_hex(8)
         self.num_refused = 0
         # Nonce of the last request that repeats no earlier one.
         self.last = ""
@@ -91,11 +94,13 @@ class RequestRecord:
         if self._journal is None:
             return
         saved = self._journal.read() if saved is None else saved
-        if saved[:1] == [{"agreement": agreement}] and saved[-1] != _END:
+        first = saved[0] if saved else {}
+        if first.get("agreement") == agreement and saved[-1] != _END:
+            self.run = str(first.get("run", ""))
             for fields in saved[1:]:
                 self._load(fields)
         elif writes:
-            self._journal.replace([{"agreement": agreement}])
+            self._journal.replace([{"agreement": agreement, "run": self.run}])
 
     @property
     def path(self) -> Path | None:
