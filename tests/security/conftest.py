@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 from sessions import connected_sessions
 
@@ -44,3 +47,25 @@ def epoch_keys(monkeypatch) -> dict[str, list[EpochKeys]]:
 def shared_sessions(parties) -> tuple[ClientSession, ServerSession]:
     """A connected client and server session, for tests in which the server opens every message."""
     return connected_sessions(parties)
+
+
+@pytest.fixture
+def peak_memory() -> Callable[[Callable[[], object]], int]:
+    """Measure by how many bytes the memory of the process grows at most while a function runs."""
+    reset = Path("/proc/self/clear_refs")
+    if not reset.exists():
+        pytest.skip("the peak of the memory is read from Linux")
+
+    def status(name: str) -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1]) * 1024
+
+    def measure(function: Callable[[], object]) -> int:
+        before = status("VmRSS")
+        reset.write_text("5")  # resets the peak
+        result = function()
+        peak = status("VmHWM")
+        del result
+        return peak - before
+
+    return measure
