@@ -33,7 +33,7 @@ _SIGNATURE_PREFIX = b" " * 64 + b"hf-federated split handshake 1" + b"\0"
 
 
 class EncryptionError(ValueError):
-    """Raised when encryption between the parties of a split model rejects a message, a key or a call."""
+    """Raised when encryption between the parties of a run rejects a message, a key or a call."""
 
 
 def require_cryptography(user: str) -> None:
