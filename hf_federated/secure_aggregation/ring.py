@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..security.prime_field import PRIME
 
-PRIME = 2**31 - 1
-"""Modulus of a field: each element except 0 has an inverse, as LightSecAgg requires."""
 
 MODULI = (2**32, 2**16, PRIME)
 # Number of elements that are reduced at a time.

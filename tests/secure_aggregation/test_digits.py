@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hf_federated.secure_aggregation.digits import Digits
-from hf_federated.secure_aggregation.ring import PRIME, Ring
+from hf_federated.secure_aggregation.ring import Ring
+from hf_federated.security.prime_field import PRIME
 
 
 MODULI = [2**32, 2**16, PRIME]

@@ -11,7 +11,7 @@ from hf_federated import FedAvg, FedExP, FedNova, FedOpt, NormBoundedMean, Scaff
 from hf_federated.aggregation import Accumulator, Aggregation
 from hf_federated.messages import ClientUpdate
 from hf_federated.secure_aggregation.encoding import RingEncoding, statistics_of
-from hf_federated.secure_aggregation.ring import PRIME
+from hf_federated.security.prime_field import PRIME
 
 
 State = dict[str, torch.Tensor]

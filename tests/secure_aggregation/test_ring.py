@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from hf_federated.secure_aggregation.ring import PRIME, Ring
+from hf_federated.secure_aggregation.ring import Ring
+from hf_federated.security.prime_field import PRIME
 
 
 MODULI = [2**32, 2**16, PRIME]

@@ -21,7 +21,7 @@ from hf_federated import FedAvg
 from hf_federated.messages import ClientUpdate
 from hf_federated.methods import WeightedSums
 from hf_federated.secure_aggregation.encoding import RingEncoding, statistics_of
-from hf_federated.secure_aggregation.ring import PRIME
+from hf_federated.security.prime_field import PRIME
 from hf_federated.server.client_metrics import RoundSummary
 from hf_federated.utils.random import derived_seed
 from hf_federated.utils.weighted_mean import PIECE
