@@ -94,10 +94,10 @@ class ClientJournal:
     The consents of all runs count, because a server may call a run, a round or a session what it likes. The digest of
     a request identifies what was summed: it covers the round, the settings and the parameters.
 
-    The noted requests are those of one run. `run` identifies it:
-    [`RequestRecord.run`][hf_federated.clients.request_record.RequestRecord] is new after a complete run, with another
-    agreement, and if the owner of the client deletes `requests.jsonl` to agree to a new run. The server cannot change
-    it. The settings of the run would not identify it, because a second run with the same settings may train again.
+    The noted requests are those of one run. `run` identifies it: the `run` of a
+    [`~hf_federated.clients.request_record.RequestRecord`] is new after a complete run, with another agreement, and if
+    the owner of the client deletes `requests.jsonl` to agree to a new run. The server cannot change it. The settings
+    of the run would not identify it, because a second run with the same settings may train again.
 
     Args:
         folder (`pathlib.Path`, *optional*): Folder of the file, `state_dir` of the client. By default, the journal is
@@ -106,6 +106,9 @@ class ClientJournal:
         writes (`bool`, *optional*, defaults to `True`): Whether this process writes the file.
         saved (`list[dict[str, Any]]`, *optional*): Entries of the file ([`read_journal`]), so that all processes
             decide alike. By default, the process reads the file.
+
+    Attributes:
+        run (`str`): Id of the run. It may be set once the record of requests is open.
 
     Raises:
         JournalError: If the file is damaged.
@@ -132,9 +135,9 @@ class ClientJournal:
         saved: list[dict[str, Any]] | None = None,
     ) -> None:
         self._journal = None if folder is None else Journal(folder / JOURNAL_FILE)
-        self._run, self._writes = run, writes
-        # The requests of local training of this run by client and round, and the consents by client and request.
-        self._fits: dict[tuple[str, int], str] = {}
+        self.run, self._writes = run, writes
+        # The requests of local training by run, client and round, and the consents by client and request.
+        self._fits: dict[tuple[str, str, int], str] = {}
         self._consents: dict[tuple[str, str], Consent] = {}
         if folder is not None:
             for entry in _entries(folder, read_journal(folder) if saved is None else saved):
@@ -154,7 +157,7 @@ class ClientJournal:
         """
         earlier = self.fit_digest(client_id, round)
         if earlier is None:
-            self._add(FitNoted(client_id, self._run, round, fit_digest))
+            self._add(FitNoted(client_id, self.run, round, fit_digest))
         elif earlier != fit_digest:
             raise ConsentError(
                 f"Round {round + 1}: client {client_id!r} has answered a request of local training with other content "
@@ -170,7 +173,7 @@ class ClientJournal:
             client_id (`str`): Id of the client.
             round (`int`): The round, from 0.
         """
-        return self._fits.get((client_id, round))
+        return self._fits.get((self.run, client_id, round))
 
     def add_consent(
         self, client_id: str, round: int, fit_digest: str, survivors_digest: str, num_survivors: int
@@ -215,8 +218,8 @@ class ClientJournal:
     def _keep(self, entry: FitNoted | Consent) -> None:
         if isinstance(entry, Consent):
             self._consents.setdefault((entry.client_id, entry.fit_digest), entry)
-        elif entry.run == self._run:
-            self._fits.setdefault((entry.client_id, entry.round), entry.fit_digest)
+        else:
+            self._fits.setdefault((entry.run, entry.client_id, entry.round), entry.fit_digest)
 
 
 def read_journal(folder: Path) -> list[dict[str, Any]]:

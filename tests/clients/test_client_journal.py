@@ -75,7 +75,8 @@ def test_another_process_has_the_entries(tmp_path):
 def test_consents_survive_a_run_and_noted_requests_do_not(tmp_path, change):
     """A server may start a run again. A deleted record is how the owner of a client agrees to a new run."""
     record = RequestRecord(tmp_path, "agreed")
-    journal = ClientJournal(tmp_path, record.run)
+    journal = ClientJournal(tmp_path)
+    journal.run = record.run
     journal.note_fit("north", 0, FIT)
     agree(journal)
     assert RequestRecord(tmp_path, "agreed").run == record.run
