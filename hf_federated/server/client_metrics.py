@@ -165,6 +165,7 @@ class RoundSummary:
         num_failed (`int`): Number of clients that failed or whose update was rejected.
         num_examples (`int`): Number of examples of the accepted clients, each counted once.
         num_tokens (`int`): Number of input tokens, if the clients count tokens.
+        num_steps (`int`): Number of optimizer steps.
         total_flos (`float`): Number of floating point operations.
         other_metrics (`dict[str, float]`): Means over the clients of all other metrics that the clients' trainers log,
             without names that the server uses in its log (such as `eval_loss`).
@@ -178,6 +179,7 @@ class RoundSummary:
     num_failed: int = 0
     num_examples: int = 0
     num_tokens: int = 0
+    num_steps: int = 0
     total_flos: float = 0.0
     other_metrics: dict[str, float] = field(default_factory=dict)
     clients: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -204,7 +206,7 @@ class RoundSummary:
         weights: dict[str, float] = {name: len(reported) for name, reported in values.items()}
         sums = {name: math.fsum(reported.values()) for name, reported in values.items()}
         sums["total_flos"] = sum(flos.values())
-        for name in ("num_examples", "num_tokens"):
+        for name in ("num_examples", "num_tokens", "num_steps"):
             sums[name] = sum(metrics[name] for metrics in client_metrics.values())
         if losses:
             examples = {client_id: max(client_metrics[client_id]["num_examples"], 1) for client_id in losses}
@@ -227,9 +229,9 @@ class RoundSummary:
         Outliers cannot be left out of a sum. Names that the server uses in its log are ignored.
 
         Args:
-            sums (`Mapping[str, float]`): `num_examples`, `num_tokens` and `total_flos` as sums over the clients, and
-                all other metrics as weighted sums `Σ_i w_i m_i`. The weight of `loss` is the number of examples (at
-                least 1), and that of another metric is 1 for each client that reports it.
+            sums (`Mapping[str, float]`): `num_examples`, `num_tokens`, `num_steps` and `total_flos` as sums over the
+                clients, and all other metrics as weighted sums `Σ_i w_i m_i`. The weight of `loss` is the number of
+                examples (at least 1), and that of another metric is 1 for each client that reports it.
             weights (`Mapping[str, float]`): `Σ_i w_i` of each weighted sum. A metric with the weight 0 is missing.
             num_clients (`int`): Number of accepted updates.
             num_failed (`int`, *optional*, defaults to `0`): Number of clients that failed or whose update was
@@ -247,6 +249,7 @@ class RoundSummary:
             num_failed=num_failed,
             num_examples=round(sums["num_examples"]),
             num_tokens=round(sums["num_tokens"]),
+            num_steps=round(sums["num_steps"]),
             total_flos=sums.get("total_flos", 0.0),
             other_metrics={name: value for name, value in means.items() if _is_logged(name)},
         )

@@ -280,8 +280,7 @@ class Federation:
             self.examples_seen += self.summary.num_examples * config.local_epochs
         else:
             # Counts full batches, as `Trainer` does for `max_steps`.
-            num_steps = sum(int(metrics["num_steps"]) for metrics in self.summary.clients.values())
-            self.examples_seen += num_steps * self._trainer.get_total_train_batch_size(self._args)
+            self.examples_seen += self.summary.num_steps * self._trainer.get_total_train_batch_size(self._args)
         return self.summary
 
     def share_decisions(self, control: TrainerControl) -> None:

@@ -104,9 +104,10 @@ def test_summary_of_sums_equals_the_summary_of_the_clients(names):
             assert actual == (None if value is None else pytest.approx(value, rel=1e-12, abs=0)), item.name
     # Sums of fixed-point numbers are not exactly integers.
     sums, weights = sums_of(clients)
-    sums |= {name: sums[name] - 1e-7 for name in ("num_examples", "num_tokens")}
+    sums |= {name: sums[name] - 1e-7 for name in ("num_examples", "num_tokens", "num_steps")}
     rounded = RoundSummary.from_sums(sums, weights, len(clients))
     assert (rounded.num_examples, rounded.num_tokens) == (expected.num_examples, expected.num_tokens)
+    assert rounded.num_steps == expected.num_steps
 
 
 def test_summary_of_clients_has_the_weighted_means():
@@ -114,7 +115,7 @@ def test_summary_of_clients_has_the_weighted_means():
     assert summary.loss == (11 * 0.7 + 29 * 2.1 + 1 * 1.9) / (11 + 29 + 1)
     assert summary.grad_norm == statistics.fmean([1.3, 0.2, 7.7])
     assert summary.learning_rate == statistics.fmean([1e-3, 3e-3, 2e-3])
-    assert (summary.num_examples, summary.num_tokens, summary.total_flos) == (45, 210, 3.1e9)
+    assert (summary.num_examples, summary.num_tokens, summary.num_steps, summary.total_flos) == (45, 210, 14, 3.1e9)
     assert summary.other_metrics == {"entropy": statistics.fmean([0.1, 0.7, 1e-3]), "reward": -0.3}
 
 
