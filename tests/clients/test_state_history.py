@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -246,11 +247,14 @@ class Recording(LocalEngine):
         # Whether the state after each request was written, by its kind.
         self.written: dict[str, set[bool]] = {}
 
-    def _deliver(self, message):
+    def start(self, context):
+        super().start(context)
+        self.history = StateHistory(self.folder / "states", self.worker.models)
+        self.worker.handle = functools.partial(self.handle, self.worker.handle)
+
+    def handle(self, answer, message):
         models = self.worker.models
-        if self.history is None:
-            self.history = StateHistory(self.folder / "states", models)
-        reply, before, name = super()._deliver(message), self.history.current, message.nonce
+        reply, before, name = answer(message), self.history.current, message.nonce
         self.history.record(name, reply.to_bytes())
         known = inodes(self.history, before) if before else {}
         self.written.setdefault(message.kind, set()).add(inodes(self.history, name) != known)
