@@ -144,7 +144,8 @@ class FederatedConfig(SavedConfig):
             number of training examples of each client by its id, before encoding, such as those in `partition.json`.
             It is not saved with the model. All parties set the same value. By default, from three clients on, the
             server refuses a number of more than ten times the median of the other clients. Clients in one process or
-            one launch announce nothing.
+            one launch announce nothing. With `secure_aggregation`, clients hide their numbers, and only the client
+            itself compares them.
         aggregation (`str` or [`~hf_federated.aggregation.Aggregation`], *optional*, defaults to `"fedavg"`):
             Algorithm that computes the global parameters from the client parameters: a name in
             `hf_federated.AGGREGATIONS`, the name of an entry point `hf_federated.aggregations` of an installed

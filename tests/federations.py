@@ -7,6 +7,7 @@ trainer = build_federation(tmp_path, federation={"aggregation": "fedopt"}, train
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import Trainer
 
 from hf_federated import FederatedConfig, FederatedTrainer, federate
 from hf_federated.trainer.network_settings import NetworkSettings
+from hf_federated.trainer.setup import FederationSetup
 
 
 # With the batch size of `arguments()`, an epoch of these clients has two steps, one step and two steps.
@@ -50,6 +52,12 @@ def build_federation(
     )
 
 
+def setup_of(trainer: FederatedTrainer, **config: Any) -> FederationSetup:
+    """The checked arguments of a trainer, with changed fields of the configuration."""
+    setup = trainer._federation_setup
+    return dataclasses.replace(setup, config=dataclasses.replace(setup.config, **config)) if config else setup
+
+
 def settings_of(trainer: FederatedTrainer, client_id: str | None = None) -> NetworkSettings:
     """The settings that a party of a federation over a network compares, of the server by default."""
-    return NetworkSettings.of(trainer._federation_setup, trainer.args, client_id)
+    return NetworkSettings.of(setup_of(trainer), trainer.args, client_id)

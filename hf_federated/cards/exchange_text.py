@@ -68,10 +68,12 @@ def _before_first_update(record: RunRecord) -> str:
     if settings:
         compared = f"{plural(len(settings), 'setting')}, which the server compared with its own"
     names = f": {', '.join(f'`{name}`' for name in settings)}" if settings else ""
+    limits = " The announced numbers limit what the updates of the client could claim."
+    if record.federation.get("secure_aggregation") is not None:
+        limits = " The clients hid their numbers of examples."
     return (
         "\n\nThe clients were on other machines. Before its first update, the server learned of a client its name,"
-        f" {', '.join(announced)} and {compared}{names}. The announced numbers limit what the updates of the client"
-        " could claim."
+        f" {', '.join(announced)} and {compared}{names}.{limits}"
     )
 
 

@@ -179,6 +179,8 @@ def _announced(trainer: FederatedRun) -> list[str]:
     """Return what a client on another machine announces when it joins."""
     if trainer.engine.remote_clients is None:
         return []
+    if trainer.federation.secure_aggregation is not None:
+        return [ANNOUNCED_VALUES["examples_per_step"]]
     counts_classes = trainer.distillation is not None and trainer.distillation.reports_class_counts
     return [value for field, value in ANNOUNCED_VALUES.items() if field != "class_counts" or counts_classes]
 

@@ -16,13 +16,16 @@ class Announcement(Serializable):
     What a client announces when it joins. The numbers limit what its later messages may claim.
 
     Args:
-        num_examples (`int`, *optional*): Number of training examples. `None` for a stream.
+        num_examples (`int`, *optional*): Number of training examples. `None` for a stream, and if it is hidden.
         num_encoded_examples (`int`, *optional*): Number of training examples after encoding. It differs from
-            `num_examples` if the encoding packs examples, or cuts them in parts. `None` for a stream.
-        num_eval_examples (`int`): Number of encoded evaluation examples.
+            `num_examples` if the encoding packs examples, or cuts them in parts. `None` for a stream, and if it is
+            hidden.
+        num_eval_examples (`int`): Number of encoded evaluation examples. 0 if it is hidden.
         examples_per_step (`int`): Largest number of examples in an optimizer step.
         class_counts (`list[int]`, *optional*): Number of training examples of each class, if clients send these
             numbers with their updates. [`FedKD`] and [`FedDRS`] need them.
+        hides_counts (`bool`, *optional*, defaults to `False`): Whether the client hides its numbers of examples, as
+            with `secure_aggregation`.
 
     Example:
 
@@ -44,6 +47,7 @@ class Announcement(Serializable):
     num_eval_examples: Count
     examples_per_step: Count
     class_counts: Annotated[list[Count], MaxEntries(MAX_METRICS)] | None = None
+    hides_counts: bool = False
 
     def describe(self, first: Announcement) -> str:
         """
@@ -52,6 +56,8 @@ class Announcement(Serializable):
         Args:
             first ([`Announcement`]): The first announcement of the client, which counts.
         """
+        if first == self and self.hides_counts:
+            return "hidden numbers of examples"
         if first == self:
             return "a stream" if self.num_examples is None else f"{self.num_examples} examples"
         changes = [
@@ -60,6 +66,13 @@ class Announcement(Serializable):
             if value != getattr(first, name)
         ]
         return f"{', '.join(changes)[:MAX_SHOWN_LENGTH]}, but its first announcement counts"
+
+    def shown_counts(self) -> str:
+        """Return the numbers of examples of the announcement as text, without those of a step."""
+        counts = {"num_examples": self.num_examples, "num_encoded_examples": self.num_encoded_examples}
+        counts |= {"num_eval_examples": self.num_eval_examples or None}
+        shown = [f"{name}={number}" for name, number in counts.items() if number is not None]
+        return ", ".join(shown + ["class_counts"] * (self.class_counts is not None))
 
     @classmethod
     def from_bytes(cls, blob: bytes | memoryview) -> Announcement:
@@ -81,6 +94,8 @@ class Announcement(Serializable):
             )
         if counts is not None and sum(counts) > (num_encoded or 0):
             raise ValueError(f"`class_counts` has {sum(counts)} examples, but the client announces {num_encoded}.")
+        if announcement.hides_counts and (shown := announcement.shown_counts()):
+            raise ValueError(f"`hides_counts` is True, but the client announces {shown}.")
         return announcement
 
 

@@ -47,14 +47,17 @@ def _lines(setup: FederationSetup, args: TrainingArguments, round: int, row_limi
     yield f"  Num clients = {len(setup.clients):,}"
     yield f"  Num clients per round = {len(cohort):,}"
     num_rows, limit = setup.clients.num_rows, row_limit(cohort)
-    yield f"  Num examples of all clients = {_total(list(num_rows.values()))}"
+    unknown = "unknown (hidden)" if setup.hides_counts else "unknown (streams)"
+    yield f"  Num examples of all clients = {_total(list(num_rows.values()), unknown)}"
     rows = [num_rows[client_id] for client_id in cohort]
     trained = [None if number is None else limit_examples(number, limit) for number in rows]
-    yield f"  Num examples of the clients of round {next_round + 1} = {_total(trained)}"
+    yield f"  Num examples of the clients of round {next_round + 1} = {_total(trained, unknown)}"
     total_batch_size = trainer.get_total_train_batch_size(args)
     if config.local_steps is None:
         yield f"  Num local epochs = {config.local_epochs:,}"
-        yield f"  Num local steps = {_num_steps(trained, config.local_epochs, args, total_batch_size)}"
+        hides_steps = setup.hides_counts and None in trained
+        steps = unknown if hides_steps else _num_steps(trained, config.local_epochs, args, total_batch_size)
+        yield f"  Num local steps = {steps}"
     else:
         yield f"  Num local steps = {config.local_steps:,}"
     yield f"  Instantaneous batch size per device = {args.per_device_train_batch_size:,}"
@@ -70,9 +73,9 @@ def _lines(setup: FederationSetup, args: TrainingArguments, round: int, row_limi
         yield f"  Number of trained values that each client keeps = {setup.exchange.num_local_values:,}"
 
 
-def _total(numbers: Sequence[int | None]) -> str:
+def _total(numbers: Sequence[int | None], unknown: str) -> str:
     known = [number for number in numbers if number is not None]
-    return f"{sum(known):,}" if len(known) == len(numbers) else "unknown (streams)"
+    return f"{sum(known):,}" if len(known) == len(numbers) else unknown
 
 
 def _num_steps(

@@ -4,6 +4,9 @@ A number of examples is the weight of an update in a mean, of a prediction in an
 The announcement of a client limits the numbers of all its messages ([`ClaimLimits`]). It is itself limited by
 `max_examples_per_client` of [`FederatedConfig`], or by the announcements of the other clients. Nothing is clipped: an
 announcement is accepted as it is, or refused by name.
+
+With `secure_aggregation`, clients hide their numbers, and `max_weight` of the protocol limits the weights. Each client
+still compares its own numbers with `max_examples_per_client`.
 """
 
 from __future__ import annotations
@@ -73,7 +76,9 @@ class AnnouncementLimits:
             announced (`Mapping[str, Announcement]`): The announcements of all clients.
             client_id (`str`): Id of the client that has joined.
         """
-        if (problem := agreed_problem(self._setup, client_id, announced[client_id])) is not None:
+        own = announced[client_id]
+        problem = _visibility_problem(self._setup, client_id, own) or agreed_problem(self._setup, client_id, own)
+        if problem is not None:
             return {client_id: problem}
         if not self._has_started:
             return {}
@@ -114,7 +119,7 @@ class AnnouncementLimits:
 
     def _outliers(self, announced: Mapping[str, Announcement], new: Collection[str]) -> dict[str, str]:
         """The clients with a much larger number than the other clients, and a sentence about each of them."""
-        if _is_number(self._setup) or len(self._setup.clients) < MIN_CLIENTS:
+        if self._setup.hides_counts or _is_number(self._setup) or len(self._setup.clients) < MIN_CLIENTS:
             return {}
         known = {**self._accepted, **announced}
         numbers = {client_id: announced_numbers(self._setup, known[client_id]) for client_id in known}
@@ -151,6 +156,17 @@ class AnnouncementLimits:
 def _is_number(setup: FederationSetup) -> bool:
     """Whether the parties agreed to one number, which replaces the comparison of the clients."""
     return isinstance(setup.config.max_examples_per_client, int)
+
+
+def _visibility_problem(setup: FederationSetup, client_id: str, announced: Announcement) -> str | None:
+    """Return why a client is refused that hides its numbers, or does not, unlike the settings of the server."""
+    if announced.hides_counts == setup.hides_counts:
+        return None
+    if setup.hides_counts:
+        found = f"announced {announced.shown_counts() or 'a stream'}, but with `secure_aggregation` clients hide it"
+    else:
+        found = "hides its numbers of examples, but the server uses no `secure_aggregation`"
+    return f"Client {client_id!r} {found}. Set `secure_aggregation` to the same value for all parties."
 
 
 def announced_numbers(setup: FederationSetup, announced: Announcement) -> dict[str, AnnouncedNumber]:
@@ -211,7 +227,7 @@ def agreed_problem(setup: FederationSetup, client_id: str, announced: Announceme
         `str`, *optional*: Why the client is refused.
     """
     limit: Any = setup.config.max_examples_per_client
-    if limit is None:
+    if limit is None or announced.hides_counts:
         return None
     numbers = announced_numbers(setup, announced)
     if not isinstance(limit, dict):

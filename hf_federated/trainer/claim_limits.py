@@ -18,6 +18,8 @@ class ClaimLimits:
     """
     Limits of what an update of a client may claim, from its number of examples and the training arguments.
 
+    With `secure_aggregation` there are none: the server sees no update, and `max_weight` limits the weights.
+
     Args:
         setup ([`FederationSetup`]): The arguments of the trainer.
         args (`TrainingArguments`): The user's training arguments.
@@ -40,6 +42,8 @@ class ClaimLimits:
             InvalidUpdateError: If the client announced a stream, and the settings do not bound its training.
         """
         setup = self._setup
+        if setup.hides_counts:
+            return UpdateLimits()
         if (announced := setup.engine.announcement(client_id)) is not None:
             return self._of_announcement(client_id, announced, max_rows)
         num_examples = self._num_examples[client_id]

@@ -121,9 +121,10 @@ class JoinedClient:
         # processes prepare the examples, because a preparation may wait for all of them.
         settings = NetworkSettings.of(self.setup, self._args, self.client_id)
         self._agreed = settings.to_dict()
-        announcement = announcement_of(self.setup, self._args, self.client_id)
-        if (problem := agreed_problem(self.setup, self.client_id, announcement)) is not None:
+        counts = _counts_of(self.setup, self._args, self.client_id)
+        if (problem := agreed_problem(self.setup, self.client_id, counts)) is not None:
             raise AnnouncementError(problem)
+        announcement = announcement_of(self.setup, self._args, self.client_id)
         connect = functools.partial(connector, settings, announcement.to_bytes())
         self._requests = ClientRequests(self.client_id, self._processes, connect)
         if self._processes.is_main:
@@ -297,19 +298,30 @@ def _with_nonce(reply: bytes, nonce: str, engine: ClientEngine) -> bytes:
 
 def announcement_of(setup: FederationSetup, args: TrainingArguments, client_id: str) -> Announcement:
     """
-    Describe the examples of a client.
+    Describe the examples of a client to the server. With `secure_aggregation`, their numbers are hidden.
 
     Args:
         setup ([`FederationSetup`]): The arguments of the client's trainer.
         args (`TrainingArguments`): The user's training arguments.
         client_id (`str`): Id of the client.
     """
+    if setup.hides_counts:
+        return Announcement(None, None, 0, _examples_per_step(setup, args, client_id), hides_counts=True)
+    return _counts_of(setup, args, client_id)
+
+
+def _examples_per_step(setup: FederationSetup, args: TrainingArguments, client_id: str) -> int:
+    spec = setup.participants.clients.get(client_id)
+    own = args if spec is None or spec.args is None else spec.args
+    return examples_per_step(own, setup.processes.world_size)
+
+
+def _counts_of(setup: FederationSetup, args: TrainingArguments, client_id: str) -> Announcement:
+    """Return the numbers of examples of a client."""
     participants, distillation = setup.participants, setup.distillation
     num_examples, num_evaluated = setup.clients.num_rows[client_id], 0
     if setup.eval_clients is not None and setup.eval_datasets is not None and setup.eval_clients.num_rows[client_id]:
         num_evaluated = len(setup.eval_datasets[client_id])
-    spec = participants.clients.get(client_id)
-    args = args if spec is None or spec.args is None else spec.args
     class_counts = None
     if distillation is not None and distillation.reports_class_counts:
         config: Any = setup.trainer.model.config
@@ -319,7 +331,7 @@ def announcement_of(setup: FederationSetup, args: TrainingArguments, client_id: 
         num_examples=num_examples,
         num_encoded_examples=None if num_examples is None else len(setup.train_datasets[client_id]),
         num_eval_examples=num_evaluated,
-        examples_per_step=examples_per_step(args, setup.processes.world_size),
+        examples_per_step=_examples_per_step(setup, args, client_id),
         class_counts=class_counts,
     )
 

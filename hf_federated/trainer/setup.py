@@ -183,6 +183,11 @@ class FederationSetup:
         return self.aggregation.exchanges_parameters or by_distillation
 
     @property
+    def hides_counts(self) -> bool:
+        """Whether clients on other machines hide their numbers of examples: the server needs those of a sum only."""
+        return self.config.secure_aggregation is not None
+
+    @property
     def num_rounds(self) -> int:
         """Number of rounds of the run."""
         return self.config.num_rounds or 1

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from federations import setup_of
 from tiny import arguments, rows, tiny_model
 
 from hf_federated import FederatedConfig, FederatedTrainer, NetworkEngine
@@ -33,7 +34,7 @@ def limits(tmp_path):
             engine=NetworkEngine(clients or FOUR, address="127.0.0.1:0", insecure=True),
             federation=FederatedConfig(num_rounds=1, **federation),
         )
-        return AnnouncementLimits(trainer._federation_setup)
+        return AnnouncementLimits(setup_of(trainer))
 
     return build
 
@@ -208,7 +209,7 @@ def test_client_compares_its_own_number_before_it_connects(tmp_path):
         AnnouncementError, match="Client 'north' announced num_examples=6, but .*_client=5. .* least 6"
     ):
         trainer.join("127.0.0.1:1", client_id="north", insecure=True, connect_timeout=0.1)
-    assert agreed_problem(trainer._federation_setup, "north", announced(5)) is None
+    assert agreed_problem(setup_of(trainer), "north", announced(5)) is None
 
 
 def test_clients_of_one_process_announce_nothing(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from federations import setup_of
 from language import language_model, sentences, tokenizer
 from tiny import arguments, rows, tiny_model
 
@@ -22,7 +23,7 @@ def announced(directory, client_id: str = "north", federation: Any = (), **kwarg
         **{"model": tiny_model(), "args": arguments(directory), "train_dataset": {"north": rows(6)}, **kwargs},
         federation=FederatedConfig(**{"num_rounds": 1, **dict(federation)}),
     )
-    joined = JoinedClient(trainer._federation_setup, trainer.args, client_id, None)
+    joined = JoinedClient(setup_of(trainer), trainer.args, client_id, None)
     return announcement_of(joined.setup, trainer.args, client_id)
 
 
@@ -75,7 +76,7 @@ def test_packed_examples_limit_the_claims_of_a_client(tmp_path):
         args=arguments(tmp_path), engine=engine, federation=FederatedConfig(num_rounds=1), **common
     )
     engine._announce("north", found)
-    limits = ClaimLimits(server._federation_setup, server.args, {"north": None})("north", None)
+    limits = ClaimLimits(setup_of(server), server.args, {"north": None})("north", None)
     assert limits.num_examples == found.num_encoded_examples
 
 
@@ -90,7 +91,7 @@ def test_batch_of_a_client_limits_its_claims(tmp_path, num_examples):
         federation=FederatedConfig(num_rounds=1, local_steps=3),
     )
     engine._announce("north", Announcement(num_examples, num_examples, 0, examples_per_step=64))
-    limits = ClaimLimits(server._federation_setup, server.args, {"north": None})("north", None)
+    limits = ClaimLimits(setup_of(server), server.args, {"north": None})("north", None)
     # An example may have two sequences of 16 tokens. A stream may read the batches of two steps for one of them.
     num_seen = 3 * 64 * (1 if num_examples else 2)
     assert limits == UpdateLimits(num_examples or num_seen, 3, num_seen * 2 * 16)

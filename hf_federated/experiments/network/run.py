@@ -172,11 +172,13 @@ def serve_run(run: PartyRun, folder: RunFolder | None = None, echo: Callable[[st
     federated = train_and_evaluate(trainer, run.further_tests, resume_from, has_test=run.data.test is not None)
     del federated["seconds"]
     task = run.data.task
+    # Clients hide their numbers with `secure_aggregation`.
+    numbers = [number for number in trainer.clients.num_rows.values() if number is not None]
     results = {
         "metric": task.main_metric,
         "lower_is_better": task.lower_is_better,
         "num_train_clients": len(trainer.clients),
-        "num_train_rows": sum(number or 0 for number in trainer.clients.num_rows.values()),
+        "num_train_rows": sum(numbers) if numbers else None,
         "num_test_rows": 0 if run.data.test is None else len(run.data.test),
         "test_source": run.data.test_source,
         "federated": federated,
@@ -227,8 +229,10 @@ def _build_trainer(
 def _summary(results: dict[str, Any], metric: str) -> list[str]:
     """Lines with the metric, the bytes and the duration of a run."""
     federated = results["federated"]
+    num_rows = results["num_train_rows"]
+    examples = "hidden numbers of examples" if num_rows is None else f"{num_rows} examples"
     lines = [
-        f"{results['num_train_clients']} clients with {results['num_train_rows']} examples,"
+        f"{results['num_train_clients']} clients with {examples},"
         f" {federated['bytes_up'] / 1e6:.1f} MB from and {federated['bytes_down'] / 1e6:.1f} MB to the clients."
     ]
     title = metric.replace("_", " ").capitalize()
