@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from ..methods import Accumulator
 from ..utils.arguments import require, require_one_of
 from ..utils.constructor_settings import ConstructorSettings
+from .encoding import RingEncoding
+from .masks import ClientMasks, ServerMasks
 
 
 PINS = ("required", "none")
@@ -77,6 +80,43 @@ class SecureAggregation(ConstructorSettings, ABC):
         Raises:
             ValueError: If there are too few clients for the settings.
         """
+
+    def neighbours_of(self, client_id: str, clients: Sequence[str], roster: bytes) -> tuple[str, ...]:
+        """
+        Return the clients with which a client shares its secrets. By default, all other clients.
+
+        Args:
+            client_id (`str`): Id of the client.
+            clients (`Sequence[str]`): Sorted ids of the clients of a session.
+            roster (`bytes`): Digest of their keys.
+        """
+        return tuple(name for name in clients if name != client_id)
+
+    @abstractmethod
+    def client_masks(self) -> ClientMasks:
+        """Draw the secrets of a client for a session."""
+
+    @abstractmethod
+    def server_masks(self) -> ServerMasks:
+        """Return the server side of the masks."""
+
+    @property
+    def modulus(self) -> int:
+        """Modulus of the ring of the vectors that clients send."""
+        return 2**self.bits
+
+    def encoding(self, accumulator: Accumulator, num_clients: int) -> RingEncoding:
+        """
+        Return the encoding of contributions to sums.
+
+        Args:
+            accumulator ([`~hf_federated.aggregation.Accumulator`]): An accumulator of the aggregation.
+            num_clients (`int`): Largest number of clients in a sum.
+        """
+        shapes = accumulator.shapes
+        # `extra` is a uniform mean.
+        weights = {name: 1.0 if name == "extra" else self.max_weight or 1.0 for name in shapes}
+        return RingEncoding(shapes, num_clients, weights, self.clip, self.modulus)
 
     def agreed(self) -> dict[str, Any]:
         """Return the settings that the signatures of the clients cover."""

@@ -6,11 +6,13 @@ from typing import ClassVar
 
 from ..utils.arguments import require
 from .base import SecureAggregation
+from .masks import ClientMasks, ServerMasks
+from .pairwise_masks import PairwiseMasks, PairwiseUnmasking
 
 
 class SecAgg(SecureAggregation):
     """
-    SecAgg: each client masks its update with a mask of its own and with one mask for each other client.
+    SecAgg: each client masks its update with its own mask and with one mask for each other client.
 
     [Practical Secure Aggregation for Privacy-Preserving Machine Learning](https://eprint.iacr.org/2017/281) (Bonawitz
     et al., CCS 2017), with the signatures of section 6 against a dishonest server.
@@ -82,3 +84,9 @@ class SecAgg(SecureAggregation):
                 "`num_colluding`."
             )
         return threshold
+
+    def client_masks(self) -> ClientMasks:
+        return PairwiseMasks()
+
+    def server_masks(self) -> ServerMasks:
+        return PairwiseUnmasking()
