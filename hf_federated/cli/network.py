@@ -136,7 +136,8 @@ def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ID=FINGERPRINT",
         action="append",
         default=[],
-        help="fingerprint of a client for split.encryption, if its certificate is not in the folder; can be repeated",
+        help="fingerprint of a client for split.encryption or secure aggregation, if its certificate is not in the"
+        " folder; can be repeated",
     )
     parser.add_argument(
         "--max-message-bytes",
@@ -214,8 +215,10 @@ def _has_split(arguments: argparse.Namespace) -> bool:
     check_names(values)
     make_current_folder_importable()
     has_split = values.get("split") is not None
+    federation = values.get("federation") or {}
+    is_secure = "connect_timeout" in vars(arguments) and federation.get("secure_aggregation") is not None
     for option in WITHOUT_SPLIT if has_split else WITH_SPLIT:
-        if getattr(arguments, option, None):
+        if getattr(arguments, option, None) and not (option == "peer" and is_secure):
             kind = "for split models" if has_split else "without a section split in the recipe"
             raise CommandError(f"--{option.replace('_', '-')} has no use {kind}. Leave it out.")
     if arguments.log_format == "json":
@@ -236,6 +239,6 @@ def _check_options(arguments: argparse.Namespace) -> None:
     if arguments.certificates is not None and not Path(arguments.certificates).is_dir():
         raise CommandError(f"--certificates: the folder {arguments.certificates} does not exist.")
     if arguments.peer or getattr(arguments, "server_fingerprint", None):
-        from hf_federated.experiments.network.split_run import check_fingerprints
+        from hf_federated.experiments.network.fingerprints import check_fingerprints
 
         check_fingerprints(arguments)

@@ -11,6 +11,7 @@ from hf_federated.engines import NetworkEngine
 from hf_federated.engines.run_monitor import readmit_clients
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.network.event_log import log_events
+from hf_federated.experiments.network.fingerprints import parse_peer
 from hf_federated.experiments.network.run import (
     build_client,
     build_engine,
@@ -117,6 +118,7 @@ def _join(recipe: Recipe, address: str, arguments: argparse.Namespace) -> None:
         connect_timeout=arguments.connect_timeout,
         max_message_bytes=arguments.max_message_bytes,
         refusals=arguments.refusals,
+        fingerprints=dict(map(parse_peer, arguments.peer)),
     )
     print(f"Client {arguments.client!r} took part in {run.trainer.state.global_step} rounds. The run is complete.")
 

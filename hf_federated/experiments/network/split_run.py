@@ -21,6 +21,7 @@ from hf_federated.experiments.data.tokenized import load_tokenized_data
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.execution import evaluate_further_splits
 from hf_federated.experiments.model_loading import build_adapter, load_tokenizer
+from hf_federated.experiments.network.fingerprints import parse_peer
 from hf_federated.experiments.recipe.recipe import SINGLE_CLIENT, Recipe, load_recipe
 from hf_federated.experiments.recipe.schema import build
 from hf_federated.experiments.recipe.sections import ModelSection
@@ -28,7 +29,7 @@ from hf_federated.experiments.train_recipe import RESULTS_NAME
 from hf_federated.security.certificates import client_certificate, client_fingerprints
 from hf_federated.security.encrypted_link import EncryptedLink
 from hf_federated.security.encrypted_session import ClientSession, Identity, ServerSession
-from hf_federated.security.keys import check_fingerprint, fingerprint
+from hf_federated.security.keys import fingerprint
 from hf_federated.security.peer_envelopes import PeerEnvelopes
 from hf_federated.split import ModelFingerprint, SplitModel, SplitSessionConfig, Wire
 from hf_federated.split.parts import Part
@@ -226,39 +227,11 @@ def _terms(
     return SplitSessionConfig(model, cut, wire, adapter, run_settings(split, args))
 
 
-def check_fingerprints(arguments: argparse.Namespace) -> None:
-    """
-    Check the fingerprints among the options, before any file is loaded.
-
-    Args:
-        arguments (`argparse.Namespace`): The parsed arguments of the command `serve` or `join`.
-
-    Raises:
-        CommandError: If an option does not contain a fingerprint.
-    """
-    for peer in arguments.peer:
-        _parse_peer(peer)
-    server_fingerprint = getattr(arguments, "server_fingerprint", None)
-    if server_fingerprint is not None:
-        with command_errors("--server-fingerprint"):
-            check_fingerprint(server_fingerprint, "server")
-
-
-def _parse_peer(option: str) -> tuple[str, str]:
-    """Parse a `--peer` option into a client id and a fingerprint."""
-    client_id, separator, value = option.rpartition("=")
-    if not separator or not client_id:
-        raise CommandError(f"--peer {option!r} does not have the form ID=FINGERPRINT.")
-    with command_errors(f"--peer {option}"):
-        check_fingerprint(value, client_id)
-    return client_id, value
-
-
 def _fingerprints(arguments: argparse.Namespace, required: list[str]) -> dict[str, str]:
     """Fingerprints of clients from the `--peer` options and from the certificates in the folder."""
     fingerprints = {
         **client_fingerprints(arguments.certificates),
-        **dict(_parse_peer(peer) for peer in arguments.peer),
+        **dict(parse_peer(peer) for peer in arguments.peer),
     }
     missing = [client_id for client_id in required if client_id not in fingerprints]
     if missing:
