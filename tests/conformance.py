@@ -24,6 +24,7 @@ from hf_federated.aggregation import Accumulator, WeightedMean
 from hf_federated.distillation import Requirements
 from hf_federated.messages import ClientUpdate, Fit, Message
 from hf_federated.postprocessing import ClipUpdate, Postprocessor
+from hf_federated.secure_aggregation import SECURE_AGGREGATIONS
 from hf_federated.testing.scenario import Scenario
 
 
@@ -260,6 +261,7 @@ AGGREGATION_NAMES = [*AGGREGATIONS, EveryAggregationHook.name]
 DISTILLATION_NAMES = [*DISTILLATIONS, EveryDistillationHook.name]
 SCENARIOS = [f"aggregation {name}" for name in AGGREGATION_NAMES]
 SCENARIOS += [f"distillation {name}" for name in DISTILLATION_NAMES]
+SCENARIOS += [f"secure_aggregation {name}" for name in SECURE_AGGREGATIONS]
 
 # Algorithms that run in the slow tests only. The engines handle FedExP like `fednova`, which has a further mean too,
 # the robust aggregations like `median`, whose updates are on disk too, and these distillations like `dsfl`, whose
@@ -278,6 +280,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "norm_bounded_mean": {"max_norm": 0.05},
     "krum": {"num_hostile": 0, "num_selected": 2},
     "median": {"server_optimizer": "momentum", "max_memory_mb": 0.01},
+    # The clients of the tests have no certificates.
+    "secagg": {"max_weight": 15, "min_survivors": 2, "pins": "none", "bits": 32},
 }
 FEDERATIONS: dict[str, dict[str, Any]] = {
     "fedkd": {"num_rounds": 1},
@@ -285,6 +289,7 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
     "fedper": {"evaluate_clients": True, "client_store": "disk"},
     "fednova": {"client_optimizer_state": "reset"},
     "median": {"report_anomalies": True},
+    "secagg": {"aggregation": "scaffold"},
 }
 TRAININGS: dict[str, dict[str, Any]] = {
     "fednova": {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.05},

@@ -20,8 +20,18 @@ import torch
 from ..adapters import Exchange
 from ..messages import KINDS, Distill, Evaluate, Feedback, Fit, Message, Predict
 from ..messages.distillation import PublicRowsMessage
+from ..messages.secure_aggregation import (
+    SECURE_REQUESTS,
+    ConfirmSurvivors,
+    OpenFit,
+    SecureFit,
+    ShareKeys,
+    SubmitMasked,
+    Unmask,
+)
 from ..messages.validation import RefusedRequestError, first_non_finite
 from ..methods import Method
+from ..secure_aggregation import SecureAggregation
 from ..utils.fields import describe
 from .request_record import RequestRecord
 from .sampling import client_seed
@@ -29,6 +39,8 @@ from .sampling import client_seed
 
 # Largest number of values in a tensor field of a request to a client that exchanges fewer parameters.
 MIN_VALUES = 2**24
+# Largest number of clients of a sum under secure aggregation.
+MAX_CLIENTS = 2**16
 # A state is evaluated in its round and at the end of the run, and a user can evaluate another state.
 MAX_EVALUATIONS = 3
 
@@ -48,6 +60,8 @@ class Agreement:
         seed (`int`, *optional*): Seed of the federation, from which the seeds of local training are derived. By
             default, any seed is allowed.
         client_ids (`Collection[str]`, *optional*): Ids of the clients. By default, any id is allowed.
+        secure ([`SecureAggregation`], *optional*): The protocol of secure aggregation. The client then sends no
+            update without a mask, and no metrics.
 
     Attributes:
         record ([`~hf_federated.clients.request_record.RequestRecord`], *optional*): The requests of the run. Without a
@@ -81,6 +95,7 @@ class Agreement:
         num_public_rows: int = 0,
         seed: int | None = None,
         client_ids: Collection[str] | None = None,
+        secure: SecureAggregation | None = None,
     ) -> None:
         self.methods = methods
         self.num_rounds = num_rounds
@@ -100,6 +115,9 @@ class Agreement:
         # The methods also declare the kinds of the replies.
         replies = {kind for kind in KINDS.values() if not kind.answered_by}
         requests: list[type[Message]] = [Fit, Evaluate, *own]
+        self.secure = secure
+        if secure is not None:
+            requests = [SecureFit, *SECURE_REQUESTS] if secure.masks else [OpenFit]
         self._kinds = tuple(kind for kind in dict.fromkeys(requests) if kind not in replies)
         self.record: RequestRecord | None = None
         self._predictions = RequestRecord()
@@ -111,13 +129,16 @@ class Agreement:
         own = [kind for kind in self._kinds if kind not in RULES]
         requests = [f"{kind.kind!r} at most {kind.max_per_round}" for kind in own]
         passes = max((getattr(method, "passes_per_round", 0) for method in self.methods), default=0)
+        sent = "the exchanged parameters after local training" if self.returns_state else "none"
+        if self.secure is not None and self.secure.masks:
+            sent = f"none: the server learns sums of at least {self.secure.min_survivors} clients"
         return {
             "rounds": f"{self.num_rounds}, in ascending order",
             "received state": "the exchanged parameters" if self.sends_state else "none",
-            "sent state": "the exchanged parameters after local training" if self.returns_state else "none",
+            "sent state": sent,
             "local training": "once in a round, with the seed that follows from `federation_seed`",
             "examples in a round": "all" if self.smallest_limit is None else f"all, or at least {self.smallest_limit}",
-            "evaluations": f"at most {MAX_EVALUATIONS} in a round",
+            "evaluations": f"at most {MAX_EVALUATIONS} in a round" if Evaluate in self._kinds else "none",
             "predictions of public examples": f"at most {passes} of each of {self.num_public_rows} in a round",
             "other requests in a round": ", ".join(requests) or "none",
         }
@@ -133,7 +154,8 @@ class Agreement:
             RefusedRequestError: If the client did not agree to the value of a field.
         """
         cls: Any = type(request)
-        if not issubclass(cls, self._kinds):
+        # Under secure aggregation, a subclass is another request.
+        if not (issubclass(cls, self._kinds) if self.secure is None else cls in self._kinds):
             kinds = ", ".join(repr(kind.kind) for kind in self._kinds)
             raise RefusedRequestError(request, "kind", "is no request of the methods", f"the kinds {kinds}")
         for name, rule in rules_of(cls).items():
@@ -299,6 +321,11 @@ def _accepted_round(agreement: Agreement, value: int | None, request: Fit) -> st
     return None if value is None or value < request.round else "a round before the round of the request"
 
 
+def _num_clients(agreement: Agreement, value: int, request: SecureFit) -> str | None:
+    smallest = 1 if agreement.secure is None else agreement.secure.min_survivors
+    return None if smallest <= value <= MAX_CLIENTS else f"{smallest} to {MAX_CLIENTS} clients"
+
+
 def _stop(agreement: Agreement, value: int, request: PublicRowsMessage) -> str | None:
     allowed = request.start < value <= agreement.num_public_rows
     return None if allowed else f"positions of {agreement.num_public_rows} public examples"
@@ -324,6 +351,13 @@ RULES: dict[type[Message], dict[str, Rule]] = {
         "accepted_round": _accepted_round,
     },
     Evaluate: {"state": _evaluated_state},
+    # The session of the client checks the content of the fields.
+    SecureFit: {"session": _any, "num_clients": _num_clients},
+    OpenFit: {},
+    ShareKeys: dict.fromkeys(("session", "keys", "identities", "signatures"), _any),
+    SubmitMasked: dict.fromkeys(("session", "envelopes"), _any),
+    ConfirmSurvivors: dict.fromkeys(("session", "survivors"), _any),
+    Unmask: dict.fromkeys(("session", "signatures"), _any),
     PublicRowsMessage: {"order": _any, "start": _any, "stop": _stop, "seed": _any},
     # The client half of a distillation checks these fields.
     Predict: {"keeps_graph": _any},

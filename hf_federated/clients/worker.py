@@ -21,15 +21,18 @@ from ..data.client_ids import similar_ids_hint
 from ..data.torch_datasets import is_map_style, is_stream, subset
 from ..distributed.process_group import PeerFailedError
 from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
+from ..messages.secure_aggregation import SecureFit
 from ..messages.validation import INVALID_CONTENT, RefusedRequestError, first_non_finite, refusal_of, refusing
 from ..methods import ClientContext, ClientPart, Method
 from ..postprocessing import Postprocessor, run_client_receive, run_client_send
 from ..utils.printable import printable_traceback
 from ..utils.random import preserved_generators, seed_torch
 from ..utils.trainer_banner import trainer_banner
+from ..utils.weighted_mean import State
 from .agreement import Agreement
 from .failures import describe_failure
 from .gradient_scaler import ClientScaler
+from .kept_state import LOCAL, MEMORIES, STEP_MEMORIES, has_state_after, state_after, state_before, with_note
 from .local_training import (
     LocalTraining,
     LocalTrainingCallback,
@@ -41,6 +44,7 @@ from .local_training import (
 )
 from .models import ClientModel, ClientModels, OwnModel, diverged
 from .sampling import draw_examples
+from .secure_answers import SecureAnswers
 from .streams import ClientStream
 
 
@@ -48,14 +52,6 @@ logger = logging.get_logger(__name__)
 
 # Keys of log entries that are not metrics: the progress of training, and token counts, which have a separate field.
 NON_METRIC_KEYS = {"epoch", "step", "num_input_tokens_seen", "num_tokens"}
-
-
-# Key of the memories of the client halves in the state of a client.
-_MEMORIES = "memories"
-# Key of the memories of the postprocessors in the state of a client.
-_STEP_MEMORIES = "steps"
-# Key of the tensors that the client keeps (`keep_local`) in its state.
-_LOCAL = "local"
 # Opening a client's examples takes longer than a small training step, and an open client needs some kilobytes.
 MAX_OPEN_CLIENTS = 256
 
@@ -84,6 +80,7 @@ class ClientWorker:
         is_federation (`bool`, *optional*): Whether local training is seeded by the seed of the message. Defaults to
             whether there are several clients.
         agreement ([`Agreement`], *optional*): What requests may contain. By default, they are not checked.
+        secure ([`SecureAnswers`], *optional*): Encodes updates, and answers the requests of secure aggregation.
     """
 
     def __init__(
@@ -98,10 +95,14 @@ class ClientWorker:
         callbacks: Sequence[TrainerCallback] = (),
         is_federation: bool | None = None,
         agreement: Agreement | None = None,
+        secure: SecureAnswers | None = None,
     ) -> None:
         self.models = models
+        self.secure = secure
         self.agreement = agreement
         self.last_error: Exception | None = None
+        # The metrics of the update, if the last message was a request of local training that succeeded.
+        self.last_metrics: dict[str, float] | None = None
         # The class and the lines of code of each error whose traceback was logged.
         self._logged_errors: set[tuple[Any, ...]] = set()
         self._train_datasets = train_datasets
@@ -136,7 +137,7 @@ class ClientWorker:
         Raises:
             TypeError: If the message has an unknown type.
         """
-        self.last_error = None
+        self.last_error, self.last_metrics = None, None
         kept: dict[str, Any] | None = None
         reply: Message
         try:
@@ -145,16 +146,20 @@ class ClientWorker:
         except RefusedRequestError as error:
             return self._refuse(message, error)
         key = next((key for key, method in self._methods.items() if isinstance(message, method.messages)), None)
-        if key is None and not isinstance(message, (Fit, Evaluate)):
+        secure = self.secure if self.secure is not None and isinstance(message, self.secure.requests) else None
+        if key is None and secure is None and not isinstance(message, (Fit, Evaluate)):
             own = [kind.__name__ for method in self._methods.values() for kind in method.messages]
             raise TypeError(
                 f"The client received a {type(message).__name__}, but it answers only "
                 f"{', '.join(['Fit', 'Evaluate', *own])}."
             )
-        model = self.models.open(message.client_id)
+        # The requests that follow a local training need no model.
+        model: Any = self.models.open(message.client_id) if secure is None else None
         try:
             with trainer_banner(shown=False):
-                if isinstance(message, Fit):
+                if secure is not None:
+                    reply = secure.answer(message)
+                elif isinstance(message, Fit):
                     reply, kept = self._fit(message, model)
                 elif isinstance(message, Evaluate):
                     reply = self._evaluate(message, model)
@@ -189,7 +194,7 @@ class ClientWorker:
     def _answer(self, message: Message, model: ClientModel, key: str) -> tuple[Message, dict[str, Any] | None]:
         """Answer a message of a method. Return the reply, and the client's new state if it changed."""
         kept = self.models.get_state(message.client_id)
-        model.exchange.write_local(kept.get(_LOCAL), message.client_id)
+        model.exchange.write_local(kept.get(LOCAL), message.client_id)
         context = self._context(message.client_id, model, kept, key)
         if self.agreement is not None:
             self.agreement.check_tensors(message, model.exchange)
@@ -198,20 +203,28 @@ class ClientWorker:
         memory = context.memory
         if memory.keys() == before.keys() and all(memory[name] is before[name] for name in memory):
             return reply, None
-        return reply, {**kept, _MEMORIES: {**kept.get(_MEMORIES, {}), key: memory}}
+        return reply, {**kept, MEMORIES: {**kept.get(MEMORIES, {}), key: memory}}
 
-    def _fit(self, message: Fit, model: ClientModel) -> tuple[ClientUpdate, dict[str, Any] | None]:
-        """Train a client. Return the update, and the client's new state unless the client has diverged."""
+    def _fit(self, message: Fit, model: ClientModel) -> tuple[Message, dict[str, Any] | None]:
+        """Train a client. Return the reply, and the client's new state unless the client has diverged."""
         kept = self.models.get_state(message.client_id)
-        contexts = {key: self._context(message.client_id, model, kept, key) for key in self._methods}
+        before = state_before(kept, message)
+        contexts = {key: self._context(message.client_id, model, before, key) for key in self._methods}
         parts = [method.client(contexts[key]) for key, method in self._methods.items()]
-        step_memories = dict(kept.get(_STEP_MEMORIES, {}))
+        step_memories = dict(before.get(STEP_MEMORIES, {}))
         if self._postprocessors:
             with refusing(message, "state"):
                 message = run_client_receive(self._postprocessors, message, step_memories)
         if self.agreement is not None:
             self.agreement.check_tensors(message, model.exchange)
-        model.exchange.write_local(kept.get(_LOCAL), message.client_id)
+        secure = self.secure
+        if (
+            secure is not None
+            and isinstance(message, SecureFit)
+            and secure.has_trained(message, has_state_after(kept, message))
+        ):
+            return secure.begin(message), None
+        model.exchange.write_local(before.get(LOCAL), message.client_id)
         try:
             for part in parts:
                 part.receive(message)
@@ -221,35 +234,18 @@ class ClientWorker:
             raise refusal_of(error, message, "extra") from error
         if message.state:
             model.exchange.write(message.state)
-        model.exchange.write_local(kept.get(_LOCAL), message.client_id)
+        model.exchange.write_local(before.get(LOCAL), message.client_id)
         with model.restore_on_failure():
-            trainer = self._train(message, model, parts, kept)
+            trainer = self._train(message, model, parts, before)
         model.exchange.check_unchanged(model.trainer.model)
-        training = trainer.local_training
-        local, scaler, stream = model.exchange.read_local(), training.scaler, training.stream
-        update = ClientUpdate(
-            round=message.round,
-            client_id=message.client_id,
-            state=model.exchange.read() if message.returns_state else {},
-            num_examples=len(trainer.train_dataset) if stream is None else stream.num_examples,
-            num_tokens=_num_tokens(trainer),
-            num_steps=trainer.state.global_step,
-            metrics=_training_metrics(trainer),
-        )
+        local = model.exchange.read_local()
+        update = _update(message, trainer, model.exchange.read() if message.returns_state else {})
         for part in parts:
             update = part.send(update)
-        state: dict[str, Any] = {_LOCAL: local} if local else {}
-        if self._config.client_optimizer_state == "carry":
-            state["optimizer"] = trainer.optimizer.state_dict()
-            if scaler is not None:
-                state["scaler"] = scaler.state_dict()
-        else:
-            # The optimizer and its schedule form a reference cycle. Free the moments without a garbage collection.
-            trainer.optimizer.state.clear()
-        if stream is not None:
-            state["stream"] = stream.position()
-        if memories := {key: context.memory for key, context in contexts.items() if context.memory}:
-            state[_MEMORIES] = memories
+        carries_optimizer = self._config.client_optimizer_state == "carry"
+        state = state_after(
+            trainer, local, {key: context.memory for key, context in contexts.items()}, carries_optimizer
+        )
         # The server rejects the update of a diverged client. The client then keeps its last finite state.
         is_finite = first_non_finite(update.state) is None
         if local and is_finite and (name := first_non_finite(local)) is not None:
@@ -257,9 +253,15 @@ class ClientWorker:
             raise diverged(name)
         if self._postprocessors:
             update = run_client_send(self._postprocessors, update, message, step_memories)
+        self.last_metrics = update.reported_metrics
         if step_memories:
-            state[_STEP_MEMORIES] = step_memories
-        return update, state if is_finite else None
+            state[STEP_MEMORIES] = step_memories
+        if secure is None or not isinstance(message, SecureFit):
+            return update, state if is_finite else None
+        # The training has changed the tensors of an optimizer that the client carries.
+        before = state_before(self.models.get_state(message.client_id), message)
+        state = with_note(state, message.round, before)
+        return secure.begin(message, update, leaves_state=bool(state)), state
 
     def _context(self, client_id: str, model: ClientModel, kept: Mapping[str, Any], key: str) -> ClientContext:
         """Build the context of the client half of a method."""
@@ -268,7 +270,7 @@ class ClientWorker:
             client_id,
             model,
             self._config.federation_seed or 0,
-            dict(kept.get(_MEMORIES, {}).get(key, {})),
+            dict(kept.get(MEMORIES, {}).get(key, {})),
             lambda: self._open_examples(client_id)[0],
             None if private is None else lambda: private(client_id)[:2],
         )
@@ -352,7 +354,7 @@ class ClientWorker:
         if message.state:
             model.exchange.write(message.state)
         if model.exchange.has_local:
-            model.exchange.write_local(self.models.get_state(message.client_id).get(_LOCAL), message.client_id)
+            model.exchange.write_local(self.models.get_state(message.client_id).get(LOCAL), message.client_id)
         local = LocalTraining(message.round, self._num_rounds, False, {})
         trainer = local_trainer(model.trainer, self._arguments(model), None, local, [])
         # `bf16_full_eval` permanently casts the model unless the trainer is in training.
@@ -363,6 +365,20 @@ class ClientWorker:
         metrics.pop("eval_num_tokens", None)
         values = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         return Metrics(message.round, message.client_id, num_examples=len(dataset), metrics=values)
+
+
+def _update(message: Fit, trainer: Any, state: State) -> ClientUpdate:
+    """Return the result of a local training."""
+    stream = trainer.local_training.stream
+    return ClientUpdate(
+        round=message.round,
+        client_id=message.client_id,
+        state=state,
+        num_examples=len(trainer.train_dataset) if stream is None else stream.num_examples,
+        num_tokens=_num_tokens(trainer),
+        num_steps=trainer.state.global_step,
+        metrics=_training_metrics(trainer),
+    )
 
 
 def _num_tokens(trainer: Trainer) -> int:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+import torch
 from transformers.utils import logging
 
 from ..aggregation import Accumulator
@@ -354,6 +355,42 @@ class Engine(ABC):
         Args:
             plan ([`Plan`]): The plan whose updates were accumulated.
             accumulator ([`Accumulator`]): This process's accumulator, changed in place.
+        """
+
+    def record_states(self) -> dict[str, str]:
+        """
+        Return the names of the states of clients on other machines, which keep these states.
+
+        A run that resumes passes the names to [`~Engine.replay`].
+        """
+        return {}
+
+    def replay(self, round: int, states: Mapping[str, str]) -> None:  # noqa: B027 - most engines have no such states
+        """
+        Continue after a round whose result is on disk, without a request to the clients.
+
+        Args:
+            round (`int`): Round number, from 0.
+            states (`Mapping[str, str]`): Return value of [`~Engine.record_states`] after the round.
+        """
+
+    def shared(self, label: str, compute: Callable[[], T]) -> T:
+        """
+        Compute a value once for all processes, such as a random number.
+
+        Args:
+            label (`str`): Point of the program, for errors.
+            compute (`Callable[[], T]`): Computes the value, of scalars and containers of scalars.
+        """
+        return compute()
+
+    def sum_(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:  # noqa: B027 - one process has the sums
+        """
+        Replace tensors of integers in place by their sums over all processes. Call `gather` just before.
+
+        Args:
+            plan ([`Plan`]): The plan whose replies were added.
+            tensors (`Sequence[torch.Tensor]`): Tensors of the same shapes and dtypes in each process.
         """
 
     def _transmit(self, client_id: str, request: OpenRequest) -> None:  # noqa: B027 - or when it is the client's turn

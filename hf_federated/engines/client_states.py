@@ -19,6 +19,17 @@ class ClientStates:
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
+        # The names after the last round whose result is on disk.
+        self._recorded: dict[str, str] = {}
+
+    def record(self) -> dict[str, str]:
+        """Return the names. The clients keep these states until the next call."""
+        self._recorded = dict(self.names)
+        return dict(self.names)
+
+    def recorded_of(self, client_id: str) -> list[str]:
+        """Return the name of a client's state in the last call of `record`, if there is one."""
+        return [self._recorded[client_id]] if client_id in self._recorded else []
 
     def of(self, client_id: str) -> str:
         """Return the name of a client's state. Empty before the first reply of the client."""

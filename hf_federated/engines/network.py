@@ -338,7 +338,7 @@ class NetworkEngine(Engine):
         header = {
             "state": self._states.of(client_id),
             # The client keeps the states of all checkpoints, because the run may resume from each of them.
-            "keep": saved_names(self._saved_clients(), client_id),
+            "keep": [*saved_names(self._saved_clients(), client_id), *self._states.recorded_of(client_id)],
             "num_clients": len(self._datasets.client_ids),
         }
         self._status.sent(client_id, message.round, message.num_bytes)
@@ -392,6 +392,15 @@ class NetworkEngine(Engine):
         return client_id, reply
 
     # ---- Checkpoints
+
+    def record_states(self) -> dict[str, str]:
+        self._outcomes.write()
+        return self._states.record()
+
+    def replay(self, round: int, states: Mapping[str, str]) -> None:
+        self._states.names.update(states)
+        self._states.record()
+        self._outcomes.skip(round)
 
     def save(self, directory: Path) -> dict[str, str]:
         self._outcomes.write()

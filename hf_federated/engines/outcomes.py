@@ -75,6 +75,17 @@ class RecordedOutcomes:
         self.num_used = num_used
         self._recorded.extend(self._read()[num_used:])
 
+    def skip(self, round: int) -> None:
+        """
+        Count the recorded outcomes of a round as used. A resumed run does not ask the clients of the round again.
+
+        Args:
+            round (`int`): Round number, from 0.
+        """
+        num_before = len(self._recorded)
+        self._recorded = deque(each for each in self._recorded if each.round != round)
+        self.num_used += num_before - len(self._recorded)
+
     def next_client(self) -> str | None:
         """Return the client whose outcome the interrupted run used next, `None` after its last outcome."""
         return self._recorded[0].client_id if self._recorded else None

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..aggregation import Accumulator
@@ -230,6 +231,13 @@ class RankEngine(LocalEngine):
                         self.processes.broadcast_([piece], rank)
         earliest = min(part["first"] for part in parts)
         accumulator.first_client = plan.cohort[earliest] if earliest < len(plan.cohort) else None
+
+    def shared(self, label: str, compute: Callable[[], T]) -> T:
+        return self.processes.run_on_main(label, compute)
+
+    def sum_(self, plan: Plan, tensors: Sequence[torch.Tensor]) -> None:
+        if self._spreads_clients:
+            self.bytes_reduced += self.processes.sum_(tensors)
 
     def save(self, directory: Path) -> dict[str, str]:
         # With `parallelism="data"` every rank holds the same client states.

@@ -14,6 +14,8 @@ from .training import Fit
 
 # Largest number of sessions of a round. A session that fails is repeated with new keys.
 MAX_SESSIONS = 3
+# Largest number of sessions of a round in which a client takes part. A server that resumes begins a new session.
+MAX_ANSWERED_SESSIONS = 64
 
 SessionId = Annotated[str, MaxEntries(64)]
 # A byte string as a tensor.
@@ -32,7 +34,7 @@ class SecureFit(Fit):
 
     kind: ClassVar[str] = "secure_fit"
     answered_by: ClassVar[str] = "advertised_keys"
-    max_per_round: ClassVar[int] = MAX_SESSIONS
+    max_per_round: ClassVar[int] = MAX_ANSWERED_SESSIONS
 
     session: SessionId = field(kw_only=True)
     num_clients: PositiveCount = field(kw_only=True)
@@ -83,7 +85,7 @@ class ShareKeys(Message):
 
     kind: ClassVar[str] = "share_keys"
     answered_by: ClassVar[str] = "key_shares"
-    max_per_round: ClassVar[int] = MAX_SESSIONS
+    max_per_round: ClassVar[int] = MAX_ANSWERED_SESSIONS
 
     session: SessionId
     keys: dict[str, torch.Tensor]
@@ -122,7 +124,7 @@ class SubmitMasked(Message):
 
     kind: ClassVar[str] = "submit_masked"
     answered_by: ClassVar[str] = "masked_update"
-    max_per_round: ClassVar[int] = MAX_SESSIONS
+    max_per_round: ClassVar[int] = MAX_ANSWERED_SESSIONS
 
     session: SessionId
     envelopes: dict[str, torch.Tensor]
@@ -156,7 +158,7 @@ class ConfirmSurvivors(Message):
 
     kind: ClassVar[str] = "confirm_survivors"
     answered_by: ClassVar[str] = "survivors_signature"
-    max_per_round: ClassVar[int] = MAX_SESSIONS
+    max_per_round: ClassVar[int] = MAX_ANSWERED_SESSIONS
 
     session: SessionId
     survivors: list[str]
@@ -191,7 +193,7 @@ class Unmask(Message):
 
     kind: ClassVar[str] = "unmask"
     answered_by: ClassVar[str] = "unmask_shares"
-    max_per_round: ClassVar[int] = MAX_SESSIONS
+    max_per_round: ClassVar[int] = MAX_ANSWERED_SESSIONS
 
     session: SessionId
     signatures: dict[str, torch.Tensor]

@@ -102,7 +102,7 @@ class BoundUpdate:
         self.max_ratio = max_ratio
         # Whether updates are measured at all.
         self.is_active = math.isfinite(max_ratio)
-        self._relative_learning_rate = relative_learning_rate
+        self.relative_learning_rate = relative_learning_rate
         self._rate = 1.0
         self._sends_changes = sends_changes
         self._amount_of_training = amount_of_training or Aggregation().amount_of_training
@@ -125,7 +125,7 @@ class BoundUpdate:
             round (`int`, *optional*, defaults to `0`): Round number, from 0.
         """
         self._extra = extra
-        self._rate = self._relative_learning_rate(round)
+        self._rate = self.relative_learning_rate(round)
         self._state = {name: value for name, value in state.items() if value.is_floating_point()}
         self._limits = {}
         self._references = {part: statistics.median(medians) for part, medians in self._history.items()}

@@ -96,13 +96,16 @@ class RoundProgress:
                 yield reply
                 del reply  # Free the memory before the next client trains.
 
-    def collect(self, engine: Engine, plan: Plan) -> dict[str, Message]:
+    def collect(
+        self, engine: Engine, plan: Plan, on_dispatch: Callable[[str], None] | None = None
+    ) -> dict[str, Message]:
         """
         Execute a plan as [`~hf_federated.engines.Engine.collect`] and show its progress.
 
         Args:
             engine ([`Engine`]): The engine.
             plan ([`Plan`]): The plan to execute.
+            on_dispatch (`Callable[[str], None]`, *optional*): Called with a client's id when its message is sent.
 
         Returns:
             `dict[str, Message]`: Replies by client id, in the order of the cohort.
@@ -112,6 +115,8 @@ class RoundProgress:
         def dispatch(client_id: str) -> None:
             if self._bar is not None:
                 self._bar.show(next(positions), client_id)
+            if on_dispatch is not None:
+                on_dispatch(client_id)
 
         with self._shown_bar(plan, len(engine.own_clients(plan.cohort)), engine):
             return engine.collect(plan, dispatch)

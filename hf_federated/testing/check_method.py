@@ -15,6 +15,7 @@ from ..aggregation import Aggregation
 from ..distillation import Distillation
 from ..engines import Engine, LocalEngine, NetworkEngine, RankEngine
 from ..postprocessing import Postprocessor
+from ..secure_aggregation import SecureAggregation
 from ..server import UpdateCollector
 from ..utils.algorithm_names import import_reference
 from ..utils.optional_packages import require_packages
@@ -37,6 +38,7 @@ FAMILIES: Mapping[type, str] = {
     Distillation: "distillation",
     UpdateCollector: "collector",
     Postprocessor: "postprocessors",
+    SecureAggregation: "secure_aggregation",
 }
 
 
@@ -85,8 +87,8 @@ def check_method(
 
     Args:
         method (`type` or `Any`): A subclass of [`Aggregation`], [`Distillation`],
-            [`~hf_federated.server.collectors.UpdateCollector`] or [`Postprocessor`], or an instance of one of the
-            first three. The class must be in a module that other processes can import.
+            [`~hf_federated.server.collectors.UpdateCollector`], [`SecureAggregation`] or [`Postprocessor`], or an
+            instance of one of the first four. The class must be in a module that other processes can import.
         arguments (`Mapping[str, Any]`, *optional*): Constructor arguments of a class, as JSON values.
         engines (`Sequence[str]`, *optional*, defaults to `("local", "serialized", "ranks", "network")`):
             The engines to check. The checks on `"local"` always run.
@@ -170,6 +172,9 @@ def checks_of(method: Any, engines: Sequence[str]) -> list[Check]:
     if reasons["local"]:
         raise ValueError(f"{method!r} refuses LocalEngine, with which the other engines are compared. Support it.")
     checks = [check for check in CHECKS if check.engine in selected and not reasons[check.engine]]
+    if isinstance(method, SecureAggregation):
+        # The secrets of a session exist in the memory of one process only.
+        checks = [check for check in checks if check.name != "memory"]
     return checks + [check_refusal(name, reason) for name, reason in reasons.items() if reason]
 
 
@@ -189,8 +194,8 @@ def scenario_of(
     family = next((name for base, name in FAMILIES.items() if issubclass(cls, base)), None)
     if family is None or (family == "postprocessors" and not isinstance(method, type)):
         raise TypeError(
-            f"`method` is {method!r}. Pass a subclass of Aggregation, Distillation, UpdateCollector or Postprocessor, "
-            "or an instance of one of the first three."
+            f"`method` is {method!r}. Pass a subclass of Aggregation, Distillation, UpdateCollector, "
+            "SecureAggregation or Postprocessor, or an instance of one of the first four."
         )
     if not isinstance(method, type):
         if arguments is not None:

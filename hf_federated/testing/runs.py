@@ -57,7 +57,7 @@ class RoundRecorder(FederatedCallback):
 
 class KillInRound(FederatedCallback):
     """
-    Kills the process in a round, when an update was accepted.
+    Kills the process in a round, when an update or the sum of all updates was accepted.
 
     Args:
         round (`int`): Number of the round, from 0.
@@ -69,6 +69,9 @@ class KillInRound(FederatedCallback):
     def on_client_end(self, *args: Any, round: Round, **kwargs: Any) -> None:
         if round.number == self.round:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    # Under secure aggregation, the server has no update of a single client.
+    on_aggregate = on_client_end
 
 
 @dataclass

@@ -12,7 +12,8 @@ from ..aggregation import Aggregation, build_aggregation
 from ..data import FederatedDataset
 from ..distillation import Distillation, build_distillation
 from ..methods import Method
-from ..utils.algorithm_names import import_reference
+from ..secure_aggregation import SecureAggregation
+from ..utils.algorithm_names import SECURE_AGGREGATION_NAMES, import_reference
 from .tiny import tiny_dataset, tiny_model
 
 
@@ -28,8 +29,8 @@ class Scenario:
     A federation of five clients, of which a round asks four, with a method.
 
     Args:
-        family (`str`): Where the method is passed: the field `"aggregation"`, `"distillation"` or `"collector"` of
-            [`FederatedConfig`], or the argument `"postprocessors"` of the trainer.
+        family (`str`): Where the method is passed: the field `"aggregation"`, `"distillation"`, `"collector"` or
+            `"secure_aggregation"` of [`FederatedConfig`], or the argument `"postprocessors"` of the trainer.
         method (`str`): Name of the method, or a reference `module:Class`.
         arguments (`dict[str, Any]`, *optional*): Constructor arguments of the method, as JSON values.
         federation (`dict[str, Any]`, *optional*): Further fields of [`FederatedConfig`].
@@ -62,6 +63,8 @@ class Scenario:
             return build_aggregation(self.method, self.arguments)
         if self.family == "distillation":
             return build_distillation(self.method, self.arguments)
+        if self.family == "secure_aggregation":
+            return SECURE_AGGREGATION_NAMES.build(self.method, self.arguments, SecureAggregation)
         return import_reference(self.method)(**self.arguments)
 
     @property
@@ -88,6 +91,9 @@ class Scenario:
         method = self.build_method()
         federation: dict[str, Any] = {"parallelism": "clients", "clients_per_round": 4, "log_clients": True}
         federation |= {"client_optimizer_state": "carry"}
+        if self.family == "secure_aggregation":
+            # The server has no metrics of single clients.
+            federation["log_clients"] = False
         training: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "cosine", "eval_strategy": "steps"}
         clients = {
             name: tiny_dataset(size, seed=number if unchanged in (None, name) else 100 + number)

@@ -37,7 +37,13 @@ from ..server.bound_update import BoundUpdate
 from ..utils.weighted_mean import State
 from .announcement import announce
 from .announcement_limits import AnnouncementLimits
-from .checkpoint import clients_directory, num_finished_rounds, read_server_state, write_server_state
+from .checkpoint import (
+    clients_directory,
+    list_checkpoints,
+    num_finished_rounds,
+    read_server_state,
+    write_server_state,
+)
 from .checks.data import check_labeled
 from .checks.resume import check_resumed, federation_identity
 from .claim_limits import ClaimLimits
@@ -215,6 +221,8 @@ class Federation:
             deadline=config.round_deadline,
             fire=self._fire,
             on_dispatch=lambda client_id: self._fire("on_client_begin", client_id=client_id),
+            output_dir=Path(str(self._args.output_dir)),
+            first_needed=self._first_needed,
         )
         setup.collector.start(context)
         return RoundLoop(
@@ -228,6 +236,11 @@ class Federation:
             if setup.aggregation.trains_on_server
             else None,
         )
+
+    def _first_needed(self) -> int:
+        """Return the first round that a run can repeat if it resumes from one of the checkpoints."""
+        checkpoints = list_checkpoints(str(self._args.output_dir))
+        return min(map(num_finished_rounds, checkpoints), default=0)
 
     # ---- Rounds
 

@@ -18,13 +18,15 @@ from transformers.utils import logging
 
 from ..adapters import Exchange
 from ..clients import Agreement, RefusedRequestError
+from ..clients.journal import ClientJournal
 from ..clients.limits import examples_per_step
 from ..clients.request_record import REQUESTS_FILE, RequestRecord
 from ..clients.state_history import StateHistory
 from ..data import FederatedDataset
 from ..data.client_ids import similar_ids_hint
 from ..engines import ClientEngine, raise_common_failure
-from ..messages import Announcement, ClientFailure, ClientUpdate, Message, read_message
+from ..messages import Announcement, ClientFailure, Message, read_message
+from ..secure_aggregation.credentials import Credentials
 from ..server import RoundProgress, RoundSummary
 from ..transport import Connector
 from ..utils.arguments import require
@@ -69,10 +71,12 @@ class JoinedClient:
         client_id (`str`): Id of the client.
         state_dir (`str`, *optional*): Folder of the states. Defaults to a folder in the output directory.
         refusals (`int`, *optional*, defaults to `3`): Number of refused requests after which the client leaves.
+        credentials ([`~hf_federated.secure_aggregation.credentials.Credentials`], *optional*): The identity of the
+            client, for secure aggregation.
 
     Raises:
-        ValueError: If several processes would not train the client together, or if the trainer has the examples of
-            several clients and `client_id` is none of them.
+        ValueError: If several processes would not train the client together, if the trainer has the examples of
+            several clients and `client_id` is none of them, or if several processes use secure aggregation.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class JoinedClient:
         client_id: str,
         state_dir: str | None,
         refusals: int = 3,
+        credentials: Credentials | None = None,
     ) -> None:
         require("refusals", refusals, refusals >= 1, "at least 1")
         self._processes = setup.processes
@@ -90,11 +95,20 @@ class JoinedClient:
                 f"parallelism='clients', but the {setup.processes.world_size} processes of this launch train one "
                 "client. Set parallelism='data', or start the client without a launcher."
             )
+        if setup.secure_aggregation is not None and setup.is_spread:
+            raise ValueError(
+                f"`secure_aggregation` needs a client of one process, but the launch has {setup.processes.world_size} "
+                "processes. Start the client without a launcher."
+            )
         self.client_id = client_id
         self._engine = ClientEngine()
-        self.setup = dataclasses.replace(_of_one_client(setup, client_id), engine=self._engine)
         self._args = args
         self._state_dir = state_dir or os.path.join(args.output_dir, STATES_DIR, escape_client_id(client_id))
+        self.setup = dataclasses.replace(
+            _of_one_client(setup, client_id),
+            engine=self._engine,
+            credentials=credentials,
+        )
         self._requests: ClientRequests | None = None
         self._history: StateHistory | None = None
         # A request whose round has not begun. A message can be read only once.
@@ -171,6 +185,8 @@ class JoinedClient:
         if self._history is None:
             self._history = StateHistory(self._state_dir, self._engine.worker.models, self._processes.is_main)
             self._record = self._agreement.record = self._open_record()
+            if (secure := self._engine.worker.secure) is not None:
+                secure.journal = ClientJournal(Path(self._state_dir), self._record.run)
         metrics: dict[str, dict[str, float]] = {}
         round: int | None = None
         if self._next is None:
@@ -217,12 +233,12 @@ class JoinedClient:
         worker.is_federation = request.num_clients > 1
         history.restore(request.state)
         answer = worker.handle(message)
-        if isinstance(answer, ClientUpdate):
-            metrics[self.client_id] = answer.reported_metrics
+        if (trained := worker.last_metrics) is not None:
+            metrics[self.client_id] = trained
             if self.setup.config.local_steps is None:
-                self.examples_seen += answer.num_examples * self.setup.config.local_epochs
+                self.examples_seen += int(trained["num_examples"]) * self.setup.config.local_epochs
             else:
-                self.examples_seen += answer.num_steps * examples_per_step(self._args, processes.world_size)
+                self.examples_seen += int(trained["num_steps"]) * examples_per_step(self._args, processes.world_size)
         elif isinstance(worker.last_error, RefusedRequestError):
             logger.warning(f"Round {message.round + 1}: this client refused a request: {worker.last_error}")
             self._note_refusal(worker.last_error)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
+from collections.abc import Mapping
 
 from transformers.trainer_utils import TrainOutput
 
+from ..secure_aggregation.credentials import Credentials
 from ..transport import Connector, GrpcConnection
 from ..transport.protocol import DEFAULT_MAX_MESSAGE_BYTES
 from .base import RoleMixin
+from .client_credentials import client_credentials
 from .join import JoinedClient
 from .output_lock import output_dir_lock
 
@@ -35,6 +38,7 @@ class JoinMixin(RoleMixin):
         reconnect_timeout: float = 45.0,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         refusals: int = 3,
+        fingerprints: Mapping[str, str] | None = None,
     ) -> TrainOutput:
         """
         Take part in a federation as one client, until its server ends the run.
@@ -66,6 +70,8 @@ class JoinMixin(RoleMixin):
                 send.
             refusals (`int`, *optional*, defaults to `3`): Number of refused requests after which the client leaves. A
                 client refuses requests that its own arguments do not allow.
+            fingerprints (`Mapping[str, str]`, *optional*): Fingerprints of the certificates of the other clients by
+                client id, for secure aggregation. The certificates of other clients in `certificates` are known, too.
 
         Raises:
             ClientRefusedError: If the server refuses the client. The message names the settings that differ.
@@ -87,7 +93,11 @@ class JoinMixin(RoleMixin):
             reconnect_timeout=reconnect_timeout,
             max_message_bytes=max_message_bytes,
         )
-        return self.join_over(connect, client_id=client_id, state_dir=state_dir, refusals=refusals)
+        protocol = self._federation_setup.secure_aggregation
+        credentials = client_credentials(protocol, client_id, certificates, fingerprints)
+        return self.join_over(
+            connect, client_id=client_id, state_dir=state_dir, refusals=refusals, credentials=credentials
+        )
 
     def agreement(self, client_id: str) -> dict[str, str]:
         """
@@ -106,7 +116,13 @@ class JoinMixin(RoleMixin):
         return JoinedClient(setup, self.args, client_id, None).describe_agreement()
 
     def join_over(
-        self, connector: Connector, *, client_id: str, state_dir: str | None = None, refusals: int = 3
+        self,
+        connector: Connector,
+        *,
+        client_id: str,
+        state_dir: str | None = None,
+        refusals: int = 3,
+        credentials: Credentials | None = None,
     ) -> TrainOutput:
         """
         Take part in a federation as [`~JoinMixin.join`], over another transport.
@@ -117,6 +133,9 @@ class JoinMixin(RoleMixin):
             client_id (`str`): As in [`~JoinMixin.join`].
             state_dir (`str`, *optional*): As in [`~JoinMixin.join`].
             refusals (`int`, *optional*, defaults to `3`): As in [`~JoinMixin.join`].
+            credentials ([`~hf_federated.secure_aggregation.credentials.Credentials`], *optional*): The identity of the
+                client, and the fingerprints of the other clients, for secure aggregation. By default, the client
+                generates a key, which pins='none' allows.
 
         Raises:
             RunEndedError: If the server ended the run because of an error.
@@ -126,7 +145,9 @@ class JoinMixin(RoleMixin):
         """
         setup = self._federation_setup
         setup.processes.raise_if_failed()
-        joined = JoinedClient(setup, self.args, client_id, state_dir, refusals)
+        if credentials is None:
+            credentials = client_credentials(setup.secure_aggregation, client_id, None, None)
+        joined = JoinedClient(setup, self.args, client_id, state_dir, refusals, credentials)
         with setup.processes.fail_together(), output_dir_lock(self.args.output_dir, setup.processes):
             joined.connect(connector)
             self._setup, self._joined, args = joined.setup, joined, self.args

@@ -23,11 +23,15 @@ from ..distributed.process_group import ProcessGroup, process_group
 from ..engines import Engine, LocalEngine, RankEngine
 from ..methods import Method
 from ..postprocessing import Postprocessor, SendChanges, exchange_dtype
+from ..secure_aggregation import SecureAggregation
+from ..secure_aggregation.credentials import Credentials
 from ..server import AggregationCallback, AnomalyReport, DistillationCallback, UpdateCollector
+from ..server.collectors import SecureCollector
 from ..utils.algorithm_names import COLLECTOR_NAMES
 from .checks.arguments import check_arguments, check_not_averaged, resolve_federation, resolve_keep_local
 from .checks.data import check_clients, sample_clients
 from .checks.participants import check_participants, check_predictions, check_server_dataset
+from .checks.secure_aggregation import build_secure_aggregation
 
 
 T = TypeVar("T")
@@ -59,6 +63,9 @@ class FederationSetup:
         sampler ([`ClientSampler`]): Draws the cohort of a round.
         processes ([`~hf_federated.distributed.process_group.ProcessGroup`]): The processes of the launch.
         exchange ([`Exchange`]): Reads and writes the exchanged parameters of the model.
+        secure_aggregation ([`SecureAggregation`], *optional*): The protocol of secure aggregation.
+        credentials ([`~hf_federated.secure_aggregation.credentials.Credentials`], *optional*): The identity of a
+            client on another machine, for secure aggregation.
         deferred_errors (`list[ValueError]`): Errors of a federation of one client, which `train()` raises. A client of
             a federation on several machines does not train alone.
     """
@@ -81,6 +88,8 @@ class FederationSetup:
     sampler: ClientSampler
     processes: ProcessGroup
     exchange: Exchange
+    secure_aggregation: SecureAggregation | None = None
+    credentials: Credentials | None = None
     deferred_errors: list[ValueError] = field(default_factory=list)
 
     @classmethod
@@ -114,8 +123,6 @@ class FederationSetup:
         """
         args = trainer.args
         resolved = resolve_federation(config, args)
-        if resolved.secure_aggregation is not None:
-            raise ValueError("`secure_aggregation` is not available in this version. Leave it out.")
         launched = process_group()
         check_launch(launched.world_size)
         launched.initialize(args.ddp_timeout)
@@ -147,6 +154,7 @@ class FederationSetup:
         check_server(lambda: check_server_dataset(aggregation, distillation, participants), None)
         check_clients(trainer, clients, eval_clients, resolved, participants.task is not None, distillation)
         _check_model(trainer, resolved, distillation, participants)
+        secure = build_secure_aggregation(resolved, aggregation)
         setup = cls(
             trainer=trainer,
             config=resolved,
@@ -156,7 +164,10 @@ class FederationSetup:
             participants=participants,
             aggregation=aggregation,
             distillation=distillation,
-            collector=COLLECTOR_NAMES.build(resolved.collector, resolved.collector_kwargs, UpdateCollector),
+            collector=SecureCollector(secure)
+            if secure is not None
+            else COLLECTOR_NAMES.build(resolved.collector, resolved.collector_kwargs, UpdateCollector),
+            secure_aggregation=secure,
             postprocessors=steps,
             sampler=sampler,
             processes=launched,
@@ -266,7 +277,8 @@ def algorithm_postprocessors(algorithm: Aggregation, config: FederatedConfig) ->
     """Return the postprocessors of the algorithm, or of `exchange_dtype`. They follow the user's postprocessors."""
     steps = algorithm.postprocessors()
     dtype = exchange_dtype(config.exchange_dtype)
-    if dtype is None:
+    if dtype is None or config.secure_aggregation is not None:
+        # Under secure aggregation, a client sends integers.
         return steps
     if steps:
         raise ValueError(

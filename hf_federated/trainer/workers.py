@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -22,9 +23,13 @@ from ..clients import (
     Student,
     batches_per_round,
 )
+from ..clients.journal import ClientJournal
 from ..clients.model_factory import ClientModelBuilder
+from ..clients.secure_answers import SecureAnswers
 from ..engines import EngineContext, WatchPeers
 from ..messages import ClientUpdate, Fit, kinds_of
+from ..messages.secure_aggregation import SECURE_MESSAGES
+from ..secure_aggregation.credentials import Credentials, simulated_identity, simulated_key
 from ..server import RoundProgress
 from ..utils.weighted_mean import State
 from .checkpoint import clients_directory
@@ -81,7 +86,8 @@ class Workers:
             setup.clients.num_rows, config.local_epochs, config.local_steps, self._args, max_rows
         )
         output_dir = Path(self._args.output_dir)
-        kinds = kinds_of(*(kind for method in setup.methods for kind in method.messages))
+        secure = SECURE_MESSAGES if setup.secure_aggregation is not None else ()
+        kinds = kinds_of(*(kind for method in setup.methods for kind in method.messages), *secure)
         return EngineContext(
             self._build_worker,
             costs,
@@ -106,6 +112,7 @@ class Workers:
             postprocessors=setup.postprocessors,
             callbacks=[*setup.client_callbacks, *self._watch_peers, *self._progress.client_callbacks()],
             agreement=self.agreement(),
+            secure=self._secure_answers(),
         )
 
     def agreement(self) -> Agreement:
@@ -123,7 +130,23 @@ class Workers:
             num_public_rows=0 if self.student is None else self.student.num_rows,
             seed=setup.seed,
             client_ids=frozenset([*setup.clients, *(setup.eval_clients or ())]),
+            secure=setup.secure_aggregation,
         )
+
+    def _secure_answers(self) -> SecureAnswers | None:
+        """Return what answers the requests of secure aggregation. All clients of this process share an identity."""
+        protocol = self._setup.secure_aggregation
+        if protocol is None:
+            return None
+        aggregation: Any = self._setup.aggregation.on_client()
+        aggregation.max_weight = self._setup.aggregation.max_weight
+        credentials = self._setup.credentials
+        if credentials is None:
+            # The processes of a launch train different clients, which verify each other.
+            identity = simulated_identity(self._setup.processes.run_on_main("simulated clients", simulated_key))
+            pins = dict.fromkeys(self._setup.clients, identity.fingerprint)
+            credentials = Credentials(identity, pins)
+        return SecureAnswers(protocol, aggregation, credentials, ClientJournal())
 
     def _build_client_models(self) -> ClientModels:
         setup = self._setup

@@ -28,14 +28,18 @@ from hf_federated.clients import (
     Student,
     batches_per_round,
 )
+from hf_federated.clients.journal import ClientJournal
 from hf_federated.clients.models import ClientModel
 from hf_federated.clients.sampling import limit_examples
+from hf_federated.clients.secure_answers import SecureAnswers
 from hf_federated.config import FederatedConfig
 from hf_federated.distillation import Distillation, DistillationServer, PublicRows
 from hf_federated.experiments.estimate.step_cost import StepCost
 from hf_federated.messages import Evaluate, Fit, Message, Metrics
 from hf_federated.methods import ClientPart, Method
 from hf_federated.postprocessing import Postprocessor
+from hf_federated.secure_aggregation import SecureAggregation
+from hf_federated.secure_aggregation.credentials import Credentials, simulated_identity
 from hf_federated.server.round_loop import SERVER_NAME
 from hf_federated.utils.random import isolated_rng
 
@@ -67,6 +71,7 @@ class DryFederation:
         num_public (`int`, *optional*, defaults to `0`): Number of public examples.
         num_positions (`int`, *optional*, defaults to `0`): Number of predictions for all public examples.
         num_classes (`int`, *optional*, defaults to `0`): Number of classes of a prediction.
+        secure_aggregation ([`SecureAggregation`], *optional*): The protocol of secure aggregation.
     """
 
     config: FederatedConfig
@@ -80,6 +85,7 @@ class DryFederation:
     num_public: int = 0
     num_positions: int = 0
     num_classes: int = 0
+    secure_aggregation: SecureAggregation | None = None
 
     def exchange(self) -> Exchange:
         """Return an exchange of the tensors of the model."""
@@ -248,6 +254,14 @@ class DryWorker(ClientWorker):
             models = SharedModel(self.trainer, exchange, federation.args, store, self.student, exchange.read())
         settings = federation.methods, federation.config, open_model, federation.postprocessors
         super().__init__(models, self._num_examples, None, *settings)
+        if federation.secure_aggregation is not None:
+            identity = simulated_identity()
+            self.secure = SecureAnswers(
+                federation.secure_aggregation,
+                federation.aggregation.on_client(),
+                Credentials(identity, None),
+                ClientJournal(),
+            )
         for method in self._methods.values():
             # The numbers of examples of each class are values of the examples.
             vars(method)["class_counts"] = lambda dataset, num_classes, tokenizer: [0] * num_classes

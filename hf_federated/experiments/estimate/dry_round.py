@@ -27,15 +27,18 @@ from hf_federated.experiments.estimate.dry_parties import (
     DryStudent,
     DryWorker,
 )
+from hf_federated.experiments.estimate.dry_secure_sums import DryProtocol
 from hf_federated.experiments.estimate.results import Exchange
 from hf_federated.experiments.estimate.step_cost import StepCost
 from hf_federated.messages import Message, kinds_of
 from hf_federated.messages.ledger import Ledger
+from hf_federated.messages.secure_aggregation import SECURE_MESSAGES
 from hf_federated.messages.serialization import packed_size
 from hf_federated.methods import Method
 from hf_federated.postprocessing import exchange_dtype
 from hf_federated.server import CollectorContext, FitSettings, RoundLoop, RoundProgress, StepMemories, UpdateCollector
 from hf_federated.server.bound_update import BoundUpdate
+from hf_federated.server.collectors import SecureCollector
 from hf_federated.utils.algorithm_names import COLLECTOR_NAMES
 
 
@@ -119,6 +122,7 @@ def describe_trainer(trainer: Any, has_values: bool = False) -> DryFederation:
         num_public=num_public,
         num_positions=num_public,
         num_classes=0 if setup.distillation is None else model.config.num_labels,
+        secure_aggregation=None if setup.secure_aggregation is None else DryProtocol(setup.secure_aggregation),
     )
 
 
@@ -169,7 +173,8 @@ def dry_run(federation: DryFederation, num_rounds: int = 1) -> DryRun:
         ValueError: If the configuration is invalid.
     """
     engine, without_state = RecordingEngine(), set[str]()
-    kinds = kinds_of(*(kind for method in federation.methods for kind in method.messages))
+    secure = () if federation.secure_aggregation is None else SECURE_MESSAGES
+    kinds = kinds_of(*(kind for method in federation.methods for kind in method.messages), *secure)
     engine.start(EngineContext(lambda: DryWorker(federation), {}, "data", process_group(), kinds=kinds))
     config = federation.config
     sampler = ClientSampler(list(federation.num_examples), config.clients_per_round, config.federation_seed or 0)
@@ -234,9 +239,13 @@ def _build_loop(federation: DryFederation, engine: RecordingEngine, sampler: Cli
         progress=RoundProgress(list, config.num_rounds or 1),
         bound=BoundUpdate(math.inf),
     )
-    # A copy, because the configuration of a trainer can contain the collector that the trainer uses.
-    collector: UpdateCollector = COLLECTOR_NAMES.build(config.collector, config.collector_kwargs, UpdateCollector)
-    collector = type(collector)(**collector.settings())
+    collector: UpdateCollector
+    if federation.secure_aggregation is not None:
+        collector = SecureCollector(federation.secure_aggregation)
+    else:
+        collector = COLLECTOR_NAMES.build(config.collector, config.collector_kwargs, UpdateCollector)
+        # A copy, because the configuration of a trainer can contain the collector that the trainer uses.
+        collector = type(collector)(**collector.settings())
     collector.check(engine, federation.methods)
     collector.start(context)
     exchange = federation.exchange()

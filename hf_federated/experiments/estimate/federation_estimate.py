@@ -15,6 +15,7 @@ from hf_federated.config import FederatedConfig
 from hf_federated.distillation import build_distillation
 from hf_federated.experiments.estimate.dry_parties import DryFederation
 from hf_federated.experiments.estimate.dry_round import DryRun, dry_run
+from hf_federated.experiments.estimate.dry_secure_sums import DryProtocol
 from hf_federated.experiments.estimate.meta_model import meta_model
 from hf_federated.experiments.estimate.results import Estimate, PartyEstimate, UnitEstimate
 from hf_federated.experiments.estimate.sizes import DataSizes, EstimateOptions, Lengths, find_lengths
@@ -30,6 +31,7 @@ from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_er
 from hf_federated.messages import Evaluate
 from hf_federated.tasks import LanguageModeling, QuestionAnswering, SequenceTagging, Task
 from hf_federated.trainer.checks.arguments import resolve_federation, resolve_keep_local
+from hf_federated.trainer.checks.secure_aggregation import build_secure_aggregation
 from hf_federated.trainer.setup import algorithm_postprocessors
 
 
@@ -115,6 +117,7 @@ def _describe(
             )
         num_public = sizes.num_public
     num_positions, num_classes = _prediction_shape(sizes.task, model, lengths, num_public)
+    secure = build_secure_aggregation(config, aggregation)
     return DryFederation(
         config=config,
         args=args,
@@ -127,6 +130,7 @@ def _describe(
         num_public=num_public,
         num_positions=num_positions,
         num_classes=num_classes,
+        secure_aggregation=None if secure is None else DryProtocol(secure),
     )
 
 

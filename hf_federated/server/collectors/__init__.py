@@ -7,6 +7,7 @@ from ...utils.algorithm_names import COLLECTOR_NAMES, import_reference
 from .base import Collected, CollectorContext, UpdateCollector
 from .fedbuff import BufferedCollector
 from .received import ReceivedUpdates
+from .secure import SecureCollector
 from .synchronous import SynchronousCollector
 
 
@@ -22,6 +23,7 @@ __all__ = [
     "Collected",
     "CollectorContext",
     "ReceivedUpdates",
+    "SecureCollector",
     "SynchronousCollector",
     "UpdateCollector",
 ]

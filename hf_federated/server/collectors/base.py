@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from ...config import FederatedConfig
@@ -47,6 +48,8 @@ class CollectorContext:
         deadline (`float`, *optional*): Seconds after which a round does not wait for more than `min_clients` clients.
         fire (`Callable`, *optional*): `fire(event, **kwargs)` calls the trainer's callbacks.
         on_dispatch (`Callable[[str], None]`, *optional*): Called with the id of a client whose message is sent.
+        output_dir (`pathlib.Path`, *optional*): Output directory of the run.
+        first_needed (`Callable[[], int]`, *optional*): Returns the first round that a resumed run can repeat.
     """
 
     engine: Engine
@@ -56,6 +59,8 @@ class CollectorContext:
     deadline: float | None = None
     fire: Callable[..., Any] = field(default_factory=lambda: lambda event, **kwargs: None)
     on_dispatch: Callable[[str], None] | None = None
+    output_dir: Path | None = None
+    first_needed: Callable[[], int] = field(default_factory=lambda: lambda: 0)
 
 
 class UpdateCollector(ConstructorSettings, ABC):

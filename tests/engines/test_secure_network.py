@@ -1,0 +1,116 @@
+"""Secure aggregation over a network: the sums of one process, also if a party is killed in any phase."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launches import logs, notes, same_bits, weights
+from rank_troubles import SIZES
+from workers import without_timings, worker
+
+from hf_federated.server.collectors.round_records import FOLDER
+
+
+SCENARIO = "secure_aggregation secagg"
+NUM_PARTIES = 1 + len(SIZES)
+NUM_KILLS = 40
+# These kills of the server are part of every run of the tests.
+FAST_KILLS = (1,)
+# Phases of a client in a round. A client that is killed after the first one loses its secrets.
+PHASES = 5
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Callable[..., dict[str, Any]]]:
+    with worker("network_worker.py") as ask:
+        yield lambda directory, **options: ask(
+            {"directory": str(directory), "scenario": SCENARIO, "num_parties": NUM_PARTIES, **options}
+        )
+
+
+@pytest.fixture(scope="module")
+def reference(launch, network, tmp_path_factory) -> tuple[Path, float]:
+    """A run in one process, to which a run over a network is equal, and the seconds of the run over a network."""
+    local, remote = (tmp_path_factory.mktemp(name) for name in ("local", "network"))
+    assert launch(local, SCENARIO, 1, engine="local")["codes"] == [0]
+    answer = network(remote)
+    assert answer["codes"] == [0] * NUM_PARTIES, logs(remote)
+    assert_same_run(local, remote)
+    return local, answer["seconds"]
+
+
+def assert_same_run(local: Path, remote: Path) -> None:
+    assert same_bits(weights(local), weights(remote)), logs(remote)
+    expected, found = notes(local), notes(remote)
+    assert found["ledger"] == expected["ledger"]
+    assert without_timings(found["log"], "train_loss") == without_timings(expected["log"], "train_loss")
+
+
+def num_clients(directory: Path) -> list[int]:
+    """Number of clients in the sum of each round."""
+    return [int(entry["federated/num_clients"]) for entry in notes(directory)["log"] if "loss" in entry]
+
+
+def test_run_over_a_network_has_the_bytes_of_one_process(reference):
+    local, _ = reference
+    assert num_clients(local) == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "number",
+    [number if number in FAST_KILLS else pytest.param(number, marks=pytest.mark.slow) for number in range(NUM_KILLS)],
+)
+def test_kill_of_the_server_at_a_random_time_does_not_change_a_byte(network, reference, tmp_path, number):
+    local, seconds = reference
+    choices = random.Random(f"server {number}")
+    answer: dict[str, Any] = {"is_killed": False}
+    for attempt in range(5):
+        directory = tmp_path / str(attempt)
+        after = choices.uniform(0.3, 0.95) * seconds
+        answer = network(directory, kill={"party": 0, "after": after})
+        if answer["is_killed"]:
+            break
+        seconds = min(seconds, answer["seconds"])
+    assert answer["is_killed"], "every run ended before its kill"
+    assert answer["codes"] == [0] * NUM_PARTIES, logs(directory)
+    assert_same_run(local, directory)
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        0,
+        pytest.param(1, marks=pytest.mark.slow),
+        2,
+        *(pytest.param(phase, marks=pytest.mark.slow) for phase in range(3, 2 * PHASES)),
+    ],
+)
+def test_client_killed_in_a_phase_is_lost_in_one_round_only(network, reference, tmp_path, phase):
+    """The client is killed when its reply is on disk and not yet sent, and starts again."""
+    local, _ = reference
+    answer = network(tmp_path, kill={"party": 2, "round": phase, "before_reply": True})
+    assert answer["is_killed"]
+    assert answer["codes"][:2] == [0, 0], logs(tmp_path)
+    found = num_clients(tmp_path)
+    assert sorted(found) in ([3, 4, 4], [4, 4, 4])
+    if found == [4, 4, 4]:
+        assert same_bits(weights(local), weights(tmp_path))
+
+
+def test_server_keeps_only_the_sum_of_a_round(network, tmp_path):
+    """The record of a round has the values of one update, and no file of the server has more."""
+    answer = network(tmp_path)
+    assert answer["codes"] == [0] * NUM_PARTIES, logs(tmp_path)
+    files = list((tmp_path / "run" / FOLDER).iterdir())
+    assert files
+    for path in files:
+        assert path.stat().st_mode & 0o777 == 0o600
+    outcomes = [
+        json.loads(line) for line in (tmp_path / "run" / "network" / "outcomes.jsonl").read_text().splitlines()
+    ]
+    assert all(entry.keys() == {"round", "client_id", "failure"} for entry in outcomes)
