@@ -95,6 +95,9 @@ class Aggregation(Method):
     # Whether each client also trains a private model, which its client half opens.
     trains_private_models: ClassVar[bool] = False
 
+    # Name of the mean to which `accumulate` adds updates with the weight that `weight` returns.
+    weighted_mean: ClassVar[str] = "state"
+
     # Tensors that clients train and keep, as `keep_local` of `FederatedConfig`. The federation then uses this value.
     keep_local: Selection | None = None
     max_weight: float = math.inf

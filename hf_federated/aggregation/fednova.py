@@ -101,6 +101,7 @@ class FedNova(Aggregation):
 
     name: ClassVar[str] = "fednova"
     needs_gradients: ClassVar[bool] = True
+    weighted_mean: ClassVar[str] = NORMALIZER
     client_part: ClassVar[type[ClientPart]] = NormalizerPart
     disclosures = (Disclosure("normalizer of the local training", "client"),)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from ..messages import ClientUpdate, Message, RefusedRequestError
 from ..messages.secure_aggregation import SECURE_REQUESTS, MaskedUpdate, OpenFit, SecureFit
-from ..methods import Method
 from ..secure_aggregation import SecureAggregation
 from ..secure_aggregation.client_session import ClientSession
 from ..secure_aggregation.content import fit_digest, survivors_digest
@@ -18,6 +17,7 @@ from ..secure_aggregation.credentials import Credentials
 from ..secure_aggregation.encoding import statistics_of
 from ..utils.weighted_mean import State
 from .journal import ClientJournal
+from .store import ClientStore
 
 
 logger = logging.get_logger(__name__)
@@ -27,8 +27,11 @@ logger = logging.get_logger(__name__)
 class _Trained:
     """An encoded update, and the session that masks it."""
 
+    round: int
     digest: bytes
-    values: torch.Tensor
+    num_values: int
+    # `None` if the values are on disk.
+    values: torch.Tensor | None
     # Whether the client has a state after the training, such as that of its optimizer.
     leaves_state: bool
     session: ClientSession | None = None
@@ -38,22 +41,31 @@ class SecureAnswers:
     """
     Encodes the updates of clients, and answers the requests of the sessions.
 
-    An encoded update stays in memory until the next local training of its client, so that a session that fails can be
-    repeated without training again. The secrets of a session also exist in memory only.
+    An encoded update is kept until its client has answered all requests of a session, or until the next round, so that
+    a session that fails can be repeated without training again. The secrets of a session exist in memory only.
 
     Args:
         protocol ([`SecureAggregation`]): The settings, which all parties share.
-        aggregation ([`Method`]): The client's instance of the aggregation, with its `max_weight`.
+        aggregation ([`Aggregation`]): The client's instance of the aggregation, with its `max_weight`.
         credentials ([`~hf_federated.secure_aggregation.credentials.Credentials`]): The identity of the client, and the
             identities of the other clients.
         journal ([`~hf_federated.clients.journal.ClientJournal`]): What clients have agreed to.
+        store ([`~hf_federated.clients.ClientStore`], *optional*): Keeps the encoded updates. By default, they are in
+            memory.
     """
 
     def __init__(
-        self, protocol: SecureAggregation, aggregation: Method, credentials: Credentials, journal: ClientJournal
+        self,
+        protocol: SecureAggregation,
+        aggregation: Any,
+        credentials: Credentials,
+        journal: ClientJournal,
+        store: ClientStore | None = None,
     ) -> None:
         self.protocol, self.journal = protocol, journal
-        self._aggregation, self._credentials = aggregation, credentials
+        self._aggregation, self._credentials, self._store = aggregation, credentials, store
+        # The weight of an update without `max_weight`, for the log.
+        self._unlimited = aggregation.on_client()
         self._trained: dict[str, _Trained] = {}
         # The last request whose digest was computed.
         self._last: tuple[SecureFit, bytes] | None = None
@@ -83,7 +95,10 @@ class SecureAnswers:
         trained = self._trained.get(request.client_id)
         if trained is not None and trained.digest == digest and (has_state or not trained.leaves_state):
             return True
-        self._trained.pop(request.client_id, None)  # Free the memory before the client trains.
+        # Free the memory before the client trains. Clients of earlier rounds did not receive all requests.
+        for name in [name for name, each in self._trained.items() if each.round < request.round]:
+            self._drop(name)
+        self._drop(request.client_id)
         return False
 
     def begin(self, request: SecureFit, update: ClientUpdate | None = None, leaves_state: bool = False) -> Message:
@@ -102,20 +117,30 @@ class SecureAnswers:
         Raises:
             ValueError: If a value of the update is not finite, or if the aggregation cannot use it.
         """
+        client_id, round = request.client_id, request.round
         if update is not None:
-            self._trained[request.client_id] = _Trained(
-                self._digest_of(request), self._encode(request, update), leaves_state
-            )
-        trained = self._trained[request.client_id]
-        if trained.session is not None:
-            trained.values = trained.session.withdraw()
-        if isinstance(request, OpenFit):
-            del self._trained[request.client_id]
-            return MaskedUpdate(request.round, request.client_id, request.session, trained.values)
-        digest = trained.digest
-        self.journal.note_fit(request.client_id, request.round, digest.hex())
-        consent = self._consent(request.client_id, request.round, digest.hex())
-        trained.session = ClientSession(self.protocol, request, digest, self._credentials, trained.values, consent)
+            values = self._encode(request, update)
+            if isinstance(request, OpenFit):
+                return MaskedUpdate(round, client_id, request.session, values)
+            self._keep(client_id, _Trained(round, self._digest_of(request), len(values), values, leaves_state))
+        trained = self._trained[client_id]
+        if trained.session is not None and trained.values is not None:
+            trained.session.withdraw(trained.values)
+        digest = trained.digest.hex()
+        self.journal.note_fit(client_id, round, digest)
+
+        def consent(survivors: list[str]) -> None:
+            self.journal.add_consent(client_id, round, digest, survivors_digest(survivors), len(survivors))
+
+        trained.session = ClientSession(
+            self.protocol,
+            request,
+            trained.digest,
+            self._credentials,
+            trained.num_values,
+            lambda: self._values_of(client_id),
+            consent,
+        )
         return trained.session.advertise()
 
     def answer(self, request: Message) -> Message:
@@ -137,10 +162,19 @@ class SecureAnswers:
         if session is None or session.session != name or session.round != request.round:
             found = "is none that this client takes part in, because it has been started again or left the session"
             raise RefusedRequestError(request, "session", found, "the sessions that it has begun")
-        return session.answer(request)
+        reply = session.answer(request)
+        if session.is_complete:
+            self._drop(request.client_id)
+        return reply
 
     def _encode(self, request: SecureFit, update: ClientUpdate) -> torch.Tensor:
         self._aggregation.check_extra(update.extra)
+        weight, counted = self._unlimited.weight(update), self._aggregation.weight(update)
+        if weight > counted:
+            logger.warning_once(
+                f"Client {update.client_id!r}: the weight of its update is {weight:g} and counts as {counted:g} "
+                "(`max_weight` of `secure_aggregation_kwargs`)."
+            )
         reference: State = request.state
         accumulator = self._aggregation.accumulator(reference, self._aggregation.update_extra(reference))
         encoding = self.protocol.encoding(accumulator, request.num_clients)
@@ -153,11 +187,26 @@ class SecureAnswers:
             self._last = request, fit_digest(request)
         return self._last[1]
 
-    def _consent(self, client_id: str, round: int, digest: str) -> Callable[[list[str]], None]:
-        def consent(survivors: list[str]) -> None:
-            self.journal.add_consent(client_id, round, digest, survivors_digest(survivors), len(survivors))
+    # ---- Encoded updates
 
-        return consent
+    def _keep(self, client_id: str, trained: _Trained) -> None:
+        self._trained[client_id] = trained
+        if self._store is not None:
+            self._store.set(client_id, {"values": trained.values})
+            trained.values = None
+
+    def _values_of(self, client_id: str) -> torch.Tensor:
+        """Return the encoded update of a client, which the caller may change if it is on disk."""
+        values = self._trained[client_id].values
+        if values is None and self._store is not None:
+            values = self._store.get(client_id).get("values")
+        if values is None:
+            raise RuntimeError(f"The encoded update of client {client_id!r} is missing.")
+        return values
+
+    def _drop(self, client_id: str) -> None:
+        if self._trained.pop(client_id, None) is not None and self._store is not None:
+            self._store.remove(client_id)
 
 
 def _is_same(first: SecureFit, second: SecureFit) -> bool:

@@ -55,7 +55,8 @@ class ClientSession:
         fit_digest (`bytes`): Digest of the request.
         credentials ([`~hf_federated.secure_aggregation.credentials.Credentials`]): The client's identity, and the
             identities of the other clients.
-        values (`torch.Tensor` of shape `(num_values,)`): The encoded update. The session masks it in place.
+        num_values (`int`): Number of values of the encoded update.
+        read (`Callable[[], torch.Tensor]`): Returns the encoded update, which the session masks in place.
         consent (`Callable[[list[str]], None]`): Called before the client signs the survivors. It raises `ValueError`
             if the client has signed other survivors.
     """
@@ -66,18 +67,20 @@ class ClientSession:
         request: SecureFit,
         fit_digest: bytes,
         credentials: Credentials,
-        values: torch.Tensor,
+        num_values: int,
+        read: Callable[[], torch.Tensor],
         consent: Callable[[list[str]], None],
     ) -> None:
         self.session, self.round, self.client_id = request.session, request.round, request.client_id
         self.fit_digest = fit_digest
         self._protocol, self._credentials, self._consent = protocol, credentials, consent
         self._num_clients = request.num_clients
-        self._values = values
+        self._num_values, self._read = num_values, read
         self._share_key, self._share_public = generate_exchange_key()
         self._masks = protocol.client_masks()
         # The kind of the next request.
         self._next: type[Message] | None = ShareKeys
+        self._is_complete = False
         self._keys: dict[str, bytes] = {}
         self._identities: dict[str, bytes] = {}
         self._roster = b""
@@ -135,14 +138,23 @@ class ClientSession:
             reply = answer(request)
         except EncryptionError as error:
             raise RefusedRequestError(request, "session", f"cannot be used: {error}", "keys of clients") from error
-        self._next = following
+        self._next, self._is_complete = following, following is None
         return reply
 
-    def withdraw(self) -> torch.Tensor:
-        """End the session, and return the encoded update without masks."""
+    @property
+    def is_complete(self) -> bool:
+        """Whether the client has answered all requests of the session."""
+        return self._is_complete
+
+    def withdraw(self, values: torch.Tensor) -> None:
+        """
+        End the session, and remove the masks that it added to the encoded update.
+
+        Args:
+            values (`torch.Tensor` of shape `(num_values,)`): The update that `read` returned, changed in place.
+        """
         self._next = None
-        self._masks.remove(self._values)
-        return self._values
+        self._masks.remove(values)
 
     # ---- Phases
 
@@ -175,7 +187,7 @@ class ClientSession:
                 agreed = "keys that the known clients signed for the same settings and the same local training"
                 raise RefusedRequestError(request, "signatures", problem, agreed)
         self._identities = {name: identities[name] for name in neighbours}
-        parts = self._masks.split(self._place, self._members, self._threshold, len(self._values))
+        parts = self._masks.split(self._place, self._members, self._threshold, self._num_values)
         self._parts = {self.client_id: parts.pop(self.client_id)}
         envelopes = {
             name: to_tensor(seal(self._envelope_key(name), part, encode(self.session, self.client_id, name)))
@@ -200,8 +212,9 @@ class ClientSession:
             found = f"contains {len(envelopes)} clients"
             raise RefusedRequestError(request, "envelopes", found, f"at least {self._threshold - 1} clients")
         keys = {name: self._keys[name][KEY_BYTES:] for name in envelopes}
-        self._masks.add(self._values, self._place, keys)
-        return MaskedUpdate(self.round, self.client_id, self.session, self._values)
+        values = self._read()
+        self._masks.add(values, self._place, keys)
+        return MaskedUpdate(self.round, self.client_id, self.session, values)
 
     def _confirm(self, request: ConfirmSurvivors) -> SurvivorsSignature:
         survivors = request.survivors

@@ -43,6 +43,7 @@ class ServerSession:
     Attributes:
         failures (`dict[str, str]`): Why clients are not in the sum, by client id.
         survivors (`list[str]`): The clients in the sum, sorted.
+        signatures (`dict[str, torch.Tensor]`): Signatures of the survivors, by client id.
     """
 
     def __init__(self, protocol: SecureAggregation, session: str, round: int, min_clients: int) -> None:
@@ -58,7 +59,7 @@ class ServerSession:
         self._fit_digest = self._roster = b""
         self._keys: dict[str, bytes] = {}
         self._shares: dict[str, KeyShares] = {}
-        self._signatures: dict[str, torch.Tensor] = {}
+        self.signatures: dict[str, torch.Tensor] = {}
 
     # ---- Keys
 
@@ -134,12 +135,13 @@ class ServerSession:
                 self._fail(name, "it sent no share for a client")
                 continue
             self._shares[name] = reply
+        self._check_number(len(self._shares), "have sent shares")
         # A client without enough shares of others refuses to send its update.
         for name in list(self._shares):
             if sum(member in self._shares for member in self._members[name]) < self._thresholds[name]:
                 self._fail(name, "too few of its neighbours sent shares")
                 del self._shares[name]
-        self._check_number(len(self._shares), "have sent shares")
+        self._check_number(len(self._shares), "can remove their masks")
 
     @property
     def sharing(self) -> tuple[str, ...]:
@@ -182,9 +184,9 @@ class ServerSession:
                 continue
             identity = to_bytes(self._advertised[name].identity)
             if Credentials.is_signed(content, to_bytes(reply.signature), identity):
-                self._signatures[name] = reply.signature
+                self.signatures[name] = reply.signature
         for name in self.survivors:
-            signed = sum(member in self._signatures for member in self._members[name])
+            signed = sum(member in self.signatures for member in self._members[name])
             if signed < self._thresholds[name]:
                 raise SessionFailedError(
                     f"{signed} of the clients that have shares of client {name!r} signed the survivors, "
@@ -194,13 +196,13 @@ class ServerSession:
     @property
     def signing(self) -> tuple[str, ...]:
         """The clients that have signed the survivors."""
-        return tuple(self._signatures)
+        return tuple(self.signatures)
 
     def unmask(self, client_id: str) -> Unmask:
         """Return the request for the shares of a survivor."""
         signatures = {
             name: signature
-            for name, signature in self._signatures.items()
+            for name, signature in self.signatures.items()
             if name in self._members[client_id] and name != client_id
         }
         return Unmask(self.round, client_id, self.session, signatures)

@@ -37,6 +37,8 @@ from .setup import FederationSetup
 
 
 CLIENT_STORE_DIR = "client_store"
+# The encoded updates of clients until they are in a sum.
+SECURE_UPDATES_DIR = "secure_updates"
 # Number of tensors of a message for each exchanged tensor, such as control variates and the parts of a codec, and of
 # other tensors.
 _TENSORS_PER_TENSOR = 4
@@ -146,7 +148,11 @@ class Workers:
             identity = simulated_identity(self._setup.processes.run_on_main("simulated clients", simulated_key))
             pins = dict.fromkeys(self._setup.clients, identity.fingerprint)
             credentials = Credentials(identity, pins)
-        return SecureAnswers(protocol, aggregation, credentials, ClientJournal())
+        on_disk = self._setup.config.client_store == "disk"
+        store = self.disk_store(SECURE_UPDATES_DIR) if on_disk else None
+        if store is not None:
+            store.clear()
+        return SecureAnswers(protocol, aggregation, credentials, ClientJournal(), store)
 
     def _build_client_models(self) -> ClientModels:
         setup = self._setup

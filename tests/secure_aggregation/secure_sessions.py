@@ -55,16 +55,21 @@ class Exchange:
         identity = simulated_identity()
         pins = dict.fromkeys(self.values, identity.fingerprint)
         self.clients: dict[str, ClientSession] = {}
+        self.credentials: dict[str, Credentials] = {}
         self.refusals: dict[str, str] = {}
+        # The sessions change these tensors in place.
+        self.encoded = {name: values.clone() for name, values in self.values.items()}
         self.server = ServerSession(self.protocol, "s", 0, self.min_clients)
         for name, values in self.values.items():
             request = request_for(name, len(self.values))
+            self.credentials[name] = Credentials(identity, pins)
             self.clients[name] = ClientSession(
                 self.protocol,
                 request,
                 fit_digest(request),
-                Credentials(identity, pins),
-                values.clone(),
+                self.credentials[name],
+                len(values),
+                lambda name=name: self.encoded[name],
                 lambda survivors, name=name: self.consent(name, survivors),
             )
 
@@ -107,6 +112,6 @@ class Exchange:
                 self.first_masked = self.first_masked or reply
         server.set_survivors(outcomes)
         server.add_signatures(self.ask("signature", server.survivors, server.confirm))
-        shares = self.ask("unmasking", server.signing, server.unmask)
+        self.shares = shares = self.ask("unmasking", server.signing, server.unmask)
         server.remove_masks(total, {name: self.spoil.get(name, lambda reply: reply)(shares[name]) for name in shares})
         return total

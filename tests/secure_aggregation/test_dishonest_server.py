@@ -17,9 +17,10 @@ from hf_federated.messages.secure_aggregation import (
     ShareKeys,
     SubmitMasked,
     Unmask,
+    UnmaskShares,
 )
 from hf_federated.secure_aggregation import SecAgg
-from hf_federated.secure_aggregation.client_session import ClientSession
+from hf_federated.secure_aggregation.client_session import ClientSession, keys_content
 from hf_federated.secure_aggregation.content import fit_digest, to_bytes, to_tensor
 from hf_federated.secure_aggregation.credentials import Credentials, simulated_identity
 from hf_federated.secure_aggregation.server_session import SessionFailedError
@@ -121,7 +122,7 @@ def test_client_without_a_known_fingerprint_is_refused():
     request = request_for(VICTIM, 5)
     credentials = Credentials(identity, {"client 01": identity.fingerprint})
     exchange.clients[VICTIM] = ClientSession(
-        SecAgg(), request, fit_digest(request), credentials, torch.zeros(20, dtype=torch.int32), lambda survivors: None
+        SecAgg(), request, fit_digest(request), credentials, 20, lambda: VALUES[VICTIM].clone(), lambda survivors: None
     )
     exchange.run()
     assert "contains client 'client 02', whose fingerprint is not known" in exchange.refusals[VICTIM]
@@ -129,8 +130,7 @@ def test_client_without_a_known_fingerprint_is_refused():
 
 def test_point_that_gives_the_same_secret_with_each_key_is_refused():
     def zero(request: ShareKeys) -> ShareKeys:
-        session = exchange.clients[VICTIM]
-        session._credentials.problem = lambda *args: None  # the client accepts each signature
+        exchange.credentials[VICTIM].problem = lambda *args: None  # the client accepts each signature
         keys = {
             **request.keys,
             "client 01": torch.cat([torch.zeros(32).to(torch.uint8), request.keys["client 01"][32:]]),
@@ -163,9 +163,9 @@ def test_client_that_receives_another_model_is_not_in_the_same_session():
     """[Eluding Secure Aggregation](https://arxiv.org/abs/2111.07380) (Pasquini et al., CCS 2022)."""
     exchange = Exchange(SecAgg(), VALUES)
     request = dataclasses.replace(request_for(VICTIM, 5), state={"w": torch.ones(3)})
-    credentials = exchange.clients[VICTIM]._credentials
+    credentials = exchange.credentials[VICTIM]
     exchange.clients[VICTIM] = ClientSession(
-        SecAgg(), request, fit_digest(request), credentials, VALUES[VICTIM].clone(), lambda survivors: None
+        SecAgg(), request, fit_digest(request), credentials, 20, lambda: VALUES[VICTIM].clone(), lambda survivors: None
     )
     exchange.run()
     assert "trained on another state" in exchange.server.failures[VICTIM]
@@ -276,7 +276,7 @@ def test_split_view_of_the_survivors_reveals_nothing():
 
 
 def collect(exchange: Exchange, replies: Mapping[str, Message]) -> None:
-    exchange.server._signatures = {name: reply.signature for name, reply in replies.items()}
+    exchange.server.signatures = {name: reply.signature for name, reply in replies.items()}
 
 
 @pytest.mark.parametrize(
@@ -334,11 +334,10 @@ def test_shares_of_both_secrets_of_a_client_never_leave_a_client():
     """A lost client whose masked update arrives late: its seed stays secret, and its update with it."""
     exchange = Exchange(SecAgg(threshold=3), VALUES, {"client 04": "masked update"})
     exchange.run()
-    for session in exchange.clients.values():
-        if session.client_id == "client 04":
-            continue
-        fields = session._masks.reveal(session._survivors, ["client 04"], session._parts)
-        assert not fields["seeds"].keys() & fields["mask_keys"].keys()
+    for reply in exchange.shares.values():
+        assert isinstance(reply, UnmaskShares)
+        assert reply.seeds.keys() == set(names(4))
+        assert reply.mask_keys.keys() == {"client 04"}
     # The late update still has the mask that follows from its seed.
     late = exchange.clients["client 04"].answer(exchange.server.submit("client 04"))
     assert not torch.equal(late.masked, VALUES["client 04"])
@@ -357,9 +356,14 @@ def test_key_of_another_client_is_refused_by_the_server():
 
 def test_invalid_point_of_a_client_is_refused_by_the_server():
     exchange = Exchange(SecAgg(), VALUES)
-    exchange.clients["client 04"]._share_public = bytes(32)
-    exchange.advertise()
+    replies = {name: session.advertise() for name, session in exchange.clients.items()}
+    reply, keys = replies["client 04"], bytes(64)
+    content = keys_content(SecAgg(), "s", 0, "client 04", to_bytes(reply.fit_digest), keys)
+    signature = to_tensor(exchange.credentials["client 04"].sign(content))
+    replies["client 04"] = dataclasses.replace(reply, keys=to_tensor(keys), signature=signature)
+    exchange.server.add_keys(replies)
     assert exchange.server.failures.keys() == {"client 04"}
+    assert "signature" not in exchange.server.failures["client 04"]
 
 
 def test_reply_of_another_session_is_a_failure_of_its_client():
@@ -380,12 +384,19 @@ def test_shares_for_some_clients_only_are_a_failure_of_their_client():
     assert exchange.server.failures == {"client 04": "it sent no share for a client"}
 
 
+class WrongCommitments(SecAgg):
+    """Shares other seeds than those of the commitments."""
+
+    def client_masks(self):
+        masks = super().client_masks()
+        masks.commitment = bytes(32)
+        return masks
+
+
 def test_secret_that_does_not_match_its_commitment_fails_the_session():
     """A client that shares another seed than the one of its mask would make the sum wrong."""
-    exchange = Exchange(SecAgg(), VALUES)
-    exchange.clients["client 04"]._masks._seed = bytes(32)
-    with pytest.raises(SessionFailedError, match="shares of a secret of client 'client 04' do not belong together"):
-        exchange.run()
+    with pytest.raises(SessionFailedError, match="shares of a secret of client 'client 00' do not belong together"):
+        Exchange(WrongCommitments(), VALUES).run()
 
 
 def test_keys_of_two_sessions_differ():

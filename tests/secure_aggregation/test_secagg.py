@@ -111,7 +111,9 @@ def test_update_without_masks_returns_when_a_session_is_withdrawn():
     exchange = Exchange(SecAgg(), values)
     exchange.run()
     for name, session in exchange.clients.items():
-        assert torch.equal(session.withdraw(), values[name])
+        assert not torch.equal(exchange.encoded[name], values[name])
+        session.withdraw(exchange.encoded[name])
+        assert torch.equal(exchange.encoded[name], values[name])
 
 
 def test_wrong_share_of_one_client_does_not_change_the_sum():

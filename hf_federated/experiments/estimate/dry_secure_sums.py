@@ -93,7 +93,9 @@ class _DryEncoding:
     def decode(self, total: torch.Tensor, num_updates: int) -> tuple[dict[str, WeightedSums], dict[str, Any]]:
         sums = {
             mean: WeightedSums(
-                1e-9, num_updates, {name: torch.zeros(shape, device="meta") for name, shape in shapes.items()}
+                float(num_updates),
+                num_updates,
+                {name: torch.zeros(shape, device="meta") for name, shape in shapes.items()},
             )
             for mean, shapes in self._shapes.items()
         }

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from transformers.utils import logging
 
+from ...aggregation import Aggregation
 from ...engines import Plan
 from ...messages import ClientFailure, Message
 from ...messages.secure_aggregation import MAX_SESSIONS, MaskedUpdate, OpenFit, SecureFit
@@ -206,7 +207,10 @@ class SecureCollector(UpdateCollector):
         accumulator.order = {name: position for position, name in enumerate(round.cohort)}
         reference: State = requests.expected_state
         accumulator.load_sums([contribution], reference)
-        self._counted.update(dict.fromkeys(survivors, round.number))
+        numbers = dict.fromkeys(survivors, round.number)
+        self._counted.update(numbers)
+        if (steps := self.context.fit.steps).changes_requests:
+            steps.accept(numbers)
         if statistics["num_clipped"]:
             logger.warning(
                 f"Round {round.number + 1}: {statistics['num_clipped']} values of the updates were clipped. Raise "
@@ -223,12 +227,15 @@ class SecureCollector(UpdateCollector):
 
     def _check(self, round: Round, contribution: Any, statistics: Any, num_clients: int) -> None:
         """Check what the sum claims. No client can be named."""
-        largest = num_clients * (self.protocol.max_weight or 1.0)
-        weight = contribution["state"].weight
-        if not 0 < weight <= largest:
+        aggregation: Any = self.context.fit.methods[0]
+        weight, largest = contribution[aggregation.weighted_mean].weight, num_clients * aggregation.max_weight
+        # A number of examples or tokens is at least 1. A small sum of the weights would make a change large.
+        smallest = min(num_clients, largest) if type(aggregation).weight is Aggregation.weight else 0
+        if not (0 < weight and smallest <= weight <= largest):
             raise RoundFailedError(
                 f"Round {round.number + 1}: the weights of {num_clients} clients have the sum {weight:g}, but it must "
-                f"be above 0 and at most {largest:g} (`max_weight`). A client has sent wrong numbers."
+                f"be above 0, at least {smallest:g} and at most {largest:g} (`max_weight`). A client has sent wrong "
+                "numbers."
             )
         self._bound.check(contribution["state"], round.state, statistics["num_steps"] / num_clients, round.number)
 
