@@ -144,7 +144,9 @@ class FedNova(Aggregation):
     def accumulate(self, accumulator: Accumulator, update: ClientUpdate) -> None:
         weight = self.weight(update)
         accumulator.means["state"].add(update.state, weight / float(update.extra[NORMALIZER]))
-        accumulator.means[NORMALIZER].add(update.extra, weight)
+        accumulator.means[NORMALIZER].add({NORMALIZER: update.extra[NORMALIZER]}, weight)
+        # A distillation reads the uniform mean of the tensors that it adds to an update.
+        accumulator.extra.add(update.extra, 1.0)
 
     @torch.no_grad()
     def aggregate(self, accumulator: Accumulator, state: State) -> State:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -41,6 +43,18 @@ def test_aggregate_equals_the_formula_of_the_paper():
     result = aggregated(FedNova(), NORMALIZERS)
     np.testing.assert_allclose(result["w"].numpy(), GLOBAL + effective_steps * direction, rtol=0, atol=1e-14)
     assert result["count"].item() == 7
+
+
+def test_additional_tensors_of_a_distillation_are_averaged():
+    state = {"w": torch.tensor(GLOBAL), "count": torch.tensor(0)}
+    extra = {NORMALIZER: torch.zeros((), dtype=torch.float64), "logits": torch.zeros(2)}
+    accumulator = FedNova().accumulator(state, extra)
+    for number, normalizer in enumerate(NORMALIZERS):
+        sent_by_client = update(number, normalizer)
+        logits = torch.tensor([float(number), 4.0])
+        accumulator.add(dataclasses.replace(sent_by_client, extra={**sent_by_client.extra, "logits": logits}))
+    assert accumulator.extra.mean_of("logits").tolist() == [1.0, 4.0]
+    assert torch.equal(FedNova().aggregate(accumulator, state)["w"], aggregated(FedNova(), NORMALIZERS)["w"])
 
 
 def test_equal_normalizers_give_fedavg():
