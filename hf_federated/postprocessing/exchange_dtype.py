@@ -62,14 +62,18 @@ class SendChanges(Postprocessor):
             name: (value - message.state[name]).to(self.dtype) if self._narrows(value) else value
             for name, value in update.state.items()
         }
-        return dataclasses.replace(update, state=changes, extra=cast_floating(update.extra, self.dtype))
+        return dataclasses.replace(update, state=changes, extra={**update.extra, **self._narrow(update.extra)})
 
     def _narrows(self, value: torch.Tensor) -> bool:
         return value.is_floating_point() and value.dtype != self.dtype
 
+    def _narrow(self, extra: Tensors) -> dict[str, torch.Tensor]:
+        # A single number, such as a normalizer, keeps its precision.
+        return cast_floating({name: value for name, value in extra.items() if value.ndim}, self.dtype)
+
     def server_receive(self, update: ClientUpdate, state: dict[str, torch.Tensor], memory: Memory) -> ClientUpdate:
         for name, value in (*update.state.items(), *update.extra.items()):
-            if self._narrows(value):
+            if self._narrows(value) and (name in update.state or value.ndim):
                 raise InvalidUpdateError(
                     f"Client {update.client_id!r}, round {update.round + 1}: {name!r} was sent as {value.dtype}, "
                     f"expected {self.dtype}. Set the same `exchange_dtype` on the server and on all clients."

@@ -176,6 +176,7 @@ class FitRequests:
             raise
         except Exception as error:
             raise InvalidUpdateError(f"{where}, postprocessing: {type(error).__name__}: {error}") from error
+        update = replace(update, extra=self._widened(update.extra))
         check_update(update, expected, self.expected_extra, [method.check_extra for method in settings.methods])
         for method in settings.methods:
             try:
@@ -183,6 +184,14 @@ class FitRequests:
             except ValueError as error:
                 raise InvalidUpdateError(f"{where}: {error}") from error
         return update
+
+    def _widened(self, extra: State) -> State:
+        """Restore the dtypes of additional tensors that were sent in the dtype of the requests."""
+        widened = dict(extra)
+        for name, expected in self.expected_extra.items():
+            if name in extra and extra[name].dtype == self.settings.dtype and expected.is_floating_point():
+                widened[name] = extra[name].to(expected.dtype)
+        return widened
 
     def receive_in(self, round: Round, scale: float, reply: Message) -> ClientUpdate:
         """

@@ -29,12 +29,13 @@ class SumDtypeRecorder(FederatedCallback):
 
 
 def trained(
-    tmp_path, recorder: SumDtypeRecorder | None = None, model: Any = None, **federation: Any
+    tmp_path, recorder: FederatedCallback | None = None, model: Any = None, public: Any = None, **federation: Any
 ) -> FederatedTrainer:
     trainer = FederatedTrainer(
         model=model or tiny_model(),
         args=arguments(tmp_path, learning_rate=1e-3, **federation.pop("args", {})),
         train_dataset=CLIENTS,
+        public_dataset=public,
         callbacks=[recorder] if recorder else [],
         federation=FederatedConfig(num_rounds=2, **federation),
     )
@@ -62,6 +63,33 @@ def test_half_precision_halves_the_bytes_in_both_directions(tmp_path, dtype, agg
     assert all(parameter.dtype == torch.float32 for parameter in half.model.parameters())
     assert recorder.sums == {torch.float64}
     assert 0 < difference(full, half) < 1e-2
+
+
+class ExtraRecorder(FederatedCallback):
+    """Record the additional tensors of the accepted updates."""
+
+    def __init__(self) -> None:
+        self.extra: dict[str, torch.Tensor] = {}
+
+    def on_client_end(self, args, state, control, update=None, **kwargs):
+        self.extra |= update.extra
+
+
+@pytest.mark.parametrize(
+    ("federation", "public", "dtypes"),
+    [
+        ({"aggregation": "fednova"}, None, {"normalizer": torch.float64}),
+        ({"distillation": "feddf"}, rows(4, seed=5).remove_columns("labels"), {"public_logits": torch.float32}),
+    ],
+    ids=["fednova", "feddf"],
+)
+def test_additional_tensors_are_summed_in_the_dtype_of_the_method(tmp_path, federation, public, dtypes) -> None:
+    recorder = ExtraRecorder()
+    trained(tmp_path, recorder, args={"optim": "sgd"}, public=public, exchange_dtype="bfloat16", **federation)
+    assert {name: value.dtype for name, value in recorder.extra.items()} == dtypes
+    for value in recorder.extra.values():
+        # A single number is sent as it is.
+        assert torch.equal(value, value.bfloat16().to(value)) == (value.ndim > 0)
 
 
 def test_exchange_dtype_of_the_model_changes_nothing(tmp_path) -> None:
