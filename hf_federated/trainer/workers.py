@@ -203,7 +203,8 @@ class Workers:
             models=SharedModel(self._trainer, self._exchange, self._args, MemoryStore()),
             train_datasets=setup.server_datasets,
             eval_datasets=None,
-            methods=setup.methods,
+            # A distillation asks clients only.
+            methods=(setup.aggregation,),
             # A client store in the checkpoint keeps the optimizers of clients only.
             config=dataclasses.replace(setup.config, client_optimizer_state="reset"),
             callbacks=self._watch_peers,

@@ -8,7 +8,7 @@ from datasets import Dataset
 from federations import build_federation
 from peft import LoraConfig, get_peft_model
 from reference import assert_close, loss_over_accumulated_examples, smooth_model, train, weights
-from tiny import arguments, rows, tiny_model
+from tiny import arguments, rows, same_weights, tiny_model
 
 from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer, FLTrust
 
@@ -63,6 +63,18 @@ class RecordingFLTrust(FLTrust):
     def on_server_update(self, update):
         self.updates.append(update)
         super().on_server_update(update)
+
+
+def test_the_server_trains_without_the_public_examples_of_a_distillation(tmp_path):
+    trainer = build_federation(
+        tmp_path,
+        CLIENTS,
+        num_rounds=1,
+        federation={"aggregation": "fltrust", "distillation": "feddf"},
+        trainer={"server_dataset": rows(4, seed=9), "public_dataset": rows(4, seed=5).remove_columns("labels")},
+    )
+    trainer.train()
+    assert not same_weights(trainer.model, tiny_model())
 
 
 def test_server_trains_the_global_model_as_a_client_would(tmp_path):
