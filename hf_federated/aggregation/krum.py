@@ -113,7 +113,7 @@ class Krum(RobustAggregation):
             if num_clients < needed:
                 raise error(
                     f"{condition} = {needed} updates, but there are {num_clients}. Lower the argument, or raise "
-                    "`clients_per_round` and `min_clients`."
+                    "`clients_per_round` and `min_clients`, or `buffer_size` of the collector."
                 )
 
     def estimate(self, updates: UpdateCollection) -> State:

@@ -86,7 +86,8 @@ class TrimmedMean(RobustAggregation):
         if num_clients <= 2 * num_hostile:
             raise error(
                 f"num_hostile={self.num_hostile} of 'trimmed_mean' needs at least {2 * num_hostile + 1} updates, but "
-                f"there are {num_clients}. Lower `num_hostile`, or raise `clients_per_round` and `min_clients`."
+                f"there are {num_clients}. Lower `num_hostile`, or raise `clients_per_round` and `min_clients`, or "
+                "`buffer_size` of the collector."
             )
 
     def estimate(self, updates: UpdateCollection) -> State:
