@@ -28,6 +28,7 @@ LAYERS = (
     "aggregation distillation split",
     "engines",
     "server cards audits",
+    "compatibility",
     "trainer split_training",
     "experiments reporting",
     "cli",

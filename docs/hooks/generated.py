@@ -1,4 +1,4 @@
-"""The generated parts of the reference: the fields of a recipe and the help of the commands."""
+"""The generated parts of the reference: fields of a recipe, help of the commands, and rules of compatibility."""
 
 from __future__ import annotations
 
@@ -88,6 +88,29 @@ def algorithms(package: str) -> str:
     classes = {"aggregation": AGGREGATIONS, "distillation": DISTILLATIONS}[package]
     lines = [f"| `{name}` | [`{cls.__name__}`] |" for name, cls in classes.items()]
     return "\n".join([f"| `{package}` | class |", "|---|---|", *lines])
+
+
+def compatibility() -> str:
+    """A table for each group of features: the features that a feature of the group does not work with."""
+    from hf_federated.compatibility import GROUPS, RULES
+
+    parts = []
+    for group in GROUPS:
+        lines = [
+            f"| {feature_text(own)} | {feature_text(other)} | {cell(rule.reason)} | {cell(rule.alternative)} |"
+            for rule in RULES
+            for own, other in ((rule.first, rule.second), (rule.second, rule.first))
+            if own.group == group and (own is rule.first or rule.first.group != group)
+        ]
+        head = "| feature | does not work with | because | instead |\n|---|---|---|---|"
+        parts.append("\n".join([f"## {group}\n", head, *lines]))
+    return "\n\n".join(parts)
+
+
+def feature_text(feature: Any) -> str:
+    """A feature with the names of the registered methods that have it."""
+    names = feature.registered
+    return cell(f"{feature.name}: {', '.join(f'`{name}`' for name in names)}" if names else feature.name)
 
 
 def commands() -> str:

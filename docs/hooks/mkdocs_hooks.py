@@ -5,6 +5,7 @@ A page contains a comment where generated text belongs:
 - `<!-- generated: recipe-fields -->`: the fields of a recipe, from the dataclasses.
 - `<!-- generated: commands -->`: the help of each command, from the argument parser.
 - `<!-- generated: aggregation -->`, `<!-- generated: distillation -->`: the names of the algorithms.
+- `<!-- generated: compatibility -->`: the features that do not work together, from the rules.
 - `<!-- include: recipes/fedid/README.md#differences-from-the-paper -->`: a section of a Markdown file.
 """
 
@@ -26,7 +27,7 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).parent))
 
 from docstring_markdown import link_names  # noqa: E402
-from generated import algorithms, commands, recipe_fields  # noqa: E402
+from generated import algorithms, commands, compatibility, recipe_fields  # noqa: E402
 
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,7 @@ REPOSITORY = "https://github.com/hf-federated/hf-federated/blob/main"
 GENERATED = {
     "recipe-fields": recipe_fields,
     "commands": commands,
+    "compatibility": compatibility,
     "aggregation": partial(algorithms, "aggregation"),
     "distillation": partial(algorithms, "distillation"),
 }

@@ -190,7 +190,12 @@ class FedID(Distillation):
     @property
     def requirements(self) -> Requirements:
         has_feedback = self.feedback != "none"
-        return dataclasses.replace(super().requirements, server_dataset=has_feedback, unscaled_gradients=has_feedback)
+        return dataclasses.replace(
+            super().requirements,
+            server_dataset=has_feedback,
+            unscaled_gradients=has_feedback,
+            forward_derivatives=self.feedback in ("chain_rule", "per_example"),
+        )
 
     @property
     def passes_per_round(self) -> int:

@@ -21,6 +21,8 @@ class Requirements:
             round, and read all their examples with it.
         unscaled_gradients (`bool`, *optional*, defaults to `False`): The method computes gradients outside of training
             steps. In float16 they would become zero, so the method does not support `fp16=True`.
+        forward_derivatives (`bool`, *optional*, defaults to `False`): The method computes derivatives of the server's
+            model in forward mode, which the layers of a quantized model do not have.
 
     Example:
 
@@ -38,3 +40,4 @@ class Requirements:
     class_probabilities: bool = True
     initial_model: bool = False
     unscaled_gradients: bool = False
+    forward_derivatives: bool = False

@@ -1,0 +1,289 @@
+"""The features of a federation that the rules name.
+
+A feature is a predicate on the parts of a federation and not a list of names. A rule therefore also holds for the
+methods and steps of other packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from peft import PeftModel
+from transformers.training_args import OptimizerNames
+
+from ..aggregation import AGGREGATIONS, Aggregation, FedAvg, FedNova, LocalOnly, RobustAggregation
+from ..aggregation.lora_factors import find_other_factors, find_pairs
+from ..config import FederatedConfig
+from ..distillation import DISTILLATIONS, Distillation
+from ..engines import RankEngine
+from ..postprocessing import GaussianNoise, Postprocessor
+from ..server.collectors import COLLECTORS
+from .combination import Combination
+
+
+# The groups of features, with their headings in the documentation.
+AVERAGING, DISTILLATION, STEP, EXCHANGE = "Averaging", "Distillation", "Postprocessors", "Exchanged tensors"
+MODEL, CLIENTS, COLLECTOR, ENGINE = "Models", "Clients", "Collectors", "Engines and launches"
+SETTING, TRAINING = "Fields of `FederatedConfig`", "Training arguments"
+GROUPS = (AVERAGING, DISTILLATION, STEP, EXCHANGE, MODEL, CLIENTS, COLLECTOR, ENGINE, SETTING, TRAINING)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """
+    A feature of a federation.
+
+    Args:
+        group (`str`): Group of the feature in the documentation.
+        name (`str`): Description in the documentation, in Markdown.
+        find (`Callable[[Combination], str]`): Returns the part of a federation that has the feature, for an error,
+            such as `"balance='min'"`. Returns an empty text if the federation does not have the feature.
+    """
+
+    group: str
+    name: str
+    find: Callable[[Combination], str]
+
+    @property
+    def registered(self) -> list[str]:
+        """Names of the registered methods and collectors that have the feature with their default settings."""
+        combinations: dict[str, Combination] = {}
+        if self.group == AVERAGING:
+            combinations = {name: Combination(aggregation=cls()) for name, cls in AGGREGATIONS.items()}
+        elif self.group == DISTILLATION:
+            combinations = {name: Combination(distillation=cls()) for name, cls in DISTILLATIONS.items()}
+        elif self.group == COLLECTOR:
+            combinations = {name: Combination(collector=cls()) for name, cls in COLLECTORS.items()}
+        return [name for name, combination in combinations.items() if self.find(combination)]
+
+
+# ---- Methods
+
+
+def _averaging(name: str, has: Callable[[Aggregation], Any]) -> Feature:
+    return Feature(AVERAGING, name, lambda c: f"aggregation={c.aggregation.name!r}" if has(c.aggregation) else "")
+
+
+def _distillation(name: str, has: Callable[[Distillation], Any]) -> Feature:
+    def find(c: Combination) -> str:
+        return "" if c.distillation is None or not has(c.distillation) else f"distillation={c.distillation.name!r}"
+
+    return Feature(DISTILLATION, name, find)
+
+
+def _averages_one_model(c: Combination) -> str:
+    averages = c.averaging.exchanges_parameters and not c.averaging.trains_private_models
+    return f"aggregation={c.averaging.name!r}" if averages else ""
+
+
+ONE_MODEL = Feature(AVERAGING, "A method whose clients share one model", _averages_one_model)
+OTHER_THAN_FEDAVG = _averaging(
+    "A method other than `fedavg` with its default arguments",
+    lambda method: type(method) not in (FedAvg, LocalOnly) or method.non_default_settings(),
+)
+NO_PARAMETERS = _averaging("A method that exchanges no parameters", lambda method: not method.exchanges_parameters)
+PRIVATE_MODELS = _averaging("A method with private models of the clients", lambda method: method.trains_private_models)
+KEEPS_TENSORS = _averaging("A method with local tensors", lambda method: method.keep_local is not None)
+TRAINS_ON_SERVER = _averaging("A method whose server trains", lambda method: method.trains_on_server)
+NEEDS_GRADIENTS = _averaging("A method that reads gradients", lambda method: method.needs_gradients)
+OWN_STEPS = _averaging("A method with its own postprocessors", lambda method: method.postprocessors())
+OWN_ENCODING = _averaging(
+    "A method that encodes the exchanged parameters", lambda method: any(map(decodes, method.postprocessors()))
+)
+NOT_LATE = _averaging("A method that needs all updates in their round", lambda m: not m.supports_late_updates)
+ROBUST = _averaging("A robust method", lambda method: isinstance(method, RobustAggregation))
+ROBUST_OPTIMIZER = _averaging(
+    "A robust method with `server_optimizer`",
+    lambda method: isinstance(method, RobustAggregation) and method.server_optimizer,
+)
+ROBUST_WITHOUT_FACTORS = _averaging(
+    "A robust method that keeps a momentum",
+    lambda method: isinstance(method, RobustAggregation) and not method.supports_factors,
+)
+FEDNOVA = _averaging("FedNova", lambda method: isinstance(method, FedNova))
+
+ANY_DISTILLATION = _distillation("Any distillation", lambda method: True)
+PREDICTIONS_ONLY = _distillation(
+    "A distillation whose clients send no parameters", lambda method: not method.returns_parameters
+)
+AVERAGES_PARAMETERS = _distillation("A distillation that averages", lambda method: method.returns_parameters)
+SENDS_PARAMETERS = _distillation("A distillation that sends parameters", lambda method: method.sends_parameters)
+LATE_DISTILLATION = _distillation("Any distillation", lambda method: not method.supports_late_updates)
+INITIAL_MODEL = _distillation(
+    "A distillation that compares examples", lambda method: method.requirements.initial_model
+)
+UNSCALED_GRADIENTS = _distillation(
+    "A distillation with gradients outside of training steps", lambda method: method.requirements.unscaled_gradients
+)
+FORWARD_DERIVATIVES = _distillation(
+    "A distillation with forward derivatives", lambda method: method.requirements.forward_derivatives
+)
+
+REFUSED_ENGINE = Feature(
+    AVERAGING,
+    "A method that lists engines in `refused_engines`",
+    lambda c: next((repr(method) for method in c.methods if type(c.engine).__name__ in method.refused_engines), ""),
+)
+
+
+# ---- Steps, exchange and models
+
+
+def decodes(step: Postprocessor) -> bool:
+    """Whether the server decodes what the step encoded on the client."""
+    return type(step).server_receive is not Postprocessor.server_receive
+
+
+def _step(name: str, has: Callable[[Postprocessor], Any]) -> Feature:
+    return Feature(STEP, name, lambda c: next((type(step).__name__ for step in c.postprocessors if has(step)), ""))
+
+
+ANY_STEP = _step("Any postprocessor", lambda step: True)
+ENCODES = _step("A postprocessor with `server_receive`, such as `QuantizeChanges`", decodes)
+DIFFERENT_NOISE = _step(
+    "`GaussianNoise` without `reproducible=True`",
+    lambda step: isinstance(step, GaussianNoise) and not step.reproducible,
+)
+
+
+def _setting(name: str, group: str, *values: Any) -> Feature:
+    """A field of the configuration with one of the values, or with any value that is not the default."""
+    default = getattr(FederatedConfig(), name)
+
+    def find(c: Combination) -> str:
+        value = getattr(c.config, name)
+        return f"{name}={value!r}" if (value in values if values else value != default) else ""
+
+    return Feature(group, f"`{name}={values[0]!r}`" if values else f"`{name}`", find)
+
+
+EXCHANGE_DTYPE = _setting("exchange_dtype", STEP)
+ADAPTER_EXCHANGE = _setting("exchange", EXCHANGE, "adapter")
+FREEZE = _setting("freeze", EXCHANGE)
+KEEP_LOCAL = Feature(
+    EXCHANGE, "`keep_local`", lambda c: "" if c.keep_local is None else f"keep_local={c.keep_local!r}"
+)
+OTHER_KEEP_LOCAL = Feature(
+    EXCHANGE,
+    "`keep_local` with another value",
+    lambda c: "" if c.config.keep_local in (None, c.keep_local) else f"keep_local={c.config.keep_local!r}",
+)
+
+
+def is_quantized(model: Any) -> bool:
+    """Whether transformers loaded a model with quantized weights."""
+    return getattr(getattr(model, "config", None), "quantization_config", None) is not None
+
+
+PEFT = Feature(MODEL, "A PEFT model", lambda c: "a PEFT model" if isinstance(c.model, PeftModel) else "")
+NO_ADAPTER = Feature(
+    MODEL,
+    "A model without an adapter",
+    lambda c: "" if c.model is None or isinstance(c.model, PeftModel) else f"a {type(c.model).__name__}",
+)
+BOTH_FACTORS = Feature(
+    MODEL,
+    "LoRA modules of which both factors are trained",
+    lambda c: next((f"LoRA modules such as {pair.a!r}" for pair in find_pairs(c.trained)), ""),
+)
+MORE_FACTORS = Feature(
+    MODEL,
+    "An adapter with more than two factors, such as AdaLoRA",
+    lambda c: f"the adapter of {name!r}" if (name := find_other_factors(c.trained)) else "",
+)
+QUANTIZED = Feature(
+    MODEL, "A quantized base model (QLoRA)", lambda c: "a quantized model" if is_quantized(c.model) else ""
+)
+
+
+def _models_of_clients(c: Combination) -> str:
+    if c.participants is None or not c.participants.differ:
+        return ""
+    return "`clients`" if c.participants.client_model_init is None else "`client_model_init`"
+
+
+OWN_MODELS = Feature(CLIENTS, "Clients with their own models (`clients`, `client_model_init`)", _models_of_clients)
+SHARED_MODEL = Feature(
+    CLIENTS,
+    "Clients that share the server's model",
+    lambda c: "" if c.participants is None or c.participants.differ else "one model for all clients",
+)
+STREAM = Feature(
+    CLIENTS,
+    "A client with a stream (`IterableDataset`)",
+    lambda c: next(
+        (f"the stream (IterableDataset) of client {name!r}" for name, size in c.num_examples.items() if size is None),
+        "",
+    ),
+)
+
+
+# ---- Collectors, engines and settings
+
+
+OPEN_REQUESTS = Feature(
+    COLLECTOR,
+    "A collector whose requests stay open after a round",
+    lambda c: f"collector={c.collector.name!r}" if c.collector.holds_requests else "",
+)
+NO_OPEN_REQUESTS = Feature(
+    ENGINE,
+    "`RankEngine`, the engine of several processes",
+    lambda c: "" if c.engine.holds_requests else type(c.engine).__name__,
+)
+ONE_PROCESS = Feature(
+    ENGINE,
+    "`LocalEngine`, `NetworkEngine`",
+    lambda c: "" if isinstance(c.engine, RankEngine) else type(c.engine).__name__,
+)
+ANY_ENGINE = Feature(ENGINE, "An engine in `refused_engines`", lambda c: type(c.engine).__name__)
+
+
+def _processes(c: Combination) -> str:
+    return f"a launch of {c.num_processes} processes" if c.num_processes > 1 else ""
+
+
+PROCESSES = Feature(ENGINE, "Several processes", _processes)
+DATA_PARALLEL = Feature(
+    ENGINE,
+    "Several processes with `parallelism='data'`",
+    lambda c: f"{text} and parallelism='data'" if c.config.parallelism == "data" and (text := _processes(c)) else "",
+)
+
+ANOMALIES = Feature(
+    SETTING,
+    "`report_anomalies`, `AnomalyReport`",
+    lambda c: "AnomalyReport" if c.reports_anomalies else "",
+)
+BALANCE = _setting("balance", SETTING)
+MAX_ROWS = _setting("max_rows_per_round", SETTING)
+EVALUATE_CLIENTS = _setting("evaluate_clients", SETTING)
+DEADLINE = _setting("round_deadline", SETTING)
+
+
+def _argument(name: str, argument: str, has: Callable[[Any, FederatedConfig], Any]) -> Feature:
+    def find(c: Combination) -> str:
+        if c.args is None or not has(c.args, c.config):
+            return ""
+        value = getattr(c.args, argument)
+        return f"{argument}={(OptimizerNames(value).value if argument == 'optim' else value)!r}"
+
+    return Feature(TRAINING, name, find)
+
+
+FLOAT16 = _argument("`fp16=True`", "fp16", lambda args, config: args.fp16)
+NO_GRADIENTS = _argument(
+    "`optim='lomo'` and `'adalomo'`",
+    "optim",
+    lambda args, config: args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO),
+)
+NOT_SGD = _argument(
+    "An optimizer other than `optim='sgd'`", "optim", lambda args, config: args.optim != OptimizerNames.SGD
+)
+CARRIED_MOMENTUM = _argument(
+    "Momentum with `client_optimizer_state='carry'`",
+    "optim_args",
+    lambda args, config: config.client_optimizer_state == "carry" and "momentum" in (args.optim_args or ""),
+)

@@ -1,0 +1,315 @@
+"""`RULES`: the pairs of features that do not work together, each with the reason and the alternative.
+
+Checks of a single value are not in the list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import features as f
+from .combination import Combination
+from .features import Feature
+
+
+@dataclass(frozen=True)
+class Rule:
+    """
+    Two features that do not work together.
+
+    Args:
+        first, second ([`Feature`]): The features.
+        reason (`str`): Why they do not work together: a clause without a period.
+        alternative (`str`): What to do instead: a sentence.
+        checked_by (`str`, *optional*): What checks the rule in place of [`check_combination`], because the check needs
+            the exchanged tensors, or belongs to one method.
+    """
+
+    first: Feature
+    second: Feature
+    reason: str
+    alternative: str
+    checked_by: str = ""
+
+    def applies_to(self, combination: Combination) -> bool:
+        """Whether a federation has both features."""
+        return bool(self.first.find(combination) and self.second.find(combination))
+
+    def error(self, combination: Combination) -> str:
+        """Return the error for a federation that has both features."""
+        first, second = self.first.find(combination), self.second.find(combination)
+        return f"{first} does not work with {second}: {self.reason}. {self.alternative}"
+
+
+def find_rule(combination: Combination) -> Rule | None:
+    """Return the first rule that refuses a federation, or `None`. Rules with `checked_by` are left out."""
+    return next((rule for rule in RULES if not rule.checked_by and rule.applies_to(combination)), None)
+
+
+def check_combination(combination: Combination) -> None:
+    """
+    Refuse a federation whose parts do not work together.
+
+    Args:
+        combination ([`Combination`]): The parts of the federation.
+
+    Raises:
+        ValueError: If a rule names two features of the federation. The message names the alternative.
+    """
+    if (rule := find_rule(combination)) is not None:
+        raise ValueError(rule.error(combination))
+
+
+WITHOUT_KEEP_LOCAL = "Leave `keep_local` out, or use a method that averages parameters, such as aggregation='fedavg'."
+
+RULES: tuple[Rule, ...] = (
+    # ---- Averaging and distillation
+    Rule(
+        f.OTHER_THAN_FEDAVG,
+        f.PREDICTIONS_ONLY,
+        "there is nothing to average, because clients send predictions and no parameters",
+        "Leave `aggregation` out.",
+    ),
+    Rule(
+        f.NO_PARAMETERS,
+        f.AVERAGES_PARAMETERS,
+        "the distillation starts from the mean of the clients' parameters, which clients do not send",
+        "Leave `aggregation` out, or use a distillation of predictions, such as distillation='mhat'.",
+    ),
+    # ---- Models of the clients
+    Rule(
+        f.PRIVATE_MODELS,
+        f.SHARED_MODEL,
+        "the method needs a private model of each client",
+        "Pass `client_model_init` or `clients`.",
+    ),
+    Rule(
+        f.ONE_MODEL,
+        f.OWN_MODELS,
+        "clients exchange parameters, which must fit all models",
+        "Use a method that exchanges predictions: distillation='fedid', 'adafd', 'dsfl' or 'mhat'.",
+    ),
+    Rule(
+        f.SENDS_PARAMETERS,
+        f.OWN_MODELS,
+        "clients receive parameters, which must fit all models",
+        "Use a method that exchanges predictions: distillation='fedid', 'adafd', 'dsfl' or 'mhat'.",
+    ),
+    Rule(
+        f.FORWARD_DERIVATIVES,
+        f.QUANTIZED,
+        "the layers of a quantized model have no forward derivative",
+        "Set `feedback` to 'mpl', 'mpl_sampled' or 'none', or load the server's model without quantization.",
+    ),
+    # ---- Exchanged and local tensors
+    Rule(
+        f.KEEP_LOCAL,
+        f.ANY_DISTILLATION,
+        "the server predicts with whole models of clients, or clients already keep their own models",
+        WITHOUT_KEEP_LOCAL,
+    ),
+    Rule(f.KEEP_LOCAL, f.NO_PARAMETERS, "each client already keeps its own model", WITHOUT_KEEP_LOCAL),
+    Rule(f.KEEP_LOCAL, f.PRIVATE_MODELS, "each client already keeps its own model", WITHOUT_KEEP_LOCAL),
+    Rule(
+        f.KEEP_LOCAL,
+        f.TRAINS_ON_SERVER,
+        "the server trains on its own examples and has none of the clients' tensors",
+        WITHOUT_KEEP_LOCAL,
+    ),
+    Rule(
+        f.OTHER_KEEP_LOCAL,
+        f.KEEPS_TENSORS,
+        "the method selects the local tensors itself",
+        "Leave `keep_local` out, and set the tensors in `aggregation_kwargs`.",
+    ),
+    Rule(
+        f.ADAPTER_EXCHANGE,
+        f.NO_ADAPTER,
+        "there is no adapter to exchange",
+        "Wrap it with `peft.get_peft_model`, or use exchange='trainable'.",
+        checked_by="Exchange",
+    ),
+    Rule(
+        f.FREEZE,
+        f.PEFT,
+        "PEFT already freezes the model that it wraps",
+        "Freeze a model before wrapping it.",
+        checked_by="freeze_layers",
+    ),
+    Rule(
+        f.ROBUST,
+        f.MORE_FACTORS,
+        "the method compares changes of parameters, and the change of the adapter is a product of more than two "
+        "factors",
+        "Use LoRA, or aggregation='fedavg'.",
+        checked_by="RobustAggregation.check_exchange",
+    ),
+    Rule(
+        f.ROBUST_WITHOUT_FACTORS,
+        f.BOTH_FACTORS,
+        "a momentum of the product `B A` is no product of factors",
+        "Freeze the factors A, for example with `parameter.requires_grad_('lora_A' not in name)` for all named "
+        "parameters before the trainer is built.",
+        checked_by="RobustAggregation.check_exchange",
+    ),
+    Rule(
+        f.ROBUST_OPTIMIZER,
+        f.BOTH_FACTORS,
+        "a server optimizer steps on single tensors, but the factors have no meaning apart",
+        "Leave `server_optimizer` out.",
+        checked_by="RobustAggregation.check_exchange",
+    ),
+    # ---- Steps between local training and the aggregate
+    Rule(
+        f.ANY_STEP,
+        f.NO_PARAMETERS,
+        "the step works on parameters, but clients send none",
+        "Leave `postprocessors` out.",
+    ),
+    Rule(
+        f.ANY_STEP,
+        f.PREDICTIONS_ONLY,
+        "the step works on parameters, but clients send predictions and no parameters",
+        "Leave `postprocessors` out. To reduce the size of the predictions, set `prediction_dtype` and `top_k` of the "
+        "distillation.",
+    ),
+    Rule(
+        f.ENCODES,
+        f.OWN_ENCODING,
+        "the method encodes the exchanged parameters itself",
+        "Leave the postprocessor out.",
+    ),
+    Rule(
+        f.EXCHANGE_DTYPE,
+        f.OWN_STEPS,
+        "the method encodes the exchanged parameters itself",
+        "Leave `exchange_dtype` out.",
+    ),
+    Rule(
+        f.ANOMALIES,
+        f.NO_PARAMETERS,
+        "the report compares parameters, but clients keep their parameters",
+        "Leave `report_anomalies` and AnomalyReport out.",
+    ),
+    Rule(
+        f.ANOMALIES,
+        f.PREDICTIONS_ONLY,
+        "the report compares parameters, but clients keep their parameters",
+        "Leave `report_anomalies` and AnomalyReport out.",
+    ),
+    # ---- Collectors
+    Rule(
+        f.NOT_LATE,
+        f.OPEN_REQUESTS,
+        "the method needs all updates in their round",
+        "Set collector='synchronous'.",
+    ),
+    Rule(
+        f.LATE_DISTILLATION,
+        f.OPEN_REQUESTS,
+        "the distillation needs all updates in their round",
+        "Set collector='synchronous'.",
+    ),
+    Rule(
+        f.DEADLINE,
+        f.OPEN_REQUESTS,
+        "the requests stay open after a round",
+        "Leave `round_deadline` out.",
+    ),
+    Rule(
+        f.EVALUATE_CLIENTS,
+        f.OPEN_REQUESTS,
+        "the evaluation would ask clients that still train",
+        "Leave `evaluate_clients` out, and evaluate the clients after the training.",
+    ),
+    Rule(
+        f.OPEN_REQUESTS,
+        f.NO_OPEN_REQUESTS,
+        "the requests stay open after a round, but ranks agree on one round at a time",
+        "Use one process, or clients on other machines.",
+    ),
+    # ---- Engines and launches
+    Rule(
+        f.REFUSED_ENGINE,
+        f.ANY_ENGINE,
+        "the method names the reason",
+        "Use the engine that the method names.",
+        checked_by="Method.check_engine",
+    ),
+    Rule(
+        f.ONE_PROCESS,
+        f.PROCESSES,
+        "the engine runs in one process",
+        "Leave `engine` out, or start the server of clients on other machines without a launcher.",
+        checked_by="Engine.check_launch",
+    ),
+    Rule(
+        f.PRIVATE_MODELS,
+        f.DATA_PARALLEL,
+        "several processes cannot train a private model together",
+        "Set parallelism='clients'.",
+    ),
+    Rule(
+        f.STREAM,
+        f.DATA_PARALLEL,
+        "several processes cannot read a stream together",
+        "Set parallelism='clients'.",
+    ),
+    Rule(
+        f.DIFFERENT_NOISE,
+        f.PROCESSES,
+        "each process would draw different noise",
+        "Set reproducible=True, or use one process.",
+    ),
+    # ---- Examples and training arguments
+    Rule(
+        f.STREAM,
+        f.BALANCE,
+        "the number of examples of a stream is unknown",
+        "To limit the training, leave `balance` out and set `local_steps`.",
+    ),
+    Rule(
+        f.STREAM,
+        f.MAX_ROWS,
+        "the number of examples of a stream is unknown",
+        "To limit the training, leave `max_rows_per_round` out and set `local_steps`.",
+    ),
+    Rule(
+        f.STREAM,
+        f.INITIAL_MODEL,
+        "the method compares all examples of a client with the public examples",
+        "Pass a Dataset, or use distillation='feddf', which compares none.",
+    ),
+    Rule(
+        f.FLOAT16,
+        f.PRIVATE_MODELS,
+        "the method computes gradients that no scaler protects from underflow in float16",
+        "Use bf16=True.",
+    ),
+    Rule(
+        f.FLOAT16,
+        f.UNSCALED_GRADIENTS,
+        "the method computes gradients that no scaler protects from underflow in float16",
+        "Use bf16=True.",
+    ),
+    Rule(
+        f.NO_GRADIENTS,
+        f.NEEDS_GRADIENTS,
+        "the optimizer keeps no gradients, which the method reads",
+        "Use an optimizer that keeps the gradients until its step, such as 'adamw_torch'.",
+    ),
+    Rule(
+        f.NOT_SGD,
+        f.FEDNOVA,
+        "FedNova computes its normalizer for SGD",
+        "Set optim='sgd'.",
+        checked_by="FedNova.check_setup",
+    ),
+    Rule(
+        f.CARRIED_MOMENTUM,
+        f.FEDNOVA,
+        "FedNova with momentum needs a fresh client optimizer in each round",
+        "Set client_optimizer_state='reset'.",
+        checked_by="FedNova.check_setup",
+    ),
+)
