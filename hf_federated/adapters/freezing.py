@@ -100,8 +100,8 @@ def freeze_layers(model: nn.Module, freeze: str) -> int:
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
-            f"`freeze` supports transformers models, got {type(model).__name__}. Freeze a model before wrapping it;"
-            " PEFT already freezes the model that it wraps."
+            f"`freeze` supports transformers models, got {type(model).__name__}. PEFT already freezes the model "
+            "that it wraps. Freeze a model before wrapping it."
         )
     with_embeddings, num_layers = parse_freeze(str(freeze))
     layers = model_layers(model)

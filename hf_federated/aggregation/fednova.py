@@ -116,7 +116,7 @@ class FedNova(Aggregation):
         if config.client_optimizer_state == "carry" and "momentum" in (args.optim_args or ""):
             raise ValueError(
                 "FedNova with momentum needs a fresh client optimizer in each round, but "
-                "client_optimizer_state='carry'. Set it to 'reset'."
+                "client_optimizer_state='carry'. Set client_optimizer_state='reset'."
             )
 
     def fit_settings(self) -> dict[str, Any]:

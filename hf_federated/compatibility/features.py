@@ -17,7 +17,6 @@ from ..aggregation import AGGREGATIONS, Aggregation, FedAvg, FedNova, LocalOnly,
 from ..aggregation.lora_factors import find_other_factors, find_pairs
 from ..config import FederatedConfig
 from ..distillation import DISTILLATIONS, Distillation
-from ..engines import RankEngine
 from ..postprocessing import GaussianNoise, Postprocessor
 from ..server.collectors import COLLECTORS
 from .combination import Combination
@@ -233,10 +232,15 @@ NO_OPEN_REQUESTS = Feature(
     "`RankEngine`, the engine of several processes",
     lambda c: "" if c.engine.holds_requests else type(c.engine).__name__,
 )
-ONE_PROCESS = Feature(
+LOCAL = Feature(
     ENGINE,
-    "`LocalEngine`, `NetworkEngine`",
-    lambda c: "" if isinstance(c.engine, RankEngine) else type(c.engine).__name__,
+    "`LocalEngine`",
+    lambda c: f"{type(c.engine).__name__}()" if c.engine.trains_here and c.engine.holds_requests else "",
+)
+REMOTE = Feature(
+    ENGINE,
+    "Clients on other machines (`NetworkEngine`, NVFlare)",
+    lambda c: "" if c.engine.trains_here else type(c.engine).__name__,
 )
 ANY_ENGINE = Feature(ENGINE, "An engine in `refused_engines`", lambda c: type(c.engine).__name__)
 

@@ -237,11 +237,18 @@ RULES: tuple[Rule, ...] = (
         checked_by="Method.check_engine",
     ),
     Rule(
-        f.ONE_PROCESS,
+        f.LOCAL,
         f.PROCESSES,
         "the engine runs in one process",
-        "Leave `engine` out, or start the server of clients on other machines without a launcher.",
-        checked_by="Engine.check_launch",
+        "Leave `engine` out, or pass RankEngine().",
+        checked_by="LocalEngine.check_launch",
+    ),
+    Rule(
+        f.REMOTE,
+        f.PROCESSES,
+        "the engine runs in one process",
+        "Start the server without a launcher.",
+        checked_by="NetworkEngine.check_launch",
     ),
     Rule(
         f.PRIVATE_MODELS,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..aggregation import Aggregation, FedAvg
+from ..compatibility import Combination, check_combination
 from ..engines import Engine
 from ..messages import Disclosure
 from ..methods import Method
@@ -376,6 +377,7 @@ def refusal(method: Any, engine: Engine) -> str:
         return method.refused_engines.get(type(engine).__name__, "")
     if isinstance(method, UpdateCollector):
         try:
+            check_combination(Combination(collector=method, engine=engine))
             method.check(engine, [FedAvg()])
         except ValueError as error:
             return str(error)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from ..adapters import Exchange, freeze_layers
-from ..aggregation import Aggregation, LocalOnly, build_aggregation
+from ..aggregation import Aggregation, build_aggregation
 from ..clients import ClientSampler
 from ..clients.model_factory import check_given_models
 from ..clients.participants import Participants
+from ..compatibility import Combination, check_combination
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..distillation import Distillation, build_distillation
@@ -28,7 +29,7 @@ from ..secure_aggregation.credentials import Credentials
 from ..server import AggregationCallback, AnomalyReport, DistillationCallback, UpdateCollector
 from ..server.collectors import SecureCollector
 from ..utils.algorithm_names import COLLECTOR_NAMES
-from .checks.arguments import check_arguments, check_not_averaged, resolve_federation, resolve_keep_local
+from .checks.arguments import check_arguments, resolve_federation
 from .checks.data import check_clients, sample_clients
 from .checks.participants import check_participants, check_predictions, check_server_dataset
 from .checks.secure_aggregation import build_secure_aggregation
@@ -130,12 +131,28 @@ class FederationSetup:
             engine = LocalEngine() if launched.world_size == 1 else RankEngine()
         engine.check_launch(launched.world_size)
         distillation = _find_distillation(user_callbacks, resolved)
-        aggregation = _find_aggregation(user_callbacks, resolved, distillation)
-        resolved = resolve_keep_local(resolved, aggregation, distillation)
-        _install_anomaly_report(trainer, user_callbacks, resolved, aggregation)
-        steps = [*postprocessors, *algorithm_postprocessors(aggregation, resolved)]
-        check_arguments(trainer, resolved, aggregation, distillation)
-        check_participants(aggregation, distillation, participants, clients, postprocessors, args)
+        has_report = any(isinstance(callback, AnomalyReport) for callback in user_callbacks)
+        combination = Combination(
+            config=resolved,
+            args=args,
+            aggregation=_find_aggregation(user_callbacks, resolved),
+            distillation=distillation,
+            postprocessors=postprocessors,
+            collector=COLLECTOR_NAMES.build(resolved.collector, resolved.collector_kwargs, UpdateCollector),
+            engine=engine,
+            num_processes=launched.world_size,
+            participants=participants,
+            num_examples={} if clients.is_remote else clients.num_rows,
+            reports_anomalies=has_report or resolved.report_anomalies,
+            model=trainer.model,
+        )
+        check_combination(combination)
+        aggregation = combination.averaging
+        resolved = replace(resolved, keep_local=combination.keep_local)
+        if resolved.report_anomalies and not has_report:
+            trainer.add_callback(AnomalyReport())
+        check_arguments(trainer, resolved, aggregation)
+        check_participants(aggregation, distillation, participants, clients, args)
         check_given_models(participants, trainer.model)
         deferred_errors: list[ValueError] = []
 
@@ -164,11 +181,9 @@ class FederationSetup:
             participants=participants,
             aggregation=aggregation,
             distillation=distillation,
-            collector=SecureCollector(secure)
-            if secure is not None
-            else COLLECTOR_NAMES.build(resolved.collector, resolved.collector_kwargs, UpdateCollector),
+            collector=combination.collector if secure is None else SecureCollector(secure),
             secure_aggregation=secure,
-            postprocessors=steps,
+            postprocessors=[*postprocessors, *algorithm_postprocessors(aggregation, resolved)],
             sampler=sampler,
             processes=launched,
             # A wrong `exchange` fails here instead of in the first round.
@@ -245,44 +260,15 @@ def _find_distillation(user_callbacks: Sequence[TrainerCallback], config: Federa
     return given[0] if given else build_distillation(config.distillation, config.distillation_kwargs)
 
 
-def _find_aggregation(
-    user_callbacks: Sequence[TrainerCallback], config: FederatedConfig, distillation: Distillation | None
-) -> Aggregation:
+def _find_aggregation(user_callbacks: Sequence[TrainerCallback], config: FederatedConfig) -> Aggregation:
     """Return the algorithm of the user's callback or of the configuration."""
     given = [callback.algorithm for callback in user_callbacks if isinstance(callback, AggregationCallback)]
-    if given:
-        return given[0]
-    algorithm = build_aggregation(config.aggregation, config.aggregation_kwargs)
-    if distillation is not None and not distillation.returns_parameters:
-        check_not_averaged(algorithm, distillation)
-        return LocalOnly()
-    return algorithm
-
-
-def _install_anomaly_report(
-    trainer: Trainer, user_callbacks: Sequence[TrainerCallback], config: FederatedConfig, algorithm: Aggregation
-) -> None:
-    """Add the report of anomalies if the configuration asks for it and the user has not passed one."""
-    has_report = any(isinstance(callback, AnomalyReport) for callback in user_callbacks)
-    if (config.report_anomalies or has_report) and not algorithm.exchanges_parameters:
-        raise ValueError(
-            "AnomalyReport compares parameters, but in this federation the clients keep their parameters. Leave "
-            "`report_anomalies` and AnomalyReport out."
-        )
-    if config.report_anomalies and not has_report:
-        trainer.add_callback(AnomalyReport())
+    return given[0] if given else build_aggregation(config.aggregation, config.aggregation_kwargs)
 
 
 def algorithm_postprocessors(algorithm: Aggregation, config: FederatedConfig) -> list[Postprocessor]:
     """Return the postprocessors of the algorithm, or of `exchange_dtype`. They follow the user's postprocessors."""
-    steps = algorithm.postprocessors()
     dtype = exchange_dtype(config.exchange_dtype)
-    if dtype is None or config.secure_aggregation is not None:
-        # Under secure aggregation, a client sends integers.
-        return steps
-    if steps:
-        raise ValueError(
-            f"exchange_dtype={config.exchange_dtype!r} does not work with {algorithm.name!r}, which encodes the "
-            "exchanged parameters itself. Leave `exchange_dtype` out."
-        )
-    return [SendChanges(dtype)]
+    # Under secure aggregation, a client sends integers.
+    is_plain = dtype is None or config.secure_aggregation is not None
+    return algorithm.postprocessors() if is_plain else [SendChanges(dtype)]

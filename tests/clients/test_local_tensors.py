@@ -362,23 +362,23 @@ PUBLIC = {"public_dataset": rows(4, seed=7)}
 @pytest.mark.parametrize(
     ("federation", "trainer", "message"),
     [
-        ({"aggregation": "local_only"}, {}, "with aggregation='local_only': each of its clients already keeps"),
+        ({"aggregation": "local_only"}, {}, "with aggregation='local_only': each client already keeps"),
         (
             {"aggregation": "mutual_kd"},
             {"client_model_init": lambda client_id: tiny_model()},
-            "with aggregation='mutual_kd': each of its clients already keeps its own model",
+            "with aggregation='mutual_kd': each client already keeps its own model",
         ),
         (
             {"aggregation": "fltrust"},
             {"server_dataset": rows(4)},
-            "with aggregation='fltrust': its server trains on its own examples.*Leave `keep_local` out",
+            "with aggregation='fltrust': the server trains on its own examples.*Leave `keep_local` out",
         ),
         ({"distillation": "dsfl"}, PUBLIC, "keep_local='head' does not work with distillation='dsfl': "),
         ({"distillation": "feddf"}, PUBLIC, "keep_local='head' does not work with distillation='feddf': "),
         (
             {"aggregation": "fedper", "aggregation_kwargs": {"local": "classifier*"}},
             {},
-            "keep_local='head', but FedPer.*keeps 'classifier\\*' on the clients.*Leave `keep_local` out",
+            "keep_local='head' does not work with aggregation='fedper': the method selects.*Leave `keep_local` out",
         ),
     ],
 )

@@ -10,7 +10,8 @@ from transformers import TrainingArguments
 
 from hf_federated._compat import checkpointing_settings
 from hf_federated.adapters.freezing import freeze_layers
-from hf_federated.aggregation import LocalOnly, build_aggregation
+from hf_federated.aggregation import build_aggregation
+from hf_federated.compatibility import Combination, check_combination
 from hf_federated.config import FederatedConfig
 from hf_federated.distillation import build_distillation
 from hf_federated.experiments.estimate.dry_parties import DryFederation
@@ -29,10 +30,12 @@ from hf_federated.experiments.estimate.step_cost import (
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
 from hf_federated.messages import Evaluate
+from hf_federated.server import UpdateCollector
 from hf_federated.tasks import LanguageModeling, QuestionAnswering, SequenceTagging, Task
-from hf_federated.trainer.checks.arguments import resolve_federation, resolve_keep_local
+from hf_federated.trainer.checks.arguments import resolve_federation
 from hf_federated.trainer.checks.secure_aggregation import build_secure_aggregation
 from hf_federated.trainer.setup import algorithm_postprocessors
+from hf_federated.utils.algorithm_names import COLLECTOR_NAMES
 
 
 def estimate_federation(
@@ -101,9 +104,18 @@ def _describe(
     config = resolve_federation(build("federation", FederatedConfig, recipe.federation), args)
     aggregation = build_aggregation(config.aggregation, config.aggregation_kwargs)
     distillation = build_distillation(config.distillation, config.distillation_kwargs)
-    if distillation is not None and not distillation.returns_parameters:
-        aggregation = LocalOnly()
-    config = resolve_keep_local(config, aggregation, distillation)
+    collector = COLLECTOR_NAMES.build(config.collector, config.collector_kwargs, UpdateCollector)
+    combination = Combination(
+        config=config,
+        args=args,
+        aggregation=aggregation,
+        distillation=distillation,
+        collector=collector,
+        reports_anomalies=config.report_anomalies,
+    )
+    check_combination(combination)
+    aggregation = combination.averaging
+    config = dataclasses.replace(config, keep_local=combination.keep_local)
     if sizes.num_examples is None:
         config = dataclasses.replace(config, clients_per_round=1.0)
     if config.freeze is not None:

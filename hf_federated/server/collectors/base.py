@@ -96,28 +96,10 @@ class UpdateCollector(ConstructorSettings, ABC):
         Raises:
             ValueError: If the engine, a method or a setting is not supported. The message names an alternative.
         """
-        for method in methods if self.holds_requests else ():
-            if not method.supports_late_updates:
-                raise ValueError(f"{method!r} needs all updates in their round. Set collector='synchronous'.")
         if self.buffer_size < min_clients:
             raise ValueError(
                 f"buffer_size={self.buffer_size} is below min_clients={min_clients}, so every round would fail. Lower "
                 "`min_clients`, or raise `buffer_size`."
-            )
-        if self.holds_requests and config is not None and config.round_deadline is not None:
-            raise ValueError(
-                f"round_deadline={config.round_deadline} does not work with collector={self.name!r}, whose requests "
-                "stay open after a round. Leave `round_deadline` out."
-            )
-        if self.holds_requests and config is not None and config.evaluate_clients:
-            raise ValueError(
-                f"evaluate_clients=True asks clients that still train with collector={self.name!r}. Leave "
-                "`evaluate_clients` out, and evaluate the clients after the training."
-            )
-        if self.holds_requests and not engine.holds_requests:
-            raise ValueError(
-                f"collector={self.name!r} leaves requests open after a round, which {type(engine).__name__} does not "
-                "support. Use one process, or clients on other machines."
             )
 
     def start(self, context: CollectorContext) -> None:

@@ -8,16 +8,13 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import SchedulerType
-from transformers.training_args import OptimizerNames
 
-from ...aggregation import Aggregation, FedAvg, LocalOnly
+from ...aggregation import Aggregation
 from ...config import FederatedConfig
-from ...distillation import Distillation
 
 
 # The learning rate of these schedules depends on evaluations, which take place between rounds and not inside clients.
@@ -80,42 +77,7 @@ def rounds_of_max_steps(max_steps: int, federation: FederatedConfig) -> int:
     return num_rounds
 
 
-def resolve_keep_local(
-    federation: FederatedConfig, algorithm: Aggregation, distillation: Distillation | None
-) -> FederatedConfig:
-    """
-    Fill in `keep_local` of the configuration from the averaging algorithm.
-
-    Raises:
-        ValueError: If both set different values, or if the clients of a method do not share one model.
-    """
-    if algorithm.keep_local is not None and federation.keep_local not in (None, algorithm.keep_local):
-        raise ValueError(
-            f"keep_local={federation.keep_local!r}, but {algorithm!r} keeps {algorithm.keep_local!r} on the clients. "
-            "Leave `keep_local` out, and set the tensors in `aggregation_kwargs`."
-        )
-    # The annotation of the field has the types of a command line only.
-    keep_local: Any = federation.keep_local if algorithm.keep_local is None else algorithm.keep_local
-    if keep_local is None:
-        return federation
-    if distillation is not None:
-        reason = "its server predicts with whole models of clients, or its clients already keep their own models"
-    elif not algorithm.exchanges_parameters or algorithm.trains_private_models:
-        reason = "each of its clients already keeps its own model"
-    elif algorithm.trains_on_server:
-        reason = "its server trains on its own examples and has none of the clients' tensors"
-    else:
-        return dataclasses.replace(federation, keep_local=keep_local)
-    name = f"aggregation={algorithm.name!r}" if distillation is None else f"distillation={distillation.name!r}"
-    raise ValueError(
-        f"keep_local={keep_local!r} does not work with {name}: {reason}. Leave `keep_local` out, or use a "
-        "method that averages parameters, such as aggregation='fedavg'."
-    )
-
-
-def check_arguments(
-    trainer: Trainer, federation: FederatedConfig, algorithm: Aggregation, distillation: Distillation | None = None
-) -> None:
+def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Aggregation) -> None:
     """
     Refuse training arguments and launches that a federation does not support.
 
@@ -123,17 +85,11 @@ def check_arguments(
         trainer (`transformers.Trainer`): The federated trainer, constructed as its parent class.
         federation ([`FederatedConfig`]): The configuration.
         algorithm ([`Aggregation`]): The averaging algorithm.
-        distillation ([`Distillation`], *optional*): The distillation algorithm.
 
     Raises:
         ValueError: If an argument or the launch is not supported. The message names the alternative.
     """
     args = trainer.args
-    if algorithm.trains_private_models and args.world_size > 1 and federation.parallelism != "clients":
-        raise ValueError(
-            f"aggregation={algorithm.name!r} trains a private model of each client, which several processes cannot "
-            "train together with parallelism='data'. Set parallelism='clients'."
-        )
     launch_type = trainer.accelerator.distributed_type.value
     alternative_to_sharding = (
         "launch with plain data parallelism; LoRA, optionally on a quantized base model, reduces the memory"
@@ -155,11 +111,7 @@ def check_arguments(
             alternative_to_sharding,
         ),
         f"A process with {args.n_gpu} GPUs": (args.n_gpu > 1, launch_advice(args.n_gpu)),
-        **unsupported_float16(trainer, algorithm, distillation),
-        f"optim={OptimizerNames(args.optim).value!r} with {algorithm.name}": (
-            algorithm.needs_gradients and args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO),
-            "use an optimizer that keeps the gradients until its step, such as 'adamw_torch'",
-        ),
+        **unsupported_float16(trainer),
     }
     refuse_settings(refused)
     algorithm.check_setup(args, federation)
@@ -197,24 +149,17 @@ def unsupported_client_arguments(args: TrainingArguments) -> dict[str, tuple[boo
     }
 
 
-def unsupported_float16(
-    trainer: Trainer, algorithm: Aggregation, distillation: Distillation | None
-) -> dict[str, tuple[bool, str]]:
-    """Map each setting that does not work with `fp16=True` to whether it is set and to its alternative."""
-    fp16, scaler = bool(trainer.args.fp16), trainer.accelerator.scaler
-    advice = "the method computes gradients that no scaler protects from underflow in float16. Use bf16=True"
-    settings = {f"fp16=True with aggregation={algorithm.name!r}": (fp16 and algorithm.trains_private_models, advice)}
-    if distillation is not None:
-        settings[f"fp16=True with {distillation!r}"] = (fp16 and distillation.requirements.unscaled_gradients, advice)
+def unsupported_float16(trainer: Trainer) -> dict[str, tuple[bool, str]]:
+    """Map a trained parameter in float16 to whether `fp16=True` is set and to the alternative."""
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad and parameter.dtype == torch.float16:
-            settings[f"fp16=True with parameters in float16 ({name!r})"] = (
-                scaler is not None,
+            alternative = (
                 "the gradients of such parameters cannot be scaled. Load the model with dtype=torch.float32, which "
-                "fp16=True trains with computations in float16, or train a LoRA adapter",
+                "fp16=True trains with computations in float16, or train a LoRA adapter"
             )
-            break
-    return settings
+            is_scaled = trainer.accelerator.scaler is not None
+            return {f"fp16=True with parameters in float16 ({name!r})": (is_scaled, alternative)}
+    return {}
 
 
 def launch_advice(num_gpus: int) -> str:
@@ -226,17 +171,3 @@ def launch_advice(num_gpus: int) -> str:
         f"`accelerate launch --num_processes {num_gpus} {script}`, or use one GPU with "
         f"`CUDA_VISIBLE_DEVICES=0 python {script}`"
     )
-
-
-def check_not_averaged(aggregation: Aggregation, distillation: Distillation) -> None:
-    """
-    Refuse an averaging algorithm together with a distillation that does not exchange parameters.
-
-    Raises:
-        ValueError: If the user set an averaging algorithm.
-    """
-    if type(aggregation) not in (FedAvg, LocalOnly) or aggregation.non_default_settings():
-        raise ValueError(
-            f"aggregation={aggregation.name!r} has nothing to average: with distillation={distillation.name!r} "
-            "clients send predictions and no parameters. Leave `aggregation` out."
-        )

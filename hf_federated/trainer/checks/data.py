@@ -175,13 +175,12 @@ def check_clients(
         raise ValueError(
             f"Client {streams[0]!r} has a stream (IterableDataset), whose epoch has no length. Set `local_steps`."
         )
-    if streams and (federation.balance is not None or federation.max_rows_per_round is not None):
+    if streams and args.dataloader_num_workers:
         raise ValueError(
-            f"Client {streams[0]!r} has a stream (IterableDataset), whose number of examples is unknown. To limit its "
-            "training, leave `balance` and `max_rows_per_round` out, and set `local_steps`."
+            f"dataloader_num_workers={args.dataloader_num_workers}, but client {streams[0]!r} has a stream "
+            "(IterableDataset). Its position after a round is known only if the training process reads it. Set "
+            "`dataloader_num_workers` to 0."
         )
-    if streams:
-        _check_stream_reading(trainer, streams[0], federation)
     # With `parallelism="data"` a step takes a batch in every process.
     is_common = federation.parallelism == "data" and not trainer.accelerator.split_batches
     num_processes = args.world_size if is_common else 1
@@ -232,21 +231,6 @@ def check_labeled(dataset: Dataset) -> None:
     """
     advice = "The server's validation loss needs labeled examples. Rename your column."
     _check_label_column("`server_dataset`", dataset.column_names, LABEL_COLUMNS, advice)
-
-
-def _check_stream_reading(trainer: Trainer, client_id: str, federation: FederatedConfig) -> None:
-    """Refuse settings with which the position of a client in its stream would be unknown after a round."""
-    if trainer.args.dataloader_num_workers:
-        raise ValueError(
-            f"dataloader_num_workers={trainer.args.dataloader_num_workers}, but client {client_id!r} has a stream "
-            "(IterableDataset). Its position after a round is known only if the training process reads it. Set "
-            "`dataloader_num_workers` to 0."
-        )
-    if trainer.args.world_size > 1 and federation.parallelism == "data":
-        raise ValueError(
-            f"Client {client_id!r} has a stream (IterableDataset), which several processes cannot read together with "
-            "parallelism='data'. Set parallelism='clients'."
-        )
 
 
 def _check_labels(trainer: Trainer, clients: FederatedDataset) -> None:

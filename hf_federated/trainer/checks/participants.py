@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -15,7 +14,6 @@ from ...clients.participants import Participants, count_overlap
 from ...data import FederatedDataset
 from ...data.client_ids import similar_ids_hint
 from ...distillation import Distillation
-from ...postprocessing import Postprocessor
 from .arguments import refuse_settings, unsupported_client_arguments
 from .data import first_without_tokens
 
@@ -28,11 +26,10 @@ def check_participants(
     distillation: Distillation | None,
     participants: Participants,
     clients: FederatedDataset,
-    postprocessors: Sequence[Postprocessor],
     args: TrainingArguments,
 ) -> None:
     """
-    Check public and labeled examples, clients with their own models and postprocessors against the algorithm.
+    Check public and labeled examples, and clients with their own arguments or tokenizers, against the algorithm.
 
     Clients may have examples that are also public. A warning counts these examples.
 
@@ -49,7 +46,7 @@ def check_participants(
         if distillation is not None and distillation.requirements.initial_model:
             raise ValueError(f"distillation={distillation.name!r} compares the clients' examples, but {advice}")
     _check_server_examples(aggregation, distillation, participants, clients)
-    _check_client_models(aggregation, distillation, participants, clients, postprocessors)
+    _check_specs(participants, clients)
     # All clients share the mixed precision of one accelerator.
     fp16 = bool(args.fp16)
     for client_id, spec in participants.clients.items():
@@ -101,14 +98,6 @@ def _check_server_examples(
             "`public_dataset` and `server_dataset` are for distillation, but FederatedConfig names no distillation "
             "algorithm. Set `distillation`, or leave both datasets out. aggregation='fltrust' uses `server_dataset`."
         )
-    num_rows = {} if clients.is_remote else clients.num_rows
-    streams = [client_id for client_id, number in num_rows.items() if number is None]
-    if distillation is not None and distillation.requirements.initial_model and streams:
-        raise ValueError(
-            f"Client {streams[0]!r} has a stream (IterableDataset), but distillation={distillation.name!r} compares "
-            "all examples of a client with the public examples. Pass a Dataset, or use distillation='feddf', which "
-            "compares none."
-        )
 
 
 def check_server_dataset(
@@ -130,33 +119,8 @@ def check_server_dataset(
         raise ValueError(f"{distillation!r} needs `server_dataset`: labeled examples of the server.")
 
 
-def _check_client_models(
-    aggregation: Aggregation,
-    distillation: Distillation | None,
-    participants: Participants,
-    clients: FederatedDataset,
-    postprocessors: Sequence[Postprocessor],
-) -> None:
-    """Check clients with their own models, arguments or tokenizers, and postprocessors, against the algorithm."""
-    name = None if distillation is None else distillation.name
-    if aggregation.trains_private_models and not participants.differ:
-        raise ValueError(
-            f"aggregation={aggregation.name!r} needs a private model of each client. Pass `client_model_init` or "
-            "`clients`."
-        )
-    if postprocessors and not aggregation.exchanges_parameters:
-        raise ValueError(
-            f"{type(postprocessors[0]).__name__} works on parameters, but with {name or aggregation.name!r} clients "
-            "send predictions and no parameters. Leave `postprocessors` out. To reduce the size of the predictions, "
-            "set `prediction_dtype` and `top_k` of the distillation."
-        )
-    shares = aggregation.exchanges_parameters and not aggregation.trains_private_models
-    if participants.differ and (shares or (distillation and distillation.sends_parameters)):
-        raise ValueError(
-            "`clients` and `client_model_init` give clients their own models, but "
-            f"{name or aggregation.name!r} exchanges parameters, which must fit all models. Use a method that "
-            "exchanges predictions: distillation='fedid', 'adafd', 'dsfl' or 'mhat'."
-        )
+def _check_specs(participants: Participants, clients: FederatedDataset) -> None:
+    """Check that clients with their own settings have examples, and that clients with tokenizers can encode them."""
     if unknown := sorted(set(participants.clients) - set(clients)):
         raise ValueError(
             f"`clients` names {unknown[:5]}, which have no examples. {similar_ids_hint(unknown[0], list(clients))}"
