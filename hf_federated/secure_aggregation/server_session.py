@@ -108,6 +108,11 @@ class ServerSession:
         return parts["keys"], parts["fit_digest"]
 
     @property
+    def num_needed(self) -> int:
+        """Number of clients that the next phase needs."""
+        return max(self.min_clients, *self._thresholds.values(), 0)
+
+    @property
     def advertised(self) -> tuple[str, ...]:
         """The clients that have advertised keys."""
         return tuple(self._keys)

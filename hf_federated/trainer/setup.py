@@ -269,6 +269,7 @@ def _find_aggregation(user_callbacks: Sequence[TrainerCallback], config: Federat
 def algorithm_postprocessors(algorithm: Aggregation, config: FederatedConfig) -> list[Postprocessor]:
     """Return the postprocessors of the algorithm, or of `exchange_dtype`. They follow the user's postprocessors."""
     dtype = exchange_dtype(config.exchange_dtype)
-    # Under secure aggregation, a client sends integers.
-    is_plain = dtype is None or config.secure_aggregation is not None
-    return algorithm.postprocessors() if is_plain else [SendChanges(dtype)]
+    if dtype is None or config.secure_aggregation is not None:
+        # Under secure aggregation, a client sends integers.
+        return algorithm.postprocessors()
+    return [SendChanges(dtype)]

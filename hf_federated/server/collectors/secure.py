@@ -155,7 +155,7 @@ class SecureCollector(UpdateCollector):
 
     def _plan(self, session: ServerSession, phase: str, clients: tuple[str, ...], message_for: Any) -> Plan:
         deadline = self.context.deadline
-        return Plan(session.round, clients, message_for, phase, deadline, session.min_clients)
+        return Plan(session.round, clients, message_for, phase, deadline, session.num_needed)
 
     def _ask(
         self,
