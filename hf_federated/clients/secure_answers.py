@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 from ..messages import ClientUpdate, Message, RefusedRequestError
 from ..messages.secure_aggregation import SECURE_REQUESTS, MaskedUpdate, OpenFit, SecureFit
+from ..messages.validation import UpdateLimits, check_claims
 from ..secure_aggregation import SecureAggregation
 from ..secure_aggregation.client_session import ClientSession
 from ..secure_aggregation.content import fit_digest, survivors_digest
@@ -168,6 +169,8 @@ class SecureAnswers:
         return reply
 
     def _encode(self, request: SecureFit, update: ClientUpdate) -> torch.Tensor:
+        # The server cannot check the numbers of an update.
+        check_claims(update, UpdateLimits())
         self._aggregation.check_extra(update.extra)
         weight, counted = self._unlimited.weight(update), self._aggregation.weight(update)
         if weight > counted:

@@ -56,8 +56,10 @@ from hf_federated.experiments.recipe.sections import (
     TopLevelFields,
 )
 from hf_federated.experiments.recipe.yaml_file import DEFAULT_TASK, apply_changes, read_values
+from hf_federated.secure_aggregation import SecureAggregation
 from hf_federated.split_training import SplitConfig
 from hf_federated.tasks import TASKS, Seq2Seq, SuperGlueSeq2Seq
+from hf_federated.utils.algorithm_names import SECURE_AGGREGATION_NAMES
 
 
 @dataclass(frozen=True)
@@ -322,6 +324,10 @@ def _check_methods(checked: Mapping[str, dict[str, Any]], mistakes: Mistakes) ->
         build_aggregation(federation.get("aggregation", "fedavg"), federation.get("aggregation_kwargs"))
     with mistakes.collect(), recipe_errors("federation"):
         build_distillation(federation.get("distillation"), federation.get("distillation_kwargs"))
+    if (name := federation.get("secure_aggregation")) is not None:
+        with mistakes.collect(), recipe_errors("federation"):
+            kwargs = federation.get("secure_aggregation_kwargs")
+            SECURE_AGGREGATION_NAMES.build(name, kwargs, SecureAggregation)
 
 
 def partitioner_has_seed(partition: Mapping[str, Any]) -> bool:

@@ -141,6 +141,11 @@ def test_overrides_replace_and_add_fields_and_sections(tmp_path):
         (["partition.clients=3"], ["partition.clients", "did you mean num_clients?"]),
         (["federation.aggregation=fedprx"], ["federation: `aggregation` is 'fedprx'; did you mean 'fedprox'?"]),
         (["federation.aggregation_kwargs={nu: 1}"], ["federation: Invalid `aggregation_kwargs`", "nu", "weighting"]),
+        (["federation.secure_aggregation=secag"], ["`secure_aggregation` is 'secag'", "did you mean 'secagg'?"]),
+        (
+            ["federation.secure_aggregation=secagg", "federation.secure_aggregation_kwargs={limit: 1}"],
+            ["federation: Invalid `secure_aggregation_kwargs`", "limit", "max_weight"],
+        ),
         (["federation.distillation=feddff"], ["federation: `distillation` is 'feddff'; did you mean 'feddf'?"]),
         (["split.head_blocks=-1"], ["split: head_blocks=-1"]),
     ],
