@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..messages import ClientUpdate, Message, RefusedRequestError
+from ..messages import ClientFailure, ClientUpdate, Message, RefusedRequestError
 from ..messages.secure_aggregation import SECURE_REQUESTS, MaskedUpdate, OpenFit, SecureFit
 from ..messages.validation import UpdateLimits, check_claims
 from ..secure_aggregation import SecureAggregation
@@ -152,7 +152,8 @@ class SecureAnswers:
             request ([`Message`]): A request of one of the classes in `requests`.
 
         Returns:
-            [`Message`]: The reply, without a nonce.
+            [`Message`]: The reply, without a nonce. A [`ClientFailure`] if the client takes no part in the session,
+            because the secrets of a session exist in the memory of one process.
 
         Raises:
             RefusedRequestError: If the client did not agree to the request.
@@ -161,8 +162,9 @@ class SecureAnswers:
         session = None if trained is None else trained.session
         name = getattr(request, "session", "")
         if session is None or session.session != name or session.round != request.round:
-            found = "is none that this client takes part in, because it has been started again or left the session"
-            raise RefusedRequestError(request, "session", found, "the sessions that it has begun")
+            # The server is not dishonest if the client was started again, so this is no refusal.
+            text = "the client takes no part in the session, because it was started again or has left the session"
+            return ClientFailure(request.round, request.client_id, text)
         reply = session.answer(request)
         if session.is_complete:
             self._drop(request.client_id)

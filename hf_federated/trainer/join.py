@@ -245,7 +245,8 @@ class JoinedClient:
         elif isinstance(answer, ClientFailure):
             if processes.world_size > 1:
                 raise_common_failure(processes, answer, worker.last_error)
-            logger.warning(f"Round {message.round + 1}: this client failed: {printable(worker.last_error)}")
+            reason = worker.last_error or answer.error
+            logger.warning(f"Round {message.round + 1}: this client failed: {printable(reason)}")
         reply = answer.to_bytes() if processes.is_main else b""
         history.record(message.nonce, reply)
         # A server that resumes repeats the requests after its last checkpoint.
