@@ -113,6 +113,9 @@ LATE_DISTILLATION = _distillation("Any distillation", lambda method: not method.
 INITIAL_MODEL = _distillation(
     "A distillation that compares examples", lambda method: method.requirements.initial_model
 )
+COUNTS_CLASSES = _distillation(
+    "A distillation that counts the examples of each class", lambda method: method.reports_class_counts
+)
 UNSCALED_GRADIENTS = _distillation(
     "A distillation with gradients outside of training steps", lambda method: method.requirements.unscaled_gradients
 )

@@ -288,6 +288,12 @@ RULES: tuple[Rule, ...] = (
         "Pass a Dataset, or use distillation='feddf', which compares none.",
     ),
     Rule(
+        f.STREAM,
+        f.COUNTS_CLASSES,
+        "the examples of a stream are not known before they are read",
+        "Pass a Dataset. FedKD needs no counts with weighting='size'.",
+    ),
+    Rule(
         f.FLOAT16,
         f.PRIVATE_MODELS,
         "the method computes gradients that no scaler protects from underflow in float16",

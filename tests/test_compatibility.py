@@ -1,0 +1,112 @@
+"""All pairs of features: a federation with both runs a round, or is refused with the alternative when it is built."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from feature_pairs import FEATURES, build, find_pair, pairs
+
+from hf_federated import AGGREGATIONS, DISTILLATIONS
+from hf_federated.compatibility import RULES
+from hf_federated.server.collectors import COLLECTORS
+from hf_federated.testing.processes import WorkerProcess
+
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("grpc")
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[WorkerProcess]:
+    """The process of `pair_worker.py`."""
+    process = WorkerProcess([str(Path(__file__).with_name("pair_worker.py"))])
+    yield process
+    process.stop()
+
+
+def error_of(pair: tuple[str, str], directory: Path, worker: WorkerProcess | None) -> str:
+    """Run a round of a federation with two features, and return the error. Empty if there is none."""
+    parts, rule = find_pair(*pair)
+    # A server refuses clients on other machines before they join.
+    if parts.num_processes > 1 or (parts.is_networked and rule is None):
+        assert worker is not None
+        codes = worker.ask({"directory": str(directory), "pair": pair})["codes"]
+        logs = [(directory / f"rank-{number}.log").read_text() for number, code in enumerate(codes) if code]
+        return logs[0] if logs else ""
+    try:
+        trainer = build(parts, directory)
+    except ValueError as error:
+        return f"ValueError: {error}"
+    except Exception as error:
+        return f"{type(error).__name__} when the trainer is built: {error}"
+    try:
+        trainer.train()
+        return "" if trainer.state.global_step == 1 else f"{trainer.state.global_step} rounds"
+    except Exception as error:
+        return f"{type(error).__name__} in the round: {error}"
+
+
+def partners(name: str, are_allowed: bool) -> list[tuple[str, str]]:
+    """The pairs of a feature with later features, those that work or those that are refused."""
+    return [pair for pair in pairs() if pair[0] == name and (find_pair(*pair)[1] is None) == are_allowed]
+
+
+def is_runnable(pair: tuple[str, str]) -> bool:
+    return all(FEATURES[name].runs for name in pair)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_pairs_that_do_not_work_are_refused_with_the_alternative(name, tmp_path, worker) -> None:
+    for number, pair in enumerate(partners(name, are_allowed=False)):
+        rule = find_pair(*pair)[1]
+        assert rule is not None
+        error = error_of(pair, tmp_path / str(number), worker)
+        assert "ValueError: " in error and rule.alternative in error, f"{' and '.join(pair)}: {error or 'no error'}"
+
+
+@functools.cache
+def sample() -> dict[str, tuple[str, str]]:
+    """For each feature, a pair that works. Most pairs are those of two features."""
+    found: dict[str, tuple[str, str]] = {}
+    allowed = [pair for pair in pairs() if is_runnable(pair) and find_pair(*pair)[1] is None]
+    # Pairs of different groups first, far from each other in the list.
+    for is_new in (lambda pair: found.keys().isdisjoint(pair), lambda pair: not found.keys() >= set(pair)):
+        for pair in sorted(allowed, key=lambda pair: -abs(NUMBERS[pair[0]] - NUMBERS[pair[1]])):
+            if is_new(pair):
+                found |= {name: found.get(name, pair) for name in pair}
+    return found
+
+
+NUMBERS = {name: number for number, name in enumerate(FEATURES)}
+TRAINED: set[tuple[str, str]] = set()
+
+
+@pytest.mark.parametrize("name", [name for name, feature in FEATURES.items() if feature.runs])
+def test_each_feature_works_with_another_one(name, tmp_path, worker) -> None:
+    pair = sample()[name]
+    if pair not in TRAINED:
+        TRAINED.add(pair)
+        assert not error_of(pair, tmp_path, worker), " and ".join(pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEATURES)
+def test_all_pairs_without_a_rule_work(name, tmp_path, worker) -> None:
+    errors = {}
+    for number, pair in enumerate(partners(name, are_allowed=True)):
+        if is_runnable(pair) and (error := error_of(pair, tmp_path / str(number), worker)):
+            errors[pair] = error
+    assert not errors
+
+
+def test_every_registered_method_is_among_the_features() -> None:
+    assert {*AGGREGATIONS, *DISTILLATIONS, *COLLECTORS} - {"synchronous"} <= FEATURES.keys()
+
+
+def test_every_rule_refuses_a_pair() -> None:
+    refused = {id(find_pair(*pair)[1]) for pair in pairs()}
+    unused = [f"{rule.first.name} and {rule.second.name}" for rule in RULES if id(rule) not in refused]
+    assert not unused
