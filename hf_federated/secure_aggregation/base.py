@@ -75,7 +75,7 @@ class SecureAggregation(ConstructorSettings, ABC):
         Return the number of survivors that the server needs to remove the masks.
 
         Args:
-            num_clients (`int`): Number of clients that share their secrets with each other.
+            num_clients (`int`): Number of clients of a session.
 
         Raises:
             ValueError: If there are too few clients for the settings.

@@ -31,11 +31,9 @@ from .masks import MaskPlace
 KEY_BYTES = 32
 
 
-def keys_content(
-    protocol: SecureAggregation, session: str, round: int, client_id: str, fit_digest: bytes, keys: bytes
-) -> bytes:
-    """Return what a client signs when it advertises its keys."""
-    return encode("keys", session, round, client_id, fit_digest, keys, settings_digest(protocol.agreed()))
+def keys_content(settings: bytes, session: str, round: int, client_id: str, fit_digest: bytes, keys: bytes) -> bytes:
+    """Return what a client signs when it advertises its keys. `settings` is the digest of the protocol's settings."""
+    return encode("keys", session, round, client_id, fit_digest, keys, settings)
 
 
 def survivors_content(session: str, round: int, fit_digest: bytes, roster: bytes, survivors: list[str]) -> bytes:
@@ -74,6 +72,7 @@ class ClientSession:
         self.session, self.round, self.client_id = request.session, request.round, request.client_id
         self.fit_digest = fit_digest
         self._protocol, self._credentials, self._consent = protocol, credentials, consent
+        self._settings = settings_digest(protocol.agreed())
         self._num_clients = request.num_clients
         self._num_values, self._read = num_values, read
         self._share_key, self._share_public = generate_exchange_key()
@@ -86,6 +85,7 @@ class ClientSession:
         self._roster = b""
         self._members: tuple[str, ...] = ()
         self._threshold = 0
+        self._envelope_keys: dict[str, bytes] = {}
         # What each client, also this one, has sent to this client.
         self._parts: dict[str, bytes] = {}
         self._survivors: list[str] = []
@@ -97,7 +97,7 @@ class ClientSession:
     def advertise(self) -> AdvertisedKeys:
         """Return the public keys, signed."""
         keys = self._share_public + self._masks.public_key
-        content = keys_content(self._protocol, self.session, self.round, self.client_id, self.fit_digest, keys)
+        content = keys_content(self._settings, self.session, self.round, self.client_id, self.fit_digest, keys)
         return AdvertisedKeys(
             self.round,
             self.client_id,
@@ -137,7 +137,9 @@ class ClientSession:
         try:
             reply = answer(request)
         except EncryptionError as error:
-            raise RefusedRequestError(request, "session", f"cannot be used: {error}", "keys of clients") from error
+            raise RefusedRequestError(
+                request, "session", f"cannot be used: {error}", "keys and shares of clients"
+            ) from error
         self._next, self._is_complete = following, following is None
         return reply
 
@@ -172,16 +174,16 @@ class ClientSession:
             agreed = f"{smallest} (`min_survivors`) to {self._num_clients} clients"
             raise RefusedRequestError(request, "keys", f"contains {len(keys)} clients", agreed)
         self._keys, self._roster = keys, roster_digest(keys)
-        neighbours = self._protocol.neighbours_of(self.client_id, sorted(keys), self._roster)
-        self._members = tuple(sorted([*neighbours, self.client_id]))
         try:
-            self._threshold = self._protocol.threshold_of(len(self._members))
+            self._threshold = self._protocol.threshold_of(len(keys))
         except ValueError as error:
             raise RefusedRequestError(request, "keys", str(error), "its own settings") from error
+        neighbours = self._protocol.neighbours_of(self.client_id, sorted(keys), self._roster)
+        self._members = tuple(sorted([*neighbours, self.client_id]))
         for name in neighbours:
             if name not in identities or name not in signatures:
                 raise RefusedRequestError(request, "signatures", f"lacks client {name!r}", "signed keys")
-            content = keys_content(self._protocol, self.session, self.round, name, self.fit_digest, keys[name])
+            content = keys_content(self._settings, self.session, self.round, name, self.fit_digest, keys[name])
             problem = self._credentials.problem(name, identities[name], content, signatures[name])
             if problem is not None:
                 agreed = "keys that the known clients signed for the same settings and the same local training"
@@ -259,8 +261,11 @@ class ClientSession:
         return UnmaskShares(self.round, self.client_id, self.session, **_tensors(fields))
 
     def _envelope_key(self, name: str) -> bytes:
-        secret = shared_secret(self._share_key, self._keys[name][:KEY_BYTES])
-        return derive_key(secret, "share", digest(self._roster, self.session))
+        # An envelope to a client and the envelope of the client have the same key.
+        if name not in self._envelope_keys:
+            secret = shared_secret(self._share_key, self._keys[name][:KEY_BYTES])
+            self._envelope_keys[name] = derive_key(secret, "share", digest(self._roster, self.session))
+        return self._envelope_keys[name]
 
 
 def _read(request: Message, field: str, length: int | None, agreed: str) -> dict[str, bytes]:

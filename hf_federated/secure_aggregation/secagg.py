@@ -8,6 +8,7 @@ from ..utils.arguments import require
 from .base import SecureAggregation
 from .masks import ClientMasks, ServerMasks
 from .pairwise_masks import PairwiseMasks, PairwiseUnmasking
+from .thresholds import threshold_for
 
 
 class SecAgg(SecureAggregation):
@@ -68,22 +69,7 @@ class SecAgg(SecureAggregation):
         self.threshold, self.num_colluding = threshold, num_colluding
 
     def threshold_of(self, num_clients: int) -> int:
-        smallest = max((num_clients + self.num_colluding) // 2, self.num_colluding) + 1
-        threshold = self.threshold
-        if threshold is None:
-            threshold = max(2 * num_clients // 3 + 1, smallest)
-        if threshold > num_clients:
-            raise ValueError(
-                f"threshold={threshold} is above the {num_clients} clients that share secrets. Use more clients, "
-                "or lower `threshold` or `num_colluding`."
-            )
-        if threshold < smallest:
-            raise ValueError(
-                f"threshold={threshold} of {num_clients} clients does not protect against a dishonest server with "
-                f"num_colluding={self.num_colluding} clients. Set `threshold` to at least {smallest}, or lower "
-                "`num_colluding`."
-            )
-        return threshold
+        return threshold_for(num_clients, self.threshold, self.num_colluding)
 
     def client_masks(self) -> ClientMasks:
         return PairwiseMasks()

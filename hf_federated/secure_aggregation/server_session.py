@@ -21,7 +21,7 @@ from ..messages.secure_aggregation import (
 from ..security.masks import generate_exchange_key, shared_secret
 from .base import SecureAggregation
 from .client_session import KEY_BYTES, keys_content, survivors_content
-from .content import byte_strings, encode, roster_digest, to_bytes
+from .content import byte_strings, encode, roster_digest, settings_digest, to_bytes
 from .credentials import Credentials
 from .masks import RosterView, UnmaskError
 
@@ -51,7 +51,7 @@ class ServerSession:
         self.min_clients = max(min_clients, protocol.min_survivors)
         self.failures: dict[str, str] = {}
         self.survivors: list[str] = []
-        self._protocol = protocol
+        self._protocol, self._settings = protocol, settings_digest(protocol.agreed())
         self._private_key, _ = generate_exchange_key()
         self._advertised: dict[str, AdvertisedKeys] = {}
         self._members: dict[str, tuple[str, ...]] = {}
@@ -92,7 +92,7 @@ class ServerSession:
         for name in clients:
             others = self._protocol.neighbours_of(name, clients, self._roster)
             self._members[name] = tuple(sorted([*others, name]))
-            self._thresholds[name] = self._protocol.threshold_of(len(others) + 1)
+            self._thresholds[name] = self._protocol.threshold_of(len(clients))
 
     def _read_keys(self, name: str, reply: AdvertisedKeys) -> tuple[bytes, bytes]:
         fields = {"keys": reply.keys, "identity": reply.identity, "signature": reply.signature}
@@ -102,7 +102,7 @@ class ServerSession:
         # An invalid point would make all other clients refuse the roster.
         for half in (parts["keys"][:KEY_BYTES], parts["keys"][KEY_BYTES:]):
             shared_secret(self._private_key, half)
-        content = keys_content(self._protocol, self.session, self.round, name, parts["fit_digest"], parts["keys"])
+        content = keys_content(self._settings, self.session, self.round, name, parts["fit_digest"], parts["keys"])
         if not Credentials.is_signed(content, parts["signature"], parts["identity"]):
             raise ValueError("the signature of its keys is not valid")
         return parts["keys"], parts["fit_digest"]

@@ -11,6 +11,7 @@ Signatures use RSA-PSS and wrapping uses RSA-OAEP, both with SHA-256 and MGF1 (R
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import re
@@ -76,6 +77,8 @@ def encode_public_key(key: RSAPublicKey) -> bytes:
     return key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
 
 
+# A signed session verifies several signatures of each key.
+@functools.lru_cache(maxsize=256)
 def load_public_key(der: bytes) -> RSAPublicKey:
     """
     Decode a public key that `encode_public_key` encoded.
