@@ -271,6 +271,7 @@ SLOW_AGGREGATIONS = ("fedexp", *ROBUST_AGGREGATIONS)
 SLOW_DISTILLATIONS = ("cronus", "fedmd", "mhat")
 SLOW_SCENARIOS = {f"aggregation {name}" for name in SLOW_AGGREGATIONS}
 SLOW_SCENARIOS |= {f"distillation {name}" for name in SLOW_DISTILLATIONS}
+SLOW_SCENARIOS |= {f"secure_aggregation {name}" for name in ("secagg+", "lightsecagg")}
 
 # Arguments, fields of the configuration and training arguments without which an algorithm does not run, or too long.
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -281,7 +282,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "krum": {"num_hostile": 0, "num_selected": 2},
     "median": {"server_optimizer": "momentum", "max_memory_mb": 0.01},
     # The clients of the tests have no certificates.
-    "secagg": {"max_weight": 15, "min_survivors": 2, "pins": "none", "bits": 32},
+    **{
+        name: {"max_weight": 15, "min_survivors": 2, "pins": "none", "bits": 32}
+        for name in ("secagg", "secagg+", "lightsecagg")
+    },
 }
 FEDERATIONS: dict[str, dict[str, Any]] = {
     "fedkd": {"num_rounds": 1},

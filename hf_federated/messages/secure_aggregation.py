@@ -102,7 +102,7 @@ class KeyShares(Message):
         session (`str`): Id of the session.
         envelopes (`dict[str, torch.Tensor]`, uint8): Ciphertexts by the id of the recipient.
         commitment (`torch.Tensor` of shape `(32,)`, uint8): SHA-256 of the seed of the client's own mask. The server
-            checks the seed that it reconstructs from shares.
+            checks the seed that it reconstructs from shares. Zeros for LightSecAgg, whose masks have no such seed.
     """
 
     kind: ClassVar[str] = "key_shares"
@@ -208,7 +208,8 @@ class UnmaskShares(Message):
         session (`str`): Id of the session.
         seeds (`dict[str, torch.Tensor]`, *optional*, uint8): Shares of the seeds of survivors, by client id.
         mask_keys (`dict[str, torch.Tensor]`, *optional*, uint8): Shares of the mask keys of lost clients.
-        mask_sum (`torch.Tensor`, *optional*): For LightSecAgg, the sum of the survivors' shares of their masks.
+        mask_sum (`torch.Tensor`, *optional*, int32): For LightSecAgg, the sum of the survivors' shares of their masks
+            modulo 2^31 - 1.
     """
 
     kind: ClassVar[str] = "unmask_shares"

@@ -5,7 +5,9 @@ from types import MappingProxyType
 
 from ..utils.algorithm_names import SECURE_AGGREGATION_NAMES, import_reference
 from .base import SecureAggregation
+from .lightsecagg import LightSecAgg
 from .secagg import SecAgg
+from .secagg_plus import SecAggPlus
 
 
 SECURE_AGGREGATIONS: Mapping[str, type[SecureAggregation]] = MappingProxyType(
@@ -14,4 +16,4 @@ SECURE_AGGREGATIONS: Mapping[str, type[SecureAggregation]] = MappingProxyType(
 """The protocols, by the name that `secure_aggregation` of [`FederatedConfig`] accepts."""
 
 
-__all__ = ["SECURE_AGGREGATIONS", "SecAgg", "SecureAggregation"]
+__all__ = ["SECURE_AGGREGATIONS", "LightSecAgg", "SecAgg", "SecAggPlus", "SecureAggregation"]

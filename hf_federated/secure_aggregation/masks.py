@@ -34,7 +34,7 @@ class ClientMasks(ABC):
 
     # Public key of 32 bytes for masks that clients derive in pairs.
     public_key: bytes
-    # SHA-256 of the secret of which the server reconstructs shares, for a check.
+    # SHA-256 of a secret that the server reconstructs from shares, for a check. Zero if there is none.
     commitment: bytes
 
     @abstractmethod
@@ -51,6 +51,10 @@ class ClientMasks(ABC):
         Returns:
             `dict[str, bytes]`: The part of each client, by client id.
         """
+
+    @abstractmethod
+    def part_bytes(self, num_members: int, threshold: int, num_values: int) -> int:
+        """Return the number of bytes of each part that `split` returns for this number of clients."""
 
     @abstractmethod
     def add(self, values: torch.Tensor, place: MaskPlace, keys: Mapping[str, bytes]) -> None:

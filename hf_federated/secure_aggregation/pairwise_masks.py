@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import os
@@ -13,7 +14,7 @@ import torch
 from ..messages.secure_aggregation import UnmaskShares
 from ..security.keys import EncryptionError
 from ..security.masks import add_mask, derive_key, generate_exchange_key, public_of, shared_secret
-from ..security.shamir import SHARE_BYTES, combine_shares, split_secret
+from ..security.shamir import SHARE_BYTES, combine_with, lagrange_weights, split_secret
 from .content import byte_strings
 from .masks import ClientMasks, MaskPlace, RosterView, ServerMasks, UnmaskError
 
@@ -47,6 +48,9 @@ class PairwiseMasks(ClientMasks):
         points = range(1, len(members) + 1)
         seeds, keys = (split_secret(secret, threshold, points) for secret in (self._seed, self._key))
         return {name: seeds[point] + keys[point] for point, name in zip(points, members, strict=True)}
+
+    def part_bytes(self, num_members: int, threshold: int, num_values: int) -> int:
+        return 2 * SHARE_BYTES
 
     def add(self, values: torch.Tensor, place: MaskPlace, keys: Mapping[str, bytes]) -> None:
         self._masks = [_Mask(derive_key(self._seed, "self", place.context), False)]
@@ -125,12 +129,18 @@ def _reconstructed(
         raise UnmaskError(f"{len(shares)} clients sent a share of a secret of client {name!r}, {threshold} are needed")
     for chosen in _subsets(sorted(shares), threshold):
         try:
-            secret = combine_shares({point: shares[point] for point in chosen}, SECRET_BYTES)
+            secret = combine_with(_weights(chosen), {point: shares[point] for point in chosen}, SECRET_BYTES)
         except EncryptionError:
             continue
         if publish(secret) == published:
             return secret
     raise UnmaskError(f"the shares of a secret of client {name!r} do not belong together: a client sent a wrong share")
+
+
+# The secrets of many clients are combined from shares of the same points.
+@functools.lru_cache(maxsize=64)
+def _weights(points: tuple[int, ...]) -> dict[int, int]:
+    return lagrange_weights(points)
 
 
 def _subsets(points: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:

@@ -263,5 +263,7 @@ SECURE_AGGREGATION_NAMES = AlgorithmNames(
     "hf_federated.secure_aggregations",
     {
         "secagg": "hf_federated.secure_aggregation.secagg:SecAgg",
+        "secagg+": "hf_federated.secure_aggregation.secagg_plus:SecAggPlus",
+        "lightsecagg": "hf_federated.secure_aggregation.lightsecagg:LightSecAgg",
     },
 )

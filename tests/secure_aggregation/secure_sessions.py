@@ -13,6 +13,7 @@ from hf_federated.secure_aggregation import SecureAggregation
 from hf_federated.secure_aggregation.client_session import ClientSession
 from hf_federated.secure_aggregation.content import fit_digest
 from hf_federated.secure_aggregation.credentials import Credentials, simulated_identity
+from hf_federated.secure_aggregation.ring import Ring
 from hf_federated.secure_aggregation.server_session import ServerSession
 
 
@@ -22,6 +23,23 @@ PHASES = ("keys", "shares", "masked update", "signature", "unmasking")
 
 def names(number: int) -> list[str]:
     return [f"client {number:02d}" for number in range(number)]
+
+
+def updates(number: int, num_values: int = 50, seed: int = 0, modulus: int = 2**32) -> dict[str, torch.Tensor]:
+    """Integers of the whole ring, so that sums wrap around."""
+    generator, ring = torch.Generator().manual_seed(seed), Ring(modulus)
+    low, high = (0, modulus) if ring.is_field else (-modulus // 2, modulus // 2)
+    return {
+        name: torch.randint(low, high, (num_values,), generator=generator).to(ring.dtype) for name in names(number)
+    }
+
+
+def sum_of(values: Collection[torch.Tensor], modulus: int = 2**32) -> torch.Tensor:
+    """The sum in Python integers, in the form of a sum of the ring."""
+    ring = Ring(modulus)
+    sums = [sum(column) % modulus for column in zip(*(value.tolist() for value in values), strict=True)]
+    half = modulus if ring.is_field else modulus // 2
+    return torch.tensor([value - modulus if value >= half else value for value in sums], dtype=ring.total_dtype)
 
 
 def request_for(client_id: str, num_clients: int, session: str = "s", round: int = 0) -> SecureFit:
@@ -103,12 +121,13 @@ class Exchange:
         server.add_shares(self.ask("shares", server.advertised, server.share_keys))
         self.masked = self.ask("masked update", server.sharing, server.submit)
         self.first_masked: MaskedUpdate | None = None
-        total = torch.zeros_like(next(iter(self.values.values())))
+        ring = Ring(self.protocol.modulus)
+        total = torch.zeros(len(next(iter(self.values.values()))), dtype=ring.total_dtype)
         outcomes: dict[str, str | None] = {}
         for name, reply in self.masked.items():
             outcomes[name] = None if isinstance(reply, MaskedUpdate) else "lost"
             if isinstance(reply, MaskedUpdate):
-                total += reply.masked
+                ring.add_(total, reply.masked)
                 self.first_masked = self.first_masked or reply
         server.set_survivors(outcomes)
         server.add_signatures(self.ask("signature", server.survivors, server.confirm))

@@ -1,4 +1,4 @@
-"""SecAgg: the sums are exact, and nothing but the sums can be read from what clients send."""
+"""Secure aggregation: the sums are exact, and nothing but the sums can be read from what clients send."""
 
 from __future__ import annotations
 
@@ -7,26 +7,21 @@ import random
 
 import pytest
 import torch
-from secure_sessions import PHASES, Exchange, names
+from secure_sessions import PHASES, Exchange, names, sum_of, updates
 
 from hf_federated.messages.secure_aggregation import MaskedUpdate
-from hf_federated.secure_aggregation import SecAgg
+from hf_federated.secure_aggregation import LightSecAgg, SecAgg, SecAggPlus, SecureAggregation
+from hf_federated.secure_aggregation.ring import Ring
 from hf_federated.secure_aggregation.server_session import SessionFailedError
 
 
-def updates(number: int, num_values: int = 50, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Integers of the whole ring, so that sums wrap around."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randint(-(2**31), 2**31, (num_values,), dtype=torch.int32, generator=generator)
-        for name in names(number)
-    }
+PROTOCOLS = [SecAgg, SecAggPlus, LightSecAgg]
 
 
-def check_sum(number: int, lost: dict[str, str], threshold: int) -> None:
+def check_sum(protocol: SecureAggregation, number: int, lost: dict[str, str]) -> None:
     """Check that the sum is exact, or that too few clients are left for a sum."""
-    values = updates(number)
-    exchange = Exchange(SecAgg(threshold=threshold, min_survivors=2), values, lost)
+    values, threshold = updates(number, modulus=protocol.modulus), protocol.threshold
+    exchange = Exchange(protocol, values, lost)
     submitted = [name for name in values if lost.get(name) not in PHASES[:3]]
     left = [name for name in values if name not in lost]
     # The default needs all clients that advertised keys to be above the majority.
@@ -38,7 +33,7 @@ def check_sum(number: int, lost: dict[str, str], threshold: int) -> None:
         return
     total = exchange.run()
     assert exchange.server.survivors == submitted
-    assert torch.equal(total, sum(values[name] for name in submitted))
+    assert torch.equal(total, sum_of([values[name] for name in submitted], protocol.modulus))
     assert not exchange.refusals
 
 
@@ -48,53 +43,61 @@ def losses(number: int):
         yield {name: phase for name, phase in zip(names(number), phases, strict=True) if phase is not None}
 
 
-@pytest.mark.parametrize("threshold", [2, 3])
-def test_sum_is_exact_for_each_set_of_lost_clients_in_each_phase(threshold):
+@pytest.mark.parametrize(
+    ("cls", "threshold"), [(SecAgg, 2), (SecAgg, 3), (SecAggPlus, 2), (LightSecAgg, 2), (LightSecAgg, 3)]
+)
+def test_sum_is_exact_for_each_set_of_lost_clients_in_each_phase(cls, threshold):
     for lost in losses(3):
-        check_sum(3, lost, threshold)
+        check_sum(cls(threshold=threshold, min_survivors=2), 3, lost)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [4, 5])
-def test_sum_is_exact_for_each_set_of_lost_clients_of_more_clients(number):
+@pytest.mark.parametrize("cls", [SecAgg, LightSecAgg])
+def test_sum_is_exact_for_each_set_of_lost_clients_of_more_clients(cls, number):
     for lost in losses(number):
-        check_sum(number, lost, number // 2 + 1)
+        check_sum(cls(threshold=number // 2 + 1, min_survivors=2), number, lost)
 
 
 @pytest.mark.slow
-def test_sum_is_exact_for_each_set_of_eight_clients_lost_in_one_phase():
+@pytest.mark.parametrize("cls", [SecAgg, LightSecAgg])
+def test_sum_is_exact_for_each_set_of_eight_clients_lost_in_one_phase(cls):
     for phase, size in itertools.product(PHASES, range(9)):
         for lost in itertools.combinations(names(8), size):
-            check_sum(8, dict.fromkeys(lost, phase), 5)
+            check_sum(cls(threshold=5, min_survivors=2), 8, dict.fromkeys(lost, phase))
 
 
 @pytest.mark.parametrize("number", [9, 16, 32])
-def test_sum_is_exact_for_sampled_losses_of_many_clients(number):
+@pytest.mark.parametrize("cls", [SecAgg, LightSecAgg])
+def test_sum_is_exact_for_sampled_losses_of_many_clients(cls, number):
     rng = random.Random(number)
     lost = {name: rng.choice(PHASES) for name in rng.sample(names(number), number // 4)}
-    check_sum(number, lost, number // 2 + 1)
+    check_sum(cls(threshold=number // 2 + 1, min_survivors=2), number, lost)
 
 
-def test_masked_update_of_constant_values_is_uniform():
-    """Chi-squared test of the bytes of one masked update, whose encoded update is zero."""
+@pytest.mark.parametrize("cls", PROTOCOLS)
+def test_masked_update_of_constant_values_is_uniform(cls):
+    """Chi-squared test of the lower three bytes of one masked update, whose encoded update is zero."""
     values = {name: torch.zeros(100_000, dtype=torch.int32) for name in names(3)}
-    exchange = Exchange(SecAgg(), values)
+    exchange = Exchange(cls(), values)
     exchange.run()
     masked = exchange.first_masked
     assert isinstance(masked, MaskedUpdate)
-    counts = torch.bincount(masked.masked.view(torch.uint8).long(), minlength=256).double()
+    counts = sum(torch.bincount((masked.masked >> place & 255).long(), minlength=256).double() for place in (0, 8, 16))
     expected = counts.sum() / 256
     chi_squared = float(((counts - expected) ** 2 / expected).sum())
     # 255 degrees of freedom: mean 255, standard deviation 22.6. The bounds are at 6 standard deviations.
     assert 120 < chi_squared < 391
 
 
-def test_masked_updates_of_two_sessions_are_independent():
-    values = updates(3, num_values=100_000)
-    first, second = Exchange(SecAgg(), values), Exchange(SecAgg(), values)
+@pytest.mark.parametrize("cls", PROTOCOLS)
+def test_masked_updates_of_two_sessions_are_independent(cls):
+    modulus = cls().modulus
+    values = updates(3, num_values=100_000, modulus=modulus)
+    first, second = Exchange(cls(), values), Exchange(cls(), values)
     assert torch.equal(first.run(), second.run())
-    bits = first.first_masked.masked ^ second.first_masked.masked
-    share = sum(int((bits >> place & 1).sum()) for place in range(32)) / (32 * len(bits))
+    bits, num_bits = first.first_masked.masked ^ second.first_masked.masked, Ring(modulus).bits
+    share = sum(int((bits >> place & 1).sum()) for place in range(num_bits)) / (num_bits * len(bits))
     # The standard deviation of the share of equal bits is 0.5 / √3 200 000 = 2.8e-4.
     assert abs(share - 0.5) < 1.7e-3
 
@@ -106,9 +109,10 @@ def test_sixteen_bits_wrap_around():
     assert torch.equal(total, sum(values[name] for name in values if name != "client 02"))
 
 
-def test_update_without_masks_returns_when_a_session_is_withdrawn():
-    values = updates(4)
-    exchange = Exchange(SecAgg(), values)
+@pytest.mark.parametrize("cls", PROTOCOLS)
+def test_update_without_masks_returns_when_a_session_is_withdrawn(cls):
+    values = updates(4, modulus=cls().modulus)
+    exchange = Exchange(cls(), values)
     exchange.run()
     for name, session in exchange.clients.items():
         assert not torch.equal(exchange.encoded[name], values[name])
