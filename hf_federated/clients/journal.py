@@ -194,9 +194,8 @@ class ClientJournal:
         elif earlier != consent:
             raise ConsentError(
                 f"Round {round + 1}: client {client_id!r} has agreed to the sum of {earlier.num_survivors} clients, "
-                f"and refuses a second sum, of {num_survivors} clients. An update depends on the state, the examples "
-                "and the seed only, so the difference of two sums of the same round that differ by one client is the "
-                "update of this client. Start a new run with another `federation_seed`."
+                f"and refuses a second sum, of {num_survivors} clients, because the difference of two sums can be one "
+                "update. Start a new run with another `federation_seed`."
             )
 
     def consent(self, client_id: str, fit_digest: str) -> Consent | None:
