@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from .facts import DataFacts
 from .run_record import RunRecord
+from .secure_text import protection_text, sent_fields
 from .tables import format_bytes, plural, table
 
 
@@ -36,6 +40,8 @@ def exchange_text(record: RunRecord) -> str:
     }[exchanged["kind"]]
     sizes = f"{plural(exchanged['num_tensors'], 'tensor')} with {plural(exchanged['num_values'], 'value')}"
     parameters = f"{kind}: {sizes} in {', '.join(exchanged['dtypes'])}."
+    if (secure := exchanged.get("secure_aggregation")) is not None:
+        return _secure_exchange(record, secure, parameters)
     exchange = f"received and sent back {parameters}"
     if exchanged.get("update_content") == "changes":
         exchange = f"received {parameters} It sent back how training changed these parameters, and no parameters."
@@ -45,6 +51,16 @@ def exchange_text(record: RunRecord) -> str:
         f" has a field for dataset examples.{_local_tensors(record)} Parameters can still reveal information about the"
         f" examples that they were trained on.{_before_first_update(record)}{_disclosures(record)}"
         f"{_pseudo_samples(record)}"
+    )
+
+
+def _secure_exchange(record: RunRecord, secure: Mapping[str, Any], parameters: str) -> str:
+    """Return the section for runs with secure aggregation."""
+    return (
+        f"{protection_text(secure)}\n\nIn each round, a sampled client received {parameters} {sent_fields(secure)}"
+        f" No message has a field for dataset examples.{_local_tensors(record)} A sum can still reveal information"
+        " about the examples of its clients."
+        f"{_before_first_update(record)}{_disclosures(record)}"
     )
 
 
@@ -95,7 +111,8 @@ def _disclosures(record: RunRecord) -> str:
             '\n\nFrozen embeddings (`freeze="embeddings"`) and adapters (LoRA) send no change of the word embeddings.'
             " Sufficient noise hides the change. Clipping, weight decay and narrower dtypes do not hide it."
         )
-    return "\n\nThe server also learns these values of a client:\n\n" + table(columns, rows) + remedy
+    whose = "of a client" if record.exchanged.get("secure_aggregation") is None else "of the clients in a sum"
+    return f"\n\nThe server also learns these values {whose}:\n\n" + table(columns, rows) + remedy
 
 
 def _update_fields(record: RunRecord, *method_fields: str) -> str:

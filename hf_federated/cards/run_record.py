@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from datasets import Dataset
@@ -22,6 +22,8 @@ from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..messages import ANNOUNCED_VALUES, Disclosure
 from ..messages.ledger import Ledger
+from ..secure_aggregation import SecureAggregation
+from ..utils.algorithm_names import SECURE_AGGREGATION_NAMES
 from .card_record import CardArguments, CardRecord, CardRun, common_fields
 from .facts import DataFacts
 from .log_history import final_weight_logs, is_metric, logs_by_step, to_json_value, training_seconds
@@ -155,14 +157,18 @@ def _exchanged(trainer: FederatedRun) -> dict[str, Any]:
     returned = trainer.aggregation.exchanges_parameters
     sent = returned or (distillation is not None and distillation.sends_parameters)
     disclosures = trainer.aggregation.disclosures if distillation is None else distillation.disclosures
+    secure = _secure_aggregation(trainer)
+    if secure is not None:
+        disclosures = tuple(replace(item, value=f"sum over the clients: {item.value}") for item in disclosures)
     if returned:
-        disclosures = (*disclosures, *_vocabulary(trainer.model, exchange))
+        disclosures = (*disclosures, *_vocabulary(trainer.model, exchange, is_summed=secure is not None))
     return {
         "kind": exchange.kind,
         "parameters_sent": sent,
         "parameters_returned": returned,
         "update_content": trainer.aggregation.update_content,
         "disclosures": [dataclasses.asdict(item) for item in disclosures],
+        "secure_aggregation": secure,
         "announced": _announced(trainer),
         "compared_settings": list(trainer.engine.compared_settings),
         "public_passes": 1 if distillation is None else distillation.passes_per_round,
@@ -185,7 +191,26 @@ def _announced(trainer: FederatedRun) -> list[str]:
     return [value for field, value in ANNOUNCED_VALUES.items() if field != "class_counts" or counts_classes]
 
 
-def _vocabulary(model: Any, exchange: Exchange) -> tuple[Disclosure, ...]:
+def _secure_aggregation(trainer: FederatedRun) -> dict[str, Any] | None:
+    """Return against whom the protocol of a run protects, and how."""
+    config = trainer.federation
+    if config.secure_aggregation is None:
+        return None
+    protocol = SECURE_AGGREGATION_NAMES.build(
+        config.secure_aggregation, config.secure_aggregation_kwargs, SecureAggregation
+    )
+    return {
+        "title": protocol.title or type(protocol).__name__,
+        "masks": protocol.masks,
+        "pins": protocol.pins,
+        "bits": protocol.bits,
+        "min_survivors": protocol.min_survivors,
+        "num_colluding": protocol.settings().get("num_colluding", 0),
+        "is_simulated": trainer.engine.remote_clients is None,
+    }
+
+
+def _vocabulary(model: Any, exchange: Exchange, is_summed: bool = False) -> tuple[Disclosure, ...]:
     """Return what the change of the word embeddings reveals, if clients train and send them."""
     table = model.get_input_embeddings() if isinstance(model, (PreTrainedModel, PeftModel)) else None
     if not isinstance(table, nn.Embedding) or not any(table.weight is value for value in exchange.trainable.values()):
@@ -194,6 +219,8 @@ def _vocabulary(model: Any, exchange: Exchange) -> tuple[Disclosure, ...]:
     share, rows = "the exact set of tokens", "the changed rows of the word embeddings"
     if head is not None and head.weight is table.weight:
         share, rows = "most of the tokens", "the rows of the word embeddings that changed most"
+    if is_summed:
+        return (Disclosure(f"{share} in the examples of all clients of a sum, read from {rows}", "round"),)
     return (Disclosure(f"{share} in its examples, read from {rows}", "client"),)
 
 

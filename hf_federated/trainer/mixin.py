@@ -476,6 +476,8 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             if "loss" in logs:
                 logs.pop("grad_norm", None)
                 if self._joined is None:
+                    if self._federation_setup.secure_aggregation is not None:
+                        logs.pop("learning_rate", None)  # The clients hide theirs.
                     logs.update(self._federation.round_logs())
             if "train_runtime" in logs:
                 source = self._federation if self._joined is None else self._joined
