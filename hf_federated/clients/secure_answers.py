@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers.utils import logging
@@ -54,6 +54,9 @@ class SecureAnswers:
         store ([`~hf_federated.clients.ClientStore`], *optional*): Keeps the encoded updates. By default, they are in
             memory.
     """
+
+    # A dry round has sessions without values.
+    session_class: ClassVar[type[ClientSession]] = ClientSession
 
     def __init__(
         self,
@@ -133,7 +136,7 @@ class SecureAnswers:
         def consent(survivors: list[str]) -> None:
             self.journal.add_consent(client_id, round, digest, survivors_digest(survivors), len(survivors))
 
-        trained.session = ClientSession(
+        trained.session = self.session_class(
             self.protocol,
             request,
             trained.digest,

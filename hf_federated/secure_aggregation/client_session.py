@@ -191,10 +191,7 @@ class ClientSession:
         self._identities = {name: identities[name] for name in neighbours}
         parts = self._masks.split(self._place, self._members, self._threshold, self._num_values)
         self._parts = {self.client_id: parts.pop(self.client_id)}
-        envelopes = {
-            name: to_tensor(seal(self._envelope_key(name), part, encode(self.session, self.client_id, name)))
-            for name, part in parts.items()
-        }
+        envelopes = {name: self._seal(name, part) for name, part in parts.items()}
         return KeyShares(self.round, self.client_id, self.session, envelopes, to_tensor(self._masks.commitment))
 
     def _submit(self, request: SubmitMasked) -> MaskedUpdate:
@@ -259,6 +256,9 @@ class ClientSession:
         lost = [name for name in self._parts if name not in self._survivors]
         fields = self._masks.reveal(survivors, lost, self._parts)
         return UnmaskShares(self.round, self.client_id, self.session, **_tensors(fields))
+
+    def _seal(self, name: str, part: bytes) -> torch.Tensor:
+        return to_tensor(seal(self._envelope_key(name), part, encode(self.session, self.client_id, name)))
 
     def _envelope_key(self, name: str) -> bytes:
         # An envelope to a client and the envelope of the client have the same key.

@@ -24,6 +24,8 @@ KEY_BYTES = 32
 
 _NONCE_BYTES = 12
 _TAG_BYTES = 16
+# What a sealed message has in addition to the message.
+SEAL_BYTES = _NONCE_BYTES + _TAG_BYTES
 _KEY_INFO = b"hf-federated secure aggregation 1"
 
 # A key stream is read in pieces of this size, which stay in the cache of a core.
@@ -186,9 +188,9 @@ def open_sealed(key: bytes, blob: bytes, associated: bytes) -> bytes:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     _check_key(key, "key of a sealed message")
-    if len(blob) < _NONCE_BYTES + _TAG_BYTES:
+    if len(blob) < SEAL_BYTES:
         raise EncryptionError(
-            f"A sealed message has {len(blob)} bytes. It has at least {_NONCE_BYTES + _TAG_BYTES} bytes, so this"
+            f"A sealed message has {len(blob)} bytes. It has at least {SEAL_BYTES} bytes, so this"
             " message was truncated. Send the whole message."
         )
     try:

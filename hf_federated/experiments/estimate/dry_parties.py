@@ -31,9 +31,9 @@ from hf_federated.clients import (
 from hf_federated.clients.journal import ClientJournal
 from hf_federated.clients.models import ClientModel
 from hf_federated.clients.sampling import limit_examples
-from hf_federated.clients.secure_answers import SecureAnswers
 from hf_federated.config import FederatedConfig
 from hf_federated.distillation import Distillation, DistillationServer, PublicRows
+from hf_federated.experiments.estimate.dry_secure_sums import DryAnswers
 from hf_federated.experiments.estimate.step_cost import StepCost
 from hf_federated.messages import Evaluate, Fit, Message, Metrics
 from hf_federated.methods import ClientPart, Method
@@ -256,7 +256,7 @@ class DryWorker(ClientWorker):
         super().__init__(models, self._num_examples, None, *settings)
         if federation.secure_aggregation is not None:
             identity = simulated_identity()
-            self.secure = SecureAnswers(
+            self.secure = DryAnswers(
                 federation.secure_aggregation,
                 federation.aggregation.on_client(),
                 Credentials(identity, None),

@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 
-from hf_federated.messages.secure_aggregation import UnmaskShares
+from hf_federated.clients.secure_answers import SecureAnswers
+from hf_federated.messages.secure_aggregation import MaskedUpdate, SubmitMasked, UnmaskShares
 from hf_federated.methods import Accumulator, Contribution, WeightedSums
 from hf_federated.secure_aggregation import SecureAggregation
+from hf_federated.secure_aggregation.client_session import ClientSession
+from hf_federated.secure_aggregation.coded_masks import CodedMasks
 from hf_federated.secure_aggregation.encoding import RingEncoding
 from hf_federated.secure_aggregation.masks import ClientMasks, MaskPlace, RosterView, ServerMasks
+from hf_federated.security.masks import SEAL_BYTES
 
 
 class DryProtocol(SecureAggregation):
@@ -53,7 +57,10 @@ class _DryMasks(ClientMasks):
         self.public_key, self.commitment = masks.public_key, masks.commitment
 
     def split(self, place: MaskPlace, members: Collection[str], threshold: int, num_values: int) -> dict[str, bytes]:
-        return self._masks.split(place, members, threshold, num_values)
+        return dict.fromkeys(members, bytes(self.part_bytes(len(members), threshold, num_values)))
+
+    def part_bytes(self, num_members: int, threshold: int, num_values: int) -> int:
+        return self._masks.part_bytes(num_members, threshold, num_values)
 
     def add(self, values: torch.Tensor, place: MaskPlace, keys: Mapping[str, bytes]) -> None:
         pass
@@ -64,7 +71,29 @@ class _DryMasks(ClientMasks):
     def reveal(
         self, survivors: Collection[str], lost: Collection[str], parts: Mapping[str, bytes]
     ) -> dict[str, dict[str, bytes] | torch.Tensor]:
+        if isinstance(self._masks, CodedMasks):
+            # The sum of parts has the size of a part.
+            size = len(next(iter(parts.values())))
+            return {"mask_sum": torch.empty(size, dtype=torch.uint8, device="meta").view(torch.int32)}
         return self._masks.reveal(survivors, lost, parts)
+
+
+class _DrySession(ClientSession):
+    """A session whose envelopes have their sizes, and no contents."""
+
+    def _seal(self, name: str, part: bytes) -> torch.Tensor:
+        return torch.empty(len(part) + SEAL_BYTES, dtype=torch.uint8, device="meta")
+
+    def _submit(self, request: SubmitMasked) -> MaskedUpdate:
+        # The parts of all clients have the same size.
+        self._parts |= dict.fromkeys(request.envelopes, self._parts[self.client_id])
+        return MaskedUpdate(self.round, self.client_id, self.session, self._read())
+
+
+class DryAnswers(SecureAnswers):
+    """Answers of clients that mask nothing."""
+
+    session_class = _DrySession
 
 
 class _DryUnmasking(ServerMasks):
@@ -92,10 +121,11 @@ class _DryEncoding:
 
     def decode(self, total: torch.Tensor, num_updates: int) -> tuple[dict[str, WeightedSums], dict[str, Any]]:
         sums = {
+            # The zeros of a tensor share one number, and can be added to tensors with values and without values.
             mean: WeightedSums(
                 float(num_updates),
                 num_updates,
-                {name: torch.zeros(shape, device="meta") for name, shape in shapes.items()},
+                {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()},
             )
             for mean, shapes in self._shapes.items()
         }

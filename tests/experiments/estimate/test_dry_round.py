@@ -38,7 +38,13 @@ from hf_federated.messages.ledger import Ledger
 from hf_federated.server.collectors import BufferedCollector
 
 
-FAST = ("aggregation scaffold", "aggregation median", "distillation fedid", "distillation fedaux")
+FAST = (
+    "aggregation scaffold",
+    "aggregation median",
+    "distillation fedid",
+    "distillation fedaux",
+    "secure_aggregation lightsecagg",
+)
 SCENARIOS = [
     name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
     for name in conformance.SCENARIOS
