@@ -23,7 +23,7 @@ from ..messages.secure_aggregation import (
 from ..security.keys import EncryptionError
 from ..security.masks import derive_key, generate_exchange_key, open_sealed, seal, shared_secret
 from .base import SecureAggregation
-from .content import byte_strings, digest, encode, roster_digest, settings_digest, to_tensor
+from .content import byte_strings, byte_views, digest, encode, roster_digest, settings_digest, to_tensor
 from .credentials import Credentials
 from .masks import MaskPlace
 
@@ -190,13 +190,16 @@ class ClientSession:
                 raise RefusedRequestError(request, "signatures", problem, agreed)
         self._identities = {name: identities[name] for name in neighbours}
         parts = self._masks.split(self._place, self._members, self._threshold, self._num_values)
-        self._parts = {self.client_id: parts.pop(self.client_id)}
+        self._parts = {self.client_id: bytes(parts.pop(self.client_id))}
         envelopes = {name: self._seal(name, part) for name, part in parts.items()}
         return KeyShares(self.round, self.client_id, self.session, envelopes, to_tensor(self._masks.commitment))
 
     def _submit(self, request: SubmitMasked) -> MaskedUpdate:
         agreed = "the envelopes of clients of the roster"
-        envelopes = _read(request, "envelopes", None, agreed)
+        try:
+            envelopes = byte_views(request.envelopes)
+        except ValueError as error:
+            raise RefusedRequestError(request, "envelopes", f"cannot be read: {error}", agreed) from error
         if unknown := envelopes.keys() - set(self._members) or envelopes.keys() & {self.client_id}:
             raise RefusedRequestError(request, "envelopes", f"contains client {min(unknown)!r}", agreed)
         for name, envelope in envelopes.items():
@@ -257,7 +260,7 @@ class ClientSession:
         fields = self._masks.reveal(survivors, lost, self._parts)
         return UnmaskShares(self.round, self.client_id, self.session, **_tensors(fields))
 
-    def _seal(self, name: str, part: bytes) -> torch.Tensor:
+    def _seal(self, name: str, part: bytes | memoryview) -> torch.Tensor:
         return to_tensor(seal(self._envelope_key(name), part, encode(self.session, self.client_id, name)))
 
     def _envelope_key(self, name: str) -> bytes:

@@ -39,11 +39,14 @@ class CodedMasks(ClientMasks):
         self._num_elements = 0
         self._is_added = False
 
-    def split(self, place: MaskPlace, members: Collection[str], threshold: int, num_values: int) -> dict[str, bytes]:
+    def split(
+        self, place: MaskPlace, members: Collection[str], threshold: int, num_values: int
+    ) -> dict[str, bytes | memoryview]:
         self._num_elements = self.part_bytes(len(members), threshold, num_values) // _ELEMENT_BYTES
         mask, points = field_mask(self._key, num_values), range(1, len(members) + 1)
         shares = encode_mask(mask, threshold, self._num_private_of(len(members)), points).numpy()
-        return {name: share.astype("<i4", copy=False).tobytes() for name, share in zip(members, shares, strict=True)}
+        rows = shares.astype("<i4", copy=False).view(np.uint8)
+        return {name: row.data for name, row in zip(members, rows, strict=True)}
 
     def part_bytes(self, num_members: int, threshold: int, num_values: int) -> int:
         return -(-num_values // (threshold - self._num_private_of(num_members))) * _ELEMENT_BYTES

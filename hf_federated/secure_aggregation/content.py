@@ -58,14 +58,24 @@ def fit_digest(request: SecureFit) -> bytes:
     return computed.digest()
 
 
-def to_tensor(content: bytes) -> torch.Tensor:
-    """Return a byte string as a tensor of uint8."""
-    return torch.from_numpy(np.frombuffer(content, np.uint8).copy())
+def to_tensor(content: bytes | bytearray) -> torch.Tensor:
+    """Return a byte string as a tensor of uint8. The tensor shares the memory of a `bytearray`."""
+    values = np.frombuffer(content, np.uint8)
+    return torch.from_numpy(values if isinstance(content, bytearray) else values.copy())
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a tensor of uint8."""
     return tensor.contiguous().numpy().tobytes()
+
+
+def byte_views(tensors: Mapping[str, Any], length: int | None = None) -> dict[str, memoryview]:
+    """Return the byte strings of a field of a message as [`byte_strings`] does, without copying them."""
+    for name, value in tensors.items():
+        is_bytes = isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 1
+        if not is_bytes or length not in (None, len(value)):
+            raise ValueError(f"the entry of {name!r} is no byte string" + (f" of {length} bytes" if length else ""))
+    return {name: value.contiguous().numpy().data for name, value in tensors.items()}
 
 
 def byte_strings(tensors: Mapping[str, Any], length: int | None = None) -> dict[str, bytes]:
@@ -79,8 +89,4 @@ def byte_strings(tensors: Mapping[str, Any], length: int | None = None) -> dict[
     Raises:
         ValueError: If a value is no byte string of this length.
     """
-    for name, value in tensors.items():
-        is_bytes = isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 1
-        if not is_bytes or length not in (None, len(value)):
-            raise ValueError(f"the entry of {name!r} is no byte string" + (f" of {length} bytes" if length else ""))
-    return {name: to_bytes(value) for name, value in tensors.items()}
+    return {name: view.tobytes() for name, view in byte_views(tensors, length).items()}

@@ -38,7 +38,9 @@ class ClientMasks(ABC):
     commitment: bytes
 
     @abstractmethod
-    def split(self, place: MaskPlace, members: Collection[str], threshold: int, num_values: int) -> dict[str, bytes]:
+    def split(
+        self, place: MaskPlace, members: Collection[str], threshold: int, num_values: int
+    ) -> dict[str, bytes | memoryview]:
         """
         Split the secrets into one part for each client.
 
@@ -49,7 +51,7 @@ class ClientMasks(ABC):
             num_values (`int`): Number of values of an update.
 
         Returns:
-            `dict[str, bytes]`: The part of each client, by client id.
+            `dict[str, bytes | memoryview]`: The part of each client, by client id.
         """
 
     @abstractmethod

@@ -44,7 +44,9 @@ class PairwiseMasks(ClientMasks):
         self.commitment = _commitment_of(self._seed)
         self._masks: list[_Mask] = []
 
-    def split(self, place: MaskPlace, members: Collection[str], threshold: int, num_values: int) -> dict[str, bytes]:
+    def split(
+        self, place: MaskPlace, members: Collection[str], threshold: int, num_values: int
+    ) -> dict[str, bytes | memoryview]:
         points = range(1, len(members) + 1)
         seeds, keys = (split_secret(secret, threshold, points) for secret in (self._seed, self._key))
         return {name: seeds[point] + keys[point] for point, name in zip(points, members, strict=True)}

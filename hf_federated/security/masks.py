@@ -157,27 +157,38 @@ def add_mask(values: torch.Tensor, key: bytes, subtract: bool = False) -> None:
         operation(part, stream.read(part.nbytes).view(f"<u{width}"), out=part)
 
 
-def seal(key: bytes, plaintext: bytes, associated: bytes) -> bytes:
+def seal(key: bytes, plaintext: bytes | memoryview, associated: bytes) -> bytearray:
     """
     Encrypt and authenticate a message with AES-256-GCM under a random nonce.
 
     Args:
         key (`bytes`): A key of 32 bytes, for at most 2^32 messages.
-        plaintext (`bytes`): The message.
+        plaintext (`bytes` or `memoryview`): The message.
         associated (`bytes`): Data that the recipient knows, such as sender and recipient. It is authenticated, and not
             part of the result.
 
     Returns:
-        `bytes`: The nonce (12 bytes), the encrypted message and the tag (16 bytes).
+        `bytearray`: The nonce (12 bytes), the encrypted message and the tag (16 bytes).
     """
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
 
     _check_key(key, "key of a sealed message")
-    nonce = os.urandom(_NONCE_BYTES)
-    return nonce + AESGCM(key).encrypt(nonce, plaintext, associated)
+    nonce, end = os.urandom(_NONCE_BYTES), _NONCE_BYTES + len(plaintext)
+    encryptor = Cipher(AES(key), GCM(nonce)).encryptor()
+    encryptor.authenticate_additional_data(associated)
+    # A message can have many megabytes, so it is encrypted without a copy.
+    sealed = bytearray(end + _TAG_BYTES)
+    sealed[:_NONCE_BYTES] = nonce
+    with memoryview(sealed) as view:
+        encryptor.update_into(plaintext, view[_NONCE_BYTES:])
+    encryptor.finalize()
+    sealed[end:] = encryptor.tag
+    return sealed
 
 
-def open_sealed(key: bytes, blob: bytes, associated: bytes) -> bytes:
+def open_sealed(key: bytes, blob: bytes | bytearray | memoryview, associated: bytes) -> bytes:
     """
     Decrypt a message that `seal` encrypted with the same key and associated data.
 
@@ -194,7 +205,8 @@ def open_sealed(key: bytes, blob: bytes, associated: bytes) -> bytes:
             " message was truncated. Send the whole message."
         )
     try:
-        return AESGCM(key).decrypt(blob[:_NONCE_BYTES], blob[_NONCE_BYTES:], associated)
+        view = memoryview(blob)
+        return AESGCM(key).decrypt(view[:_NONCE_BYTES], view[_NONCE_BYTES:], associated)
     except InvalidTag:
         raise EncryptionError(
             f"A sealed message of {len(blob)} bytes is not authentic: it was changed or truncated, or it was sealed by"

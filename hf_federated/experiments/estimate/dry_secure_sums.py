@@ -56,7 +56,9 @@ class _DryMasks(ClientMasks):
         self._masks = masks
         self.public_key, self.commitment = masks.public_key, masks.commitment
 
-    def split(self, place: MaskPlace, members: Collection[str], threshold: int, num_values: int) -> dict[str, bytes]:
+    def split(
+        self, place: MaskPlace, members: Collection[str], threshold: int, num_values: int
+    ) -> dict[str, bytes | memoryview]:
         return dict.fromkeys(members, bytes(self.part_bytes(len(members), threshold, num_values)))
 
     def part_bytes(self, num_members: int, threshold: int, num_values: int) -> int:
@@ -81,7 +83,7 @@ class _DryMasks(ClientMasks):
 class _DrySession(ClientSession):
     """A session whose envelopes have their sizes, and no contents."""
 
-    def _seal(self, name: str, part: bytes) -> torch.Tensor:
+    def _seal(self, name: str, part: bytes | memoryview) -> torch.Tensor:
         return torch.empty(len(part) + SEAL_BYTES, dtype=torch.uint8, device="meta")
 
     def _submit(self, request: SubmitMasked) -> MaskedUpdate:
