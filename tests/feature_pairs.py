@@ -19,8 +19,10 @@ from transformers.utils import logging
 from hf_federated import (
     AGGREGATIONS,
     DISTILLATIONS,
+    Aggregation,
     ClientSpec,
     ClipUpdate,
+    Distillation,
     FedAvg,
     FederatedConfig,
     FederatedDataset,
@@ -30,14 +32,18 @@ from hf_federated import (
     Postprocessor,
     QuantizeChanges,
 )
-from hf_federated.aggregation import build_aggregation
 from hf_federated.clients.participants import Participants
 from hf_federated.compatibility import RULES, Combination, Rule
-from hf_federated.distillation import build_distillation
 from hf_federated.engines import Engine, LocalEngine, RankEngine
 from hf_federated.messages import Message
+from hf_federated.secure_aggregation import SECURE_AGGREGATIONS, SecureAggregation
 from hf_federated.server.collectors import UpdateCollector
-from hf_federated.utils.algorithm_names import COLLECTOR_NAMES
+from hf_federated.utils.algorithm_names import (
+    AGGREGATION_NAMES,
+    COLLECTOR_NAMES,
+    DISTILLATION_NAMES,
+    SECURE_AGGREGATION_NAMES,
+)
 
 
 CLIENTS = {"north": rows(4), "south": rows(3, seed=1), "west": rows(4, seed=2)}
@@ -110,6 +116,7 @@ EXCLUSIVE = (
     "model",
     "clients",
     "collector",
+    "secure aggregation",
     "engine",
     "launch",
 )
@@ -228,9 +235,8 @@ AVERAGING = {
     "fltrust": {"trainer": LABELED},
 }
 DISTILLATION = {name: {"trainer": PUBLIC} for name in DISTILLATIONS}
-DISTILLATION["feddrs"] = {
-    "federation": {"distillation_kwargs": {"num_samples": 3, "sample_length": 4, "num_steps": 2}}
-}
+SHORT = {"num_samples": 3, "sample_length": 4, "num_steps": 2}
+DISTILLATION["feddrs"] = {"federation": {"distillation_kwargs": SHORT}}
 DISTILLATION["fedid"] = {"trainer": {**PUBLIC, **LABELED}}
 EVALUATED = FederatedDataset.from_dict({name: rows(3, seed=9) for name in CLIENTS})
 # Methods whose clients may have their own models.
@@ -274,6 +280,12 @@ add("engine", "1 rank", engine=RankEngine)
 add("engine", "gRPC", engine=network_engine)
 add("launch", "2 ranks, data", federation={"parallelism": "data"}, num_processes=2)
 add("launch", "2 ranks, clients", federation={"parallelism": "clients"}, num_processes=2)
+secure = {"max_weight": 8, "min_survivors": 2, "pins": "none"}
+for name in SECURE_AGGREGATIONS:
+    settings = {"secure_aggregation": name, "secure_aggregation_kwargs": secure}
+    add("secure aggregation", name, federation=settings)
+settings = {"secure_aggregation": "secagg", "secure_aggregation_kwargs": {**secure, "masks": False}}
+add("secure aggregation", "no masks", federation=settings)
 add("config", "balance", federation={"balance": "min"})
 add("config", "max_rows_per_round", federation={"max_rows_per_round": 2})
 evaluation = {"trainer": {"eval_dataset": EVALUATED}, "training": {"eval_strategy": "epoch"}}
@@ -309,6 +321,14 @@ def pairs() -> Iterator[tuple[str, str]]:
                 yield first, second
 
 
+NAMES = {
+    "aggregation": (AGGREGATION_NAMES, Aggregation),
+    "distillation": (DISTILLATION_NAMES, Distillation),
+    "collector": (COLLECTOR_NAMES, UpdateCollector),
+    "secure_aggregation": (SECURE_AGGREGATION_NAMES, SecureAggregation),
+}
+
+
 @functools.cache
 def _model_of(build: Callable[[], Any]) -> Any:
     return build()
@@ -322,10 +342,8 @@ def _arguments_of(settings: str) -> Any:
 @functools.cache
 def _method_of(field: str, name: str | None, settings: str) -> Any:
     """The methods do not run, so several combinations share them. A search for entry points takes milliseconds."""
-    builders = {"aggregation": build_aggregation, "distillation": build_distillation}
-    if field in builders:
-        return builders[field](name, json.loads(settings))
-    return COLLECTOR_NAMES.build(name, json.loads(settings), UpdateCollector)
+    names, base = NAMES[field]
+    return None if name is None else names.build(name, json.loads(settings), base)
 
 
 def combination(parts: Parts) -> Combination:
@@ -336,8 +354,7 @@ def combination(parts: Parts) -> Combination:
     else:
         engine = LocalEngine() if parts.engine is None else parts.engine()
     methods = {
-        name: _method_of(name, getattr(config, name), json.dumps(getattr(config, f"{name}_kwargs")))
-        for name in ("aggregation", "distillation", "collector")
+        name: _method_of(name, getattr(config, name), json.dumps(getattr(config, f"{name}_kwargs"))) for name in NAMES
     }
     num_examples = {} if parts.is_networked or "train_dataset" not in trainer else dict.fromkeys(CLIENTS)
     return Combination(

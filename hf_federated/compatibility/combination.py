@@ -16,6 +16,7 @@ from ..distillation import Distillation
 from ..engines import Engine, LocalEngine
 from ..methods import Method
 from ..postprocessing import Postprocessor
+from ..secure_aggregation import SecureAggregation
 from ..server.collectors import SynchronousCollector, UpdateCollector
 
 
@@ -37,6 +38,7 @@ class Combination:
             default they are not known.
         num_examples (`Mapping[str, int | None]`, *optional*): Number of training examples by client, `None` for a
             stream. Empty if the clients are on other machines.
+        secure_aggregation ([`~hf_federated.secure_aggregation.SecureAggregation`], *optional*): The protocol.
         reports_anomalies (`bool`, *optional*, defaults to `False`): Whether there is an [`AnomalyReport`].
         model (`torch.nn.Module`, *optional*): The server's model.
 
@@ -62,6 +64,7 @@ class Combination:
     num_processes: int = 1
     participants: Participants | None = None
     num_examples: Mapping[str, int | None] = field(default_factory=dict)
+    secure_aggregation: SecureAggregation | None = None
     reports_anomalies: bool = False
     model: nn.Module | None = None
 

@@ -6,6 +6,7 @@ methods and steps of other packages.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +16,21 @@ from transformers.training_args import OptimizerNames
 
 from ..aggregation import AGGREGATIONS, Aggregation, FedAvg, FedNova, LocalOnly, RobustAggregation
 from ..aggregation.lora_factors import find_other_factors, find_pairs
+from ..aggregation.robust import ClippedMean
 from ..config import FederatedConfig
 from ..distillation import DISTILLATIONS, Distillation
+from ..methods import Method
 from ..postprocessing import GaussianNoise, Postprocessor
-from ..server.collectors import COLLECTORS
+from ..secure_aggregation import SECURE_AGGREGATIONS
+from ..server.collectors import COLLECTORS, SynchronousCollector
 from .combination import Combination
 
 
 # The groups of features, with their headings in the documentation.
 AVERAGING, DISTILLATION, STEP, EXCHANGE = "Averaging", "Distillation", "Postprocessors", "Exchanged tensors"
 MODEL, CLIENTS, COLLECTOR, ENGINE = "Models", "Clients", "Collectors", "Engines and launches"
-SETTING, TRAINING = "Fields of `FederatedConfig`", "Training arguments"
-GROUPS = (AVERAGING, DISTILLATION, STEP, EXCHANGE, MODEL, CLIENTS, COLLECTOR, ENGINE, SETTING, TRAINING)
+SETTING, TRAINING, SECURE = "Fields of `FederatedConfig`", "Training arguments", "Secure aggregation"
+GROUPS = (AVERAGING, DISTILLATION, STEP, EXCHANGE, MODEL, CLIENTS, COLLECTOR, ENGINE, SETTING, SECURE, TRAINING)
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,15 @@ class Feature:
             combinations = {name: Combination(distillation=cls()) for name, cls in DISTILLATIONS.items()}
         elif self.group == COLLECTOR:
             combinations = {name: Combination(collector=cls()) for name, cls in COLLECTORS.items()}
+        elif self.group == SECURE:
+            combinations = {name: Combination(secure_aggregation=cls()) for name, cls in SECURE_AGGREGATIONS.items()}
         return [name for name, combination in combinations.items() if self.find(combination)]
 
 
 # ---- Methods
+
+# What the server calls with each update.
+_READERS = ("accept", "check", "check_update")
 
 
 def _averaging(name: str, has: Callable[[Aggregation], Any]) -> Feature:
@@ -123,6 +132,31 @@ FORWARD_DERIVATIVES = _distillation(
     "A distillation with forward derivatives", lambda method: method.requirements.forward_derivatives
 )
 
+
+def _sees_updates(method: Aggregation, model: Any) -> bool:
+    """Whether the server needs the updates of single clients."""
+    state = {} if model is None else {name: value for name, value in model.named_parameters() if value.requires_grad}
+    # A copy, because a method may prepare a round.
+    if not copy.copy(method).accumulator(state).is_linear:
+        return True
+    # The center of the server moves, and clients do not know it.
+    return isinstance(method, ClippedMean) and type(method).center_of is not ClippedMean.center_of
+
+
+NOT_A_SUM = Feature(
+    AVERAGING,
+    "A method that compares updates, or limits them around a center of the server",
+    lambda c: f"aggregation={c.aggregation.name!r}" if _sees_updates(c.aggregation, c.model) else "",
+)
+OWN_MESSAGES = _averaging("A method with its own `messages`", lambda method: method.messages)
+OWN_STATES = _averaging(
+    "A method that overrides `state_for` or `expected_for`",
+    lambda m: type(m).state_for is not Method.state_for or type(m).expected_for is not Method.expected_for,
+)
+READS_UPDATES = _averaging(
+    "A method that overrides `accept`, `check` or `check_update`",
+    lambda m: any(getattr(type(m), name) is not getattr(Aggregation, name) for name in _READERS),
+)
 REFUSED_ENGINE = Feature(
     AVERAGING,
     "A method that lists engines in `refused_engines`",
@@ -138,15 +172,23 @@ def decodes(step: Postprocessor) -> bool:
     return type(step).server_receive is not Postprocessor.server_receive
 
 
-def _step(name: str, has: Callable[[Postprocessor], Any]) -> Feature:
-    return Feature(STEP, name, lambda c: next((type(step).__name__ for step in c.postprocessors if has(step)), ""))
+def _step(name: str, has: Callable[[Postprocessor], Any], with_own: bool = False) -> Feature:
+    """A feature of a step that the user passed, or also of a step of the averaging algorithm."""
+
+    def find(c: Combination) -> str:
+        steps = [*c.postprocessors, *(c.aggregation.postprocessors() if with_own else ())]
+        return next((type(step).__name__ for step in steps if has(step)), "")
+
+    return Feature(STEP, name, find)
 
 
 ANY_STEP = _step("Any postprocessor", lambda step: True)
 ENCODES = _step("A postprocessor with `server_receive`, such as `QuantizeChanges`", decodes)
+ADDS_NOISE = _step("A postprocessor with `adds_noise`, such as `GaussianNoise`", lambda step: step.adds_noise, True)
 DIFFERENT_NOISE = _step(
     "`GaussianNoise` without `reproducible=True`",
     lambda step: isinstance(step, GaussianNoise) and not step.reproducible,
+    with_own=True,
 )
 
 
@@ -230,6 +272,11 @@ OPEN_REQUESTS = Feature(
     "A collector whose requests stay open after a round",
     lambda c: f"collector={c.collector.name!r}" if c.collector.holds_requests else "",
 )
+OTHER_COLLECTOR = Feature(
+    COLLECTOR,
+    "A collector other than `synchronous`",
+    lambda c: "" if type(c.collector) is SynchronousCollector else f"collector={c.collector.name!r}",
+)
 NO_OPEN_REQUESTS = Feature(
     ENGINE,
     "`RankEngine`, the engine of several processes",
@@ -267,7 +314,20 @@ ANOMALIES = Feature(
 BALANCE = _setting("balance", SETTING)
 MAX_ROWS = _setting("max_rows_per_round", SETTING)
 EVALUATE_CLIENTS = _setting("evaluate_clients", SETTING)
+LOG_CLIENTS = _setting("log_clients", SETTING)
 DEADLINE = _setting("round_deadline", SETTING)
+
+
+SECURE_AGGREGATION = Feature(
+    SECURE,
+    "`secure_aggregation`",
+    lambda c: "" if c.secure_aggregation is None else f"secure_aggregation={c.secure_aggregation.name!r}",
+)
+NO_MASKS = Feature(
+    SECURE,
+    "`secure_aggregation` with `masks=False`",
+    lambda c: "masks=False" if c.secure_aggregation is not None and not c.secure_aggregation.masks else "",
+)
 
 
 def _argument(name: str, argument: str, has: Callable[[Any, FederatedConfig], Any]) -> Feature:

@@ -268,6 +268,91 @@ RULES: tuple[Rule, ...] = (
         "each process would draw different noise",
         "Set reproducible=True, or use one process.",
     ),
+    # ---- Secure aggregation: the server learns sums only
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.ANY_DISTILLATION,
+        "the server reads the predictions or the model of each client",
+        "Leave `distillation` out.",
+    ),
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.NO_PARAMETERS,
+        "clients send no parameters to add",
+        "Leave `secure_aggregation` out.",
+    ),
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.NOT_A_SUM,
+        "the server reads the update of each client",
+        "Use a method of sums, such as aggregation='fedavg'. `max_update_ratio` then bounds the sum.",
+    ),
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.OWN_MESSAGES,
+        "the replies of single clients can show more than a sum",
+        "Use a method without `messages`, such as aggregation='fedavg'.",
+    ),
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.OWN_STATES,
+        "the clients of a sum start from the same state",
+        "Use a method that sends one state to all clients, such as aggregation='fedavg'.",
+    ),
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.READS_UPDATES,
+        "the server has no update of a single client to read",
+        "Override `accumulate` and `check_extra`, which clients call.",
+    ),
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.ENCODES,
+        "the server cannot decode the updates in a sum",
+        "Leave the postprocessor out, and set bits=16 in `secure_aggregation_kwargs` for a smaller upload.",
+    ),
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.ADDS_NOISE,
+        "the noise of single clients is not part of the protocol",
+        "Leave the postprocessor out.",
+    ),
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.BALANCE,
+        "the server does not know the numbers of examples",
+        "Set `max_rows_per_round`.",
+    ),
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.EVALUATE_CLIENTS,
+        "the server would learn the metrics of single clients",
+        "Pass an `eval_dataset` of the server.",
+    ),
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.LOG_CLIENTS,
+        "the server does not know the metrics of single clients",
+        "Leave `log_clients` out.",
+    ),
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.ANOMALIES,
+        "the server does not know the updates of single clients",
+        "Set `max_update_ratio`, which bounds the sum.",
+    ),
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.OTHER_COLLECTOR,
+        "the protocol collects the updates itself",
+        "Set collector='synchronous'.",
+    ),
+    Rule(
+        f.NO_MASKS,
+        f.REMOTE,
+        "the server would learn the update of each client",
+        "Leave `masks` out of `secure_aggregation_kwargs`.",
+    ),
     # ---- Examples and training arguments
     Rule(
         f.STREAM,

@@ -16,6 +16,7 @@ from ..clients import ClientSampler
 from ..clients.model_factory import check_given_models
 from ..clients.participants import Participants
 from ..compatibility import Combination, check_combination
+from ..compatibility.features import decodes
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..distillation import Distillation, build_distillation
@@ -32,7 +33,7 @@ from ..utils.algorithm_names import COLLECTOR_NAMES
 from .checks.arguments import check_arguments, resolve_federation
 from .checks.data import check_clients, sample_clients
 from .checks.participants import check_participants, check_predictions, check_server_dataset
-from .checks.secure_aggregation import build_secure_aggregation
+from .checks.secure_aggregation import build_secure_aggregation, limit_weights
 
 
 T = TypeVar("T")
@@ -132,6 +133,7 @@ class FederationSetup:
         engine.check_launch(launched.world_size)
         distillation = _find_distillation(user_callbacks, resolved)
         has_report = any(isinstance(callback, AnomalyReport) for callback in user_callbacks)
+        secure = build_secure_aggregation(resolved)
         combination = Combination(
             config=resolved,
             args=args,
@@ -143,6 +145,7 @@ class FederationSetup:
             num_processes=launched.world_size,
             participants=participants,
             num_examples={} if clients.is_remote else clients.num_rows,
+            secure_aggregation=secure,
             reports_anomalies=has_report or resolved.report_anomalies,
             model=trainer.model,
         )
@@ -171,7 +174,7 @@ class FederationSetup:
         check_server(lambda: check_server_dataset(aggregation, distillation, participants), None)
         check_clients(trainer, clients, eval_clients, resolved, participants.task is not None, distillation)
         _check_model(trainer, resolved, distillation, participants)
-        secure = build_secure_aggregation(resolved, aggregation)
+        limit_weights(aggregation, secure)
         setup = cls(
             trainer=trainer,
             config=resolved,
@@ -269,7 +272,7 @@ def _find_aggregation(user_callbacks: Sequence[TrainerCallback], config: Federat
 def algorithm_postprocessors(algorithm: Aggregation, config: FederatedConfig) -> list[Postprocessor]:
     """Return the postprocessors of the algorithm, or of `exchange_dtype`. They follow the user's postprocessors."""
     dtype = exchange_dtype(config.exchange_dtype)
-    if dtype is None or config.secure_aggregation is not None:
-        # Under secure aggregation, a client sends integers.
-        return algorithm.postprocessors()
-    return [SendChanges(dtype)]
+    if config.secure_aggregation is not None:
+        # A client sends integers, which no further step encodes.
+        return [step for step in algorithm.postprocessors() if not decodes(step)]
+    return algorithm.postprocessors() if dtype is None else [SendChanges(dtype)]

@@ -33,7 +33,7 @@ from hf_federated.messages import Evaluate
 from hf_federated.server import UpdateCollector
 from hf_federated.tasks import LanguageModeling, QuestionAnswering, SequenceTagging, Task
 from hf_federated.trainer.checks.arguments import resolve_federation
-from hf_federated.trainer.checks.secure_aggregation import build_secure_aggregation
+from hf_federated.trainer.checks.secure_aggregation import build_secure_aggregation, limit_weights
 from hf_federated.trainer.setup import algorithm_postprocessors
 from hf_federated.utils.algorithm_names import COLLECTOR_NAMES
 
@@ -105,13 +105,16 @@ def _describe(
     aggregation = build_aggregation(config.aggregation, config.aggregation_kwargs)
     distillation = build_distillation(config.distillation, config.distillation_kwargs)
     collector = COLLECTOR_NAMES.build(config.collector, config.collector_kwargs, UpdateCollector)
+    secure = build_secure_aggregation(config)
     combination = Combination(
         config=config,
         args=args,
         aggregation=aggregation,
         distillation=distillation,
         collector=collector,
+        secure_aggregation=secure,
         reports_anomalies=config.report_anomalies,
+        model=model,
     )
     check_combination(combination)
     aggregation = combination.averaging
@@ -129,7 +132,7 @@ def _describe(
             )
         num_public = sizes.num_public
     num_positions, num_classes = _prediction_shape(sizes.task, model, lengths, num_public)
-    secure = build_secure_aggregation(config, aggregation)
+    limit_weights(aggregation, secure)
     return DryFederation(
         config=config,
         args=args,
