@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from feature_pairs import FEATURES, build, find_pair, pairs
+from tiny import arguments, rows, tiny_model
 
-from hf_federated import AGGREGATIONS, DISTILLATIONS, FederatedConfig
+from hf_federated import AGGREGATIONS, DISTILLATIONS, FederatedConfig, FederatedTrainer, SplitFederatedTrainer
 from hf_federated.compatibility import RULES
+from hf_federated.distributed.process_group import process_group
 from hf_federated.secure_aggregation import SECURE_AGGREGATIONS
 from hf_federated.server.collectors import COLLECTORS
 from hf_federated.testing.processes import WorkerProcess
@@ -110,7 +112,43 @@ def test_every_registered_method_is_among_the_features() -> None:
     assert {*AGGREGATIONS, *DISTILLATIONS, *SECURE_AGGREGATIONS, *collectors} <= FEATURES.keys()
 
 
+# What checks a rule outside of the construction of a federated trainer. Each has its own test.
+OTHER_CHECKS = ("JoinedClient", "SplitFederatedTrainer")
+
+
 def test_every_rule_refuses_a_pair() -> None:
     refused = {id(find_pair(*pair)[1]) for pair in pairs()}
-    unused = [f"{rule.first.name} and {rule.second.name}" for rule in RULES if id(rule) not in refused]
+    rules = [rule for rule in RULES if rule.checked_by not in OTHER_CHECKS]
+    unused = [f"{rule.first.name} and {rule.second.name}" for rule in rules if id(rule) not in refused]
     assert not unused
+
+
+def alternatives(checked_by: str) -> set[str]:
+    return {rule.alternative.rstrip(".") for rule in RULES if rule.checked_by == checked_by}
+
+
+def test_split_trainer_refuses_secure_aggregation_with_the_alternative(tmp_path) -> None:
+    federation = FederatedConfig(secure_aggregation="secagg")
+    with pytest.raises(ValueError) as raised:
+        SplitFederatedTrainer(tiny_model(), arguments(tmp_path), train_dataset={"a": rows(4)}, federation=federation)
+    assert all(alternative in str(raised.value) for alternative in alternatives("SplitFederatedTrainer"))
+
+
+@pytest.mark.parametrize(
+    "federation",
+    [
+        {"parallelism": "clients"},
+        {"secure_aggregation": "secagg", "secure_aggregation_kwargs": {"max_weight": 8, "pins": "none"}},
+    ],
+)
+def test_client_of_several_processes_is_refused_with_the_alternative(tmp_path, monkeypatch, federation) -> None:
+    trainer = FederatedTrainer(
+        model=tiny_model(),
+        args=arguments(tmp_path),
+        train_dataset=rows(4),
+        federation=FederatedConfig(num_rounds=1, **federation),
+    )
+    monkeypatch.setattr(process_group(), "world_size", 2)
+    with pytest.raises(ValueError) as raised:
+        trainer.join("127.0.0.1:1", client_id="north", insecure=True)
+    assert any(alternative in str(raised.value) for alternative in alternatives("JoinedClient"))

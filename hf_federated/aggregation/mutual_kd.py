@@ -192,8 +192,8 @@ class MutualKD(Aggregation):
 
     The server sends the whole mentee, so a client that was not sampled for some rounds still receives the current
     mentee. The paper compresses this direction too. The matrices of an update are sent as low-rank factors
-    ([`LowRankUpdates`]). The mentor keeps its optimizer between rounds and trains with the constant learning rate of
-    its training arguments.
+    ([`LowRankUpdates`]). With secure aggregation, clients send the whole change. The mentor keeps its optimizer
+    between rounds and trains with the constant learning rate of its training arguments.
 
     Args:
         weighting (`str`, *optional*, defaults to `"examples"`):

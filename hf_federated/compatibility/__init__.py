@@ -4,9 +4,11 @@ Two features work together unless a rule of `RULES` names both. The constructor 
 tables of the documentation are made from them, and a test walks all pairs of features.
 """
 
+from .check import check_combination, find_rule
 from .combination import Combination
 from .features import GROUPS, Feature
-from .rules import RULES, Rule, check_combination, find_rule
+from .rule import Rule
+from .rules import RULES
 
 
 __all__ = ["GROUPS", "RULES", "Combination", "Feature", "Rule", "check_combination", "find_rule"]

@@ -19,6 +19,7 @@ from ..aggregation.lora_factors import find_other_factors, find_pairs
 from ..aggregation.robust import ClippedMean
 from ..config import FederatedConfig
 from ..distillation import DISTILLATIONS, Distillation
+from ..engines import ClientEngine
 from ..methods import Method
 from ..postprocessing import GaussianNoise, Postprocessor
 from ..secure_aggregation import SECURE_AGGREGATIONS
@@ -242,6 +243,10 @@ QUANTIZED = Feature(
 )
 
 
+# A split trainer has no rounds and no other parts of a combination.
+SPLIT = Feature(MODEL, "A split model (`SplitFederatedTrainer`)", lambda c: "")
+
+
 def _models_of_clients(c: Combination) -> str:
     if c.participants is None or not c.participants.differ:
         return ""
@@ -300,6 +305,11 @@ def _processes(c: Combination) -> str:
 
 
 PROCESSES = Feature(ENGINE, "Several processes", _processes)
+CLIENT_PROCESSES = Feature(
+    ENGINE,
+    "A client on another machine in several processes",
+    lambda c: _processes(c) if isinstance(c.engine, ClientEngine) else "",
+)
 DATA_PARALLEL = Feature(
     ENGINE,
     "Several processes with `parallelism='data'`",
@@ -315,6 +325,7 @@ BALANCE = _setting("balance", SETTING)
 MAX_ROWS = _setting("max_rows_per_round", SETTING)
 EVALUATE_CLIENTS = _setting("evaluate_clients", SETTING)
 LOG_CLIENTS = _setting("log_clients", SETTING)
+CLIENT_PARALLEL = _setting("parallelism", SETTING, "clients")
 DEADLINE = _setting("round_deadline", SETTING)
 
 

@@ -5,59 +5,8 @@ Checks of a single value are not in the list.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from . import features as f
-from .combination import Combination
-from .features import Feature
-
-
-@dataclass(frozen=True)
-class Rule:
-    """
-    Two features that do not work together.
-
-    Args:
-        first, second ([`Feature`]): The features.
-        reason (`str`): Why they do not work together: a clause without a period.
-        alternative (`str`): What to do instead: a sentence.
-        checked_by (`str`, *optional*): What checks the rule in place of [`check_combination`], because the check needs
-            the exchanged tensors, or belongs to one method.
-    """
-
-    first: Feature
-    second: Feature
-    reason: str
-    alternative: str
-    checked_by: str = ""
-
-    def applies_to(self, combination: Combination) -> bool:
-        """Whether a federation has both features."""
-        return bool(self.first.find(combination) and self.second.find(combination))
-
-    def error(self, combination: Combination) -> str:
-        """Return the error for a federation that has both features."""
-        first, second = self.first.find(combination), self.second.find(combination)
-        return f"{first} does not work with {second}: {self.reason}. {self.alternative}"
-
-
-def find_rule(combination: Combination) -> Rule | None:
-    """Return the first rule that refuses a federation, or `None`. Rules with `checked_by` are left out."""
-    return next((rule for rule in RULES if not rule.checked_by and rule.applies_to(combination)), None)
-
-
-def check_combination(combination: Combination) -> None:
-    """
-    Refuse a federation whose parts do not work together.
-
-    Args:
-        combination ([`Combination`]): The parts of the federation.
-
-    Raises:
-        ValueError: If a rule names two features of the federation. The message names the alternative.
-    """
-    if (rule := find_rule(combination)) is not None:
-        raise ValueError(rule.error(combination))
+from .rule import Rule
 
 
 WITHOUT_KEEP_LOCAL = "Leave `keep_local` out, or use a method that averages parameters, such as aggregation='fedavg'."
@@ -257,6 +206,13 @@ RULES: tuple[Rule, ...] = (
         "Set parallelism='clients'.",
     ),
     Rule(
+        f.CLIENT_PROCESSES,
+        f.CLIENT_PARALLEL,
+        "the processes train one client",
+        "Set parallelism='data', or start the client without a launcher.",
+        checked_by="JoinedClient",
+    ),
+    Rule(
         f.STREAM,
         f.DATA_PARALLEL,
         "several processes cannot read a stream together",
@@ -352,6 +308,20 @@ RULES: tuple[Rule, ...] = (
         f.REMOTE,
         "the server would learn the update of each client",
         "Leave `masks` out of `secure_aggregation_kwargs`.",
+    ),
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.CLIENT_PROCESSES,
+        "the secrets of a client exist in one process",
+        "Start the client without a launcher.",
+        checked_by="JoinedClient",
+    ),
+    Rule(
+        f.SECURE_AGGREGATION,
+        f.SPLIT,
+        "a split model exchanges hidden states and gradients, which are not added",
+        "Set `encryption` of SplitConfig.",
+        checked_by="SplitFederatedTrainer",
     ),
     # ---- Examples and training arguments
     Rule(

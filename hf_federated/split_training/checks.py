@@ -71,6 +71,11 @@ def check_split_arguments(
     Raises:
         ValueError: If an argument is not supported. The message names an alternative.
     """
+    if trainer_kwargs.get("federation") is not None:
+        raise ValueError(
+            "`federation` configures rounds, which a split trainer does not have. Pass `split`. Set "
+            "`encryption` of SplitConfig in place of secure aggregation."
+        )
     if trainer_kwargs.get("model_init") is not None:
         raise ValueError("`model_init` is not supported by a split trainer. Pass `model` instead.")
     if trainer_kwargs.get("optimizer_cls_and_kwargs") is not None:

@@ -20,6 +20,7 @@ from doc_blocks import DOCS, PAGES, ROOT
 
 import hf_federated
 from hf_federated.cli.main import build_parsers
+from hf_federated.compatibility import RULES
 from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.experiments.benchmark.grid import BenchmarkSection
 from hf_federated.experiments.recipe.fields import named_section_fields, section_fields
@@ -52,6 +53,14 @@ def entries_of_the_reference() -> list[str]:
 @pytest.mark.parametrize("name", sorted(hf_federated.__all__))
 def test_public_name_is_in_the_reference(name) -> None:
     assert entries_of_the_reference().count(f"hf_federated.{name}") == 1
+
+
+def test_page_of_compatibility_lists_each_rule_under_the_groups_of_both_features() -> None:
+    sections = hook("generated").compatibility().split("## ")
+    for rule in RULES:
+        groups = {rule.first.group, rule.second.group}
+        row = f"| {rule.reason} | {rule.alternative} |"
+        assert groups <= {section.splitlines()[0] for section in sections if row in section}, row
 
 
 @pytest.mark.parametrize("module", ["methods", "server.collectors", "testing"])
