@@ -8,7 +8,7 @@ et al., MLSys 2022). The rounding gives no differential privacy.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ..utils.arguments import require
 from ..utils.lazy_tensors import LazyTensors, Reader
 from ..utils.random import derived_seed
 from ..utils.weighted_mean import PIECE
-from ..utils.weighted_sums import check_shapes
+from ..utils.weighted_sums import check_shapes, pieces_of
 from .digits import NUMBER_BITS, Digits
 from .ring import Ring
 
@@ -213,7 +213,7 @@ class RingEncoding:
             values = contribution[mean].values
             check_shapes(values, tensors)
             for name in tensors:
-                for piece in _pieces(values, name):
+                for piece in pieces_of(values, name, PIECE):
                     start, stop = stop, stop + len(piece)
                     if not rounding.round(piece, self._bounds[mean], vector[start:stop]):
                         raise ValueError(
@@ -325,14 +325,6 @@ class _Rounding:
         # The sum of the largest integer and a number close to 1 can be rounded up.
         output.copy_(values.clamp_(-self._largest, self._largest))
         return True
-
-
-def _pieces(values: Mapping[str, torch.Tensor], name: str) -> Iterator[torch.Tensor]:
-    """Yield the values of a flat tensor in pieces that are not empty."""
-    if isinstance(values, LazyTensors):
-        yield from values.pieces(name, PIECE)
-    else:
-        yield from (piece for piece in values[name].detach().reshape(-1).split(PIECE) if len(piece))
 
 
 def _limit(fraction_bits: int) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from ..aggregation.base import STEP_EXPONENT
 from ..utils.errors import RoundFailedError
-from ..utils.weighted_mean import State, WeightedSums
+from ..utils.weighted_mean import PIECE, State, WeightedSums
+from ..utils.weighted_sums import pieces_of
 from .bound_update import HISTORY_LENGTH, MAX_RATIO_TO_STATE, TYPICAL_VALUE, BoundUpdate
 
 
@@ -73,5 +73,6 @@ class BoundSum:
         self._history = list(state)
 
 
-def _norm(values: Mapping[str, Any]) -> float:
-    return math.sqrt(sum(float(torch.linalg.vector_norm(value.double())) ** 2 for value in values.values()))
+def _norm(values: Mapping[str, torch.Tensor]) -> float:
+    pieces = (piece for name in values for piece in pieces_of(values, name, PIECE))
+    return math.sqrt(sum(float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2 for piece in pieces))

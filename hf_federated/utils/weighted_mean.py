@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from .lazy_tensors import LazyTensors
-from .weighted_sums import WeightedSums, check_shapes, shapes_of, weighted_changes
+from .weighted_sums import WeightedSums, check_shapes, pieces_of, shapes_of, weighted_changes
 
 
 State = dict[str, torch.Tensor]
@@ -258,13 +258,22 @@ class WeightedMean:
         loaded._start(self._reference or {}, copy=False)
         loaded.total_weight, loaded.num_updates = sums.weight, sums.num_updates
         is_single = sums.num_updates == 1
+        factor = 1.0 if is_single else sums.weight
         for name, reference in references.items():
-            value = sums.values[name].to(torch.float64, copy=True)
-            if is_single:
-                value.div_(sums.weight)
-            if (own := _center_of(name, reference, center)) is not None:
-                value.add_(own.to(value), alpha=1.0 if is_single else sums.weight)
-            loaded._sums[name].copy_(value)
+            own = _center_of(name, reference, center)
+            centers = None if own is None else own.detach().reshape(-1)
+            flat, start = loaded._sums[name].reshape(-1), 0
+            for piece in pieces_of(sums.values, name, PIECE):
+                stop = start + len(piece)
+                piece = piece.to(torch.float64)
+                if is_single:
+                    piece = piece / sums.weight
+                if centers is not None:
+                    piece = piece.add(centers[start:stop].to(piece), alpha=factor)
+                flat[start:stop] = piece
+                start = stop
+            if not loaded._sums[name].is_contiguous():
+                loaded._sums[name].copy_(flat.view(reference.shape))
         self.merge(loaded)
 
     def _floating_references(self) -> dict[str, torch.Tensor]:

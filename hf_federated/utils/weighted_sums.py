@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +57,14 @@ def check_shapes(values: Mapping[str, torch.Tensor], expected: Mapping[str, torc
             f"The sums of {different[0]!r} have the shape {given.get(different[0])}, but the shape "
             f"{expected.get(different[0])} is expected. Use the same exchanged tensors for all sums."
         )
+
+
+def pieces_of(values: Mapping[str, torch.Tensor], name: str, length: int) -> Iterator[torch.Tensor]:
+    """Yield the values of a flat tensor in pieces that are not empty. Lazy tensors are computed in pieces."""
+    if isinstance(values, LazyTensors):
+        yield from values.pieces(name, length)
+    else:
+        yield from (piece for piece in values[name].detach().reshape(-1).split(length) if len(piece))
 
 
 def weighted_changes(source: torch.Tensor, center: torch.Tensor | None, weight: float, num_updates: int) -> Reader:

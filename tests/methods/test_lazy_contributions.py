@@ -9,7 +9,10 @@ from hf_federated import Aggregation, FedAvg, FedNova
 from hf_federated.aggregation import Accumulator, WeightedMean
 from hf_federated.messages import ClientUpdate
 from hf_federated.methods import WeightedSums
+from hf_federated.server.bound_sum import BoundSum
+from hf_federated.server.bound_update import BoundUpdate
 from hf_federated.utils.lazy_tensors import LazyTensors, Reader
+from hf_federated.utils.weighted_mean import PIECE
 
 
 State = dict[str, torch.Tensor]
@@ -151,3 +154,45 @@ def test_mean_without_updates_has_zeros():
     assert [piece.tolist() for piece in contribution["extra"].values.pieces("normalizer", 4)] == [[0.0]]
     assert contribution["normalizer"].values["normalizer"].item() == 6.0
     assert contribution["state"].values["w"].tolist() == [1.5, 1.5]
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_sums_are_loaded_in_pieces_with_the_bits_of_whole_tensors(num_updates):
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, PIECE // 2 + 1)
+    reference = {"w": torch.randn(shape, generator=generator), "t": torch.randn(shape[::-1], generator=generator).T}
+    sums = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name in reference}
+    lengths: list[int] = []
+
+    def open(name: str) -> Reader:
+        def read(start: int, stop: int) -> torch.Tensor:
+            lengths.append(stop - start)
+            return sums[name].reshape(-1)[start:stop].clone()
+
+        return read
+
+    lazy = LazyTensors({name: value.shape for name, value in sums.items()}, open)
+    mean = WeightedMean(reference)
+    mean.add_sums(WeightedSums(3.0, num_updates, lazy), reference)
+    for name, value in mean.finalize(wide=True).items():
+        own = reference[name].double()
+        expected = sums[name] / 3.0 + own if num_updates == 1 else sums[name].add(own, alpha=3.0) / 3.0
+        assert torch.equal(value, expected), name
+        assert value.stride() == reference[name].stride()
+    assert max(lengths) == PIECE
+
+
+def test_norm_of_a_sum_is_computed_in_pieces():
+    """A float64 copy of all values would need twice the memory of the model."""
+    bound = BoundSum(BoundUpdate(max_ratio=2.0))
+    values = torch.full((2 * PIECE + 3,), 2.0)
+    lengths: list[int] = []
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        lengths.append(stop - start)
+        return values[start:stop].double()
+
+    lazy = LazyTensors({"w": values.shape}, lambda name: read)
+    bound.check(WeightedSums(4.0, 2, lazy), {"w": values}, num_steps=1, round=0)
+    assert bound.state_dict() == pytest.approx([0.5 * len(values) ** 0.5])
+    assert max(lengths) == PIECE
