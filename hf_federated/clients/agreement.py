@@ -174,7 +174,9 @@ class Agreement:
 
     def _add(self, request: Message, record: RequestRecord) -> None:
         amount, largest, agreed = self._limit(request)
-        if (found := record.add(request, amount, largest)) is not None:
+        # The secrets of a session exist in memory only, so no client can answer its requests after a power failure.
+        is_durable = not isinstance(request, SECURE_REQUESTS)
+        if (found := record.add(request, amount, largest, is_durable)) is not None:
             raise RefusedRequestError(request, "round", found, agreed)
 
     def check_tensors(self, request: Message, exchange: Exchange) -> None:

@@ -107,7 +107,7 @@ class RequestRecord:
         """The file of the record, if it has one."""
         return None if self._journal is None else self._journal.path
 
-    def add(self, request: Message, amount: int, largest: int) -> str | None:
+    def add(self, request: Message, amount: int, largest: int, is_durable: bool = True) -> str | None:
         """
         Add a request before the client computes the reply. A request with the content of an earlier one is allowed.
 
@@ -115,6 +115,7 @@ class RequestRecord:
             request ([`Message`]): The request.
             amount (`int`): What the request asks for, such as a number of public examples.
             largest (`int`): Largest sum of the amounts of different requests of this kind in a round.
+            is_durable (`bool`, *optional*, defaults to `True`): Whether the entry must survive a power failure.
 
         Returns:
             `str`, *optional*: Why the request is not allowed, as the predicate of a sentence about its round.
@@ -131,7 +132,7 @@ class RequestRecord:
             if answered + amount > largest:
                 return f"is {request.round}, in which the client has already answered {answered}"
         self._keep(entry)
-        self._write(asdict(entry))
+        self._write(asdict(entry), is_durable)
         return None
 
     def amount(self, kind: str, client_id: str, round: int) -> int:
@@ -194,9 +195,9 @@ class RequestRecord:
         self._last_rounds[entry.client_id] = max(self._last_rounds[entry.client_id], entry.round)
         self._nonces[entry.nonce] = self._nonces.get(first, first)
 
-    def _write(self, fields: Mapping[str, Any]) -> None:
+    def _write(self, fields: Mapping[str, Any], is_durable: bool = True) -> None:
         if self._journal is not None and self._writes:
-            self._journal.append([fields])
+            self._journal.append([fields], is_durable)
 
     def _load(self, fields: dict[str, Any]) -> None:
         if fields.keys() == {"refused"}:

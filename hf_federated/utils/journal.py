@@ -58,19 +58,21 @@ class Journal:
             entries.append(entry)
         return entries
 
-    def append(self, entries: Iterable[Mapping[str, Any]]) -> None:
+    def append(self, entries: Iterable[Mapping[str, Any]], is_durable: bool = True) -> None:
         """
         Append entries. When the method returns, they are on disk.
 
         Args:
             entries (`Iterable[Mapping[str, Any]]`): Values of JSON by name.
+            is_durable (`bool`, *optional*, defaults to `True`): Whether the entries must survive a power failure. If
+                not, they only survive the process until the next durable entry is on disk.
         """
         with storage_errors(self.path.parent):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._num_bytes is None:
                 self._num_bytes = sum(map(len, self._lines()))
             is_new = not self.path.exists()
-            self._num_bytes = _write(self.path, entries, self._num_bytes)
+            self._num_bytes = _write(self.path, entries, self._num_bytes, is_durable)
             if is_new:
                 sync_folder(self.path.parent)
 
@@ -93,7 +95,7 @@ class Journal:
         return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
 
 
-def _write(path: Path, entries: Iterable[Mapping[str, Any]], start: int) -> int:
+def _write(path: Path, entries: Iterable[Mapping[str, Any]], start: int, is_durable: bool = True) -> int:
     """Write entries from a position to the end of a file. Return the length of the file."""
     # Only the owner of the file may read it.
     with open(os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE), "r+b") as file:
@@ -101,5 +103,6 @@ def _write(path: Path, entries: Iterable[Mapping[str, Any]], start: int) -> int:
         file.writelines(json.dumps(entry).encode() + b"\n" for entry in entries)
         file.truncate()
         file.flush()
-        os.fsync(file.fileno())
+        if is_durable:
+            os.fsync(file.fileno())
         return file.tell()

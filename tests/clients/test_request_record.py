@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-from hf_federated import FedID
+from hf_federated import FedAvg, FedID
 from hf_federated.clients import Agreement, RefusedRequestError
 from hf_federated.clients.request_record import MAX_REPLIES, RequestRecord, digest_of
 from hf_federated.messages import Evaluate, Feedback, Fit, Predict
+from hf_federated.messages.secure_aggregation import SecureFit, ShareKeys, SubmitMasked
+from hf_federated.secure_aggregation import SecAgg
 
 
 def fit(round: int, nonce: str, value: float = 0.0, seed: int = 0) -> Fit:
@@ -151,3 +154,26 @@ def test_client_evaluates_three_states_of_a_round(tmp_path):
         RefusedRequestError, match=r"already answered 3\. The client agreed to 3 evaluations in a round"
     ):
         agreement.check(Evaluate(0, "a", {"w": torch.ones(1) * 9}, nonce="fourth"))
+
+
+def test_requests_of_a_session_wait_for_the_disk_with_the_next_request(tmp_path, monkeypatch):
+    """Each wait takes milliseconds, and a client without the secrets of a session cannot answer its requests."""
+    synced: list[int] = []
+    sync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.append(descriptor), sync(descriptor)))
+    agreement = Agreement([FedAvg()], num_rounds=3, secure=SecAgg(max_weight=10))
+    agreement.record = RequestRecord(tmp_path)
+    empty: dict[str, torch.Tensor] = {}
+    fields = {"session": "s", "num_clients": 3}
+    waits = []
+    for request in (
+        SecureFit(0, "a", 0, {"w": torch.zeros(2)}, nonce="1", **fields),
+        ShareKeys(0, "a", "s", empty, empty, empty, nonce="2"),
+        SubmitMasked(0, "a", "s", empty, nonce="3"),
+        SecureFit(1, "a", 0, {"w": torch.zeros(2)}, nonce="4", **fields),
+    ):
+        synced.clear()
+        agreement.check(request)
+        waits.append(len(synced))
+    assert waits == [1, 0, 0, 1]
+    assert RequestRecord(tmp_path).since(["1"]) == ["4", "3", "2"]
