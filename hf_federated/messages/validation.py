@@ -45,9 +45,12 @@ class RefusedRequestError(ValueError):
         field (`str`): The field with the value.
         found (`str`): The value, as the predicate of a sentence.
         agreed (`str`): What the client agreed to.
+        is_of_peer (`bool`, *optional*, defaults to `False`): Whether another client may have sent the value, so that
+            the refusal does not count against the server.
     """
 
-    def __init__(self, request: Message, field: str, found: str, agreed: str) -> None:
+    def __init__(self, request: Message, field: str, found: str, agreed: str, is_of_peer: bool = False) -> None:
+        self.is_of_peer = is_of_peer
         # A value of the server can be long, and a message to the server must be short.
         found, agreed = (printable(text, MAX_REFUSED_LENGTH) for text in (found, agreed))
         super().__init__(f"`{field}` of a request of kind {request.kind!r} {found}. The client agreed to {agreed}.")

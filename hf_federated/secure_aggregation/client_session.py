@@ -187,7 +187,7 @@ class ClientSession:
             problem = self._credentials.problem(name, identities[name], content, signatures[name])
             if problem is not None:
                 agreed = "keys that the known clients signed for the same settings and the same local training"
-                raise RefusedRequestError(request, "signatures", problem, agreed)
+                raise RefusedRequestError(request, "signatures", problem, agreed, is_of_peer=True)
         self._identities = {name: identities[name] for name in neighbours}
         parts = self._masks.split(self._place, self._members, self._threshold, self._num_values)
         self._parts = {self.client_id: bytes(parts.pop(self.client_id))}
@@ -209,7 +209,7 @@ class ClientSession:
                 )
             except EncryptionError as error:
                 found = f"contains an envelope of client {name!r} that is not authentic"
-                raise RefusedRequestError(request, "envelopes", found, agreed) from error
+                raise RefusedRequestError(request, "envelopes", found, agreed, is_of_peer=True) from error
         if len(self._parts) < self._threshold:
             found = f"contains {len(envelopes)} clients"
             raise RefusedRequestError(request, "envelopes", found, f"at least {self._threshold - 1} clients")

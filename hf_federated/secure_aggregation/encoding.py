@@ -253,7 +253,8 @@ class RingEncoding:
                 [`statistics_of`] with `num_clipped`.
 
         Raises:
-            ValueError: If the sum has another number of vectors, for example because a mask was not removed.
+            ValueError: If the sum has another number of vectors, for example because a mask was not removed, or if a
+                value is larger than this number of vectors allows.
         """
         require("num_updates", num_updates, 1 <= num_updates <= self.num_clients, f"from 1 to {self.num_clients}")
         elements, length = total[self._num_mean_values :].tolist(), self._digits.num_digits
@@ -263,6 +264,7 @@ class RingEncoding:
                 f"The sum contains {num_vectors} vectors, but {num_updates} are expected. A mask was not removed, or "
                 "a client sent wrong numbers."
             )
+        self._check_values(total, num_updates)
         statistics: dict[str, Any] = {"num_clipped": next(numbers)}
         contribution, start = {}, 0
         for mean, tensors in self._shapes.items():
@@ -272,6 +274,17 @@ class RingEncoding:
         for name, bits in _STATISTICS.items():
             statistics[name] = next(numbers) / 2**bits if bits else next(numbers)
         return contribution, statistics
+
+    def _check_values(self, total: torch.Tensor, num_updates: int) -> None:
+        """Check the range of the values of a sum. A value that a client draws from the whole ring is out of range."""
+        largest = num_updates * self._largest
+        for piece in total[: self._num_mean_values].split(PIECE) if self._num_mean_values else ():
+            low, high = (int(value) for value in torch.aminmax(self.ring.to_signed(piece)))
+            if max(-low, high) > largest:
+                raise ValueError(
+                    f"The sum has integers from {low} to {high}, but {num_updates} vectors can have at most "
+                    f"{largest}. A client sent values out of range."
+                )
 
     def _values(self, total: torch.Tensor, start: int, mean: str) -> LazyTensors:
         """Return the values of a mean that begins at an element of the sum."""

@@ -129,6 +129,14 @@ class ServerSession:
             {name: self._advertised[name].signature for name in others},
         )
 
+    @property
+    def blamed(self) -> frozenset[str]:
+        """The clients whose keys or shares most clients of the session refused."""
+        reasons = [reason for name, reason in self.failures.items() if name in self._keys]
+        # The refusal of a client names the other client.
+        votes = Counter(name for name in self._keys for reason in reasons if f"client {name!r}" in reason)
+        return frozenset(name for name, number in votes.items() if number > len(self._keys) / 2)
+
     # ---- Shares and masked updates
 
     def add_shares(self, replies: Mapping[str, Message]) -> None:
@@ -138,6 +146,11 @@ class ServerSession:
                 continue
             if reply.envelopes.keys() != set(self._members[name]) - {name}:
                 self._fail(name, "it sent no share for a client")
+                continue
+            try:
+                byte_strings(reply.envelopes)
+            except ValueError as error:
+                self._fail(name, f"its shares cannot be read: {error}")
                 continue
             self._shares[name] = reply
         self._check_number(len(self._shares), "have sent shares")
@@ -262,4 +275,5 @@ class ServerSession:
         if number < self.min_clients:
             first = next(iter(self.failures.items()), None)
             shown = "" if first is None else f" Client {first[0]!r}: {first[1]}"
-            raise SessionFailedError(f"{number} clients {text}, but at least {self.min_clients} are needed.{shown}")
+            smallest = f"at least {self.min_clients} are needed (`min_survivors`, `min_clients`)"
+            raise SessionFailedError(f"{number} clients {text}, but {smallest}.{shown}")

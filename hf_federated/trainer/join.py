@@ -241,7 +241,8 @@ class JoinedClient:
                 self.examples_seen += int(trained["num_steps"]) * examples_per_step(self._args, processes.world_size)
         elif isinstance(worker.last_error, RefusedRequestError):
             logger.warning(f"Round {message.round + 1}: this client refused a request: {worker.last_error}")
-            self._note_refusal(worker.last_error)
+            if not worker.last_error.is_of_peer:
+                self._note_refusal(worker.last_error)
         elif isinstance(answer, ClientFailure):
             if processes.world_size > 1:
                 raise_common_failure(processes, answer, worker.last_error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable
 from contextlib import closing
@@ -21,6 +22,7 @@ from ...secure_aggregation.content import fit_digest
 from ...secure_aggregation.encoding import RingEncoding
 from ...secure_aggregation.server_session import ServerSession, SessionFailedError
 from ...utils.errors import RoundFailedError
+from ...utils.fields import MAX_COUNT
 from ...utils.weighted_mean import State
 from ..bound_sum import BoundSum
 from ..client_metrics import RoundSummary
@@ -32,6 +34,8 @@ from .round_records import FOLDER, RoundRecord, RoundRecords
 logger = logging.get_logger(__name__)
 
 _SESSION_BYTES = 16
+# Sums that no number of examples limits.
+_REAL_NUMBERS = ("total_flos", "loss")
 
 
 class SecureCollector(UpdateCollector):
@@ -96,8 +100,9 @@ class SecureCollector(UpdateCollector):
                 break
             except SessionFailedError as error:
                 failures.update(session.failures)
+                failures.update(dict.fromkeys(session.blamed, "most clients refused its keys or its shares"))
                 # Clients that did not train need not be asked again.
-                clients = session.advertised
+                clients = tuple(name for name in session.advertised if name not in session.blamed)
                 is_last = number == MAX_SESSIONS - 1 or len(clients) < session.min_clients
                 if is_last:
                     raise RoundFailedError(f"Round {round.number + 1}, secure aggregation: {error}") from (
@@ -237,6 +242,19 @@ class SecureCollector(UpdateCollector):
                 f"be above 0, at least {smallest:g} and at most {largest:g} (`max_weight`). A client has sent wrong "
                 "numbers."
             )
+        for name, sums in contribution.items():
+            if not 0 <= sums.num_updates <= num_clients:
+                raise RoundFailedError(
+                    f"Round {round.number + 1}: the mean {name!r} has {sums.num_updates} updates of {num_clients} "
+                    "clients. A client has sent wrong numbers."
+                )
+        for name, value in statistics.items():
+            limit = num_clients * (math.inf if name in _REAL_NUMBERS else MAX_COUNT)
+            if not (0 <= value <= limit or name == "loss"):
+                raise RoundFailedError(
+                    f"Round {round.number + 1}: the sum of `{name}` of {num_clients} clients is {value:g}, but it "
+                    f"must be from 0 to {limit:g}. A client has sent wrong numbers."
+                )
         self._bound.check(contribution["state"], round.state, statistics["num_steps"] / num_clients, round.number)
 
     def state_dict(self) -> dict[str, Any]:
