@@ -3,7 +3,7 @@
 The worker imports the libraries once and forks for every party, like `rank_worker.py`, whose scenarios it uses. It
 reads one request per line from its standard input:
 `{"directory", "scenario", "num_parties", "resume", "kill", "absent", "late", "twin", "faults", "differ", "slow",
-"buffer_size"}`.
+"buffer_size", "memory"}`.
 Process 0 is the server, process i is the i-th client. It answers with one line that contains the exit code of every
 process, and the seconds until the last process ended.
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import secure_memory
 from network_faults import run_proxy
 from rank_worker import scenario, sft_trainer, write_notes
 from tiny import arguments
@@ -113,6 +114,8 @@ class AwaitCondition(FederatedCallback):
 def train(number: int, request: dict[str, Any]) -> None:
     """Run one party in the current directory, and write the model and the notes of the server."""
     name, address, kill = request["scenario"], request["address"], request.get("kill") or {}
+    if "memory" in request:
+        watch_memory(number, request["memory"])
     if name == "sft":
         train_sft(number, address)
         return
@@ -180,6 +183,14 @@ def train(number: int, request: dict[str, Any]) -> None:
         connect_timeout=request.get("connect_timeout", 60),
         reconnect_timeout=request.get("reconnect_timeout", 20),
     )
+
+
+def watch_memory(number: int, lost: int) -> None:
+    """Write the secrets of secure aggregation of a client, or search them in the memory of the server."""
+    if number == 0:
+        secure_memory.search_when_the_masks_are_removed()
+    else:
+        secure_memory.record_secrets(number, number == lost)
 
 
 def train_sft(number: int, address: str) -> None:

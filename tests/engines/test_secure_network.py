@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import secure_memory
 from launches import logs, notes, same_bits, weights
 from rank_troubles import SIZES
 from workers import without_timings, worker
@@ -100,6 +101,20 @@ def test_client_killed_in_a_phase_is_lost_in_one_round_only(network, reference, 
     assert sorted(found) in ([3, 4, 4], [4, 4, 4])
     if found == [4, 4, 4]:
         assert same_bits(weights(local), weights(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="the memory of a process is read from /proc")
+def test_memory_of_the_server_has_one_secret_of_each_client(network, tmp_path):
+    """The seed of a client in the sum, or the key of a lost client. The other one would reveal an update."""
+    lost, federation = 2, {"clients_per_round": len(SIZES), "num_rounds": 1}
+    answer = network(tmp_path, memory=lost, federation=federation, rejoin_timeout=0.5)
+    assert [code != 0 for code in answer["codes"]] == [number == lost for number in range(NUM_PARTIES)], logs(tmp_path)
+    assert num_clients(tmp_path) == [len(SIZES) - 1]
+    num_bytes, *found = (tmp_path / secure_memory.FOUND).read_text().splitlines()
+    assert int(num_bytes) > 2**24
+    expected = {number: "key" if number == lost else "seed" for number in range(1, NUM_PARTIES)}
+    assert found == [f"{secure_memory.SECRETS.format(number)} {name}" for number, name in expected.items()]
 
 
 def test_server_keeps_only_the_sum_of_a_round(network, tmp_path):
