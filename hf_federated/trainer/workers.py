@@ -29,6 +29,7 @@ from ..clients.secure_answers import SecureAnswers
 from ..engines import EngineContext, WatchPeers
 from ..messages import ClientUpdate, Fit, kinds_of
 from ..messages.secure_aggregation import SECURE_MESSAGES
+from ..messages.serialization import MAX_TENSORS
 from ..secure_aggregation.credentials import Credentials, simulated_identity, simulated_key
 from ..server import RoundProgress
 from ..utils.weighted_mean import State
@@ -43,6 +44,8 @@ SECURE_UPDATES_DIR = "secure_updates"
 # other tensors.
 _TENSORS_PER_TENSOR = 4
 _OTHER_TENSORS = 1000
+# Number of tensors for each client in the keys of secure aggregation: the keys, a certificate and a signature.
+_KEY_TENSORS = 3
 
 
 class Workers:
@@ -98,7 +101,7 @@ class Workers:
             lambda: [clients_directory(path) for path in sorted(output_dir.glob("checkpoint-*"))],
             kinds,
             # A message has a state, and tensors that a method adds for each tensor of the state.
-            max_tensors=_TENSORS_PER_TENSOR * len(self._exchange.names) + _OTHER_TENSORS,
+            max_tensors=_TENSORS_PER_TENSOR * len(self._exchange.names) + _OTHER_TENSORS + self._num_key_tensors(),
             keeps_ranks=any(step.keeps_server_memory for step in setup.postprocessors),
         )
 
@@ -134,6 +137,15 @@ class Workers:
             client_ids=frozenset([*setup.clients, *(setup.eval_clients or ())]),
             secure=setup.secure_aggregation,
         )
+
+    def _num_key_tensors(self) -> int:
+        """Return the number of tensors of the keys of all clients under secure aggregation."""
+        setup = self._setup
+        if setup.secure_aggregation is None:
+            return 0
+        known = setup.clients if setup.credentials is None else setup.credentials.fingerprints
+        # A client that accepts any certificate does not know the number of clients.
+        return MAX_TENSORS if known is None else _KEY_TENSORS * (len(known) + 1)
 
     def _secure_answers(self) -> SecureAnswers | None:
         """Return what answers the requests of secure aggregation. All clients of this process share an identity."""

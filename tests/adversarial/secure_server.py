@@ -71,15 +71,17 @@ class SecureServer:
         directory: Folder of the client. A second server with the same folder has the same client after a restart.
         tls: Folder of certificates. By default, the connection has no TLS.
         refusals: Number of refusals after which the client leaves.
+        num_known: Number of further clients whose fingerprints the client knows.
     """
 
-    def __init__(self, directory: Path, tls: Path | None = None, refusals: int = 10**6) -> None:
+    def __init__(self, directory: Path, tls: Path | None = None, refusals: int = 10**6, num_known: int = 0) -> None:
         self.protocol = SecAgg(**SETTINGS)
         self._directory, self._tls, self._refusals = directory, tls, refusals
         self.error: Exception | None = None
         # Why the server ends the run. Empty if the run is complete.
         self.end = "the server failed"
         self._num_sessions = 0
+        self._known = (*PEERS, *(f"absent {number}" for number in range(num_known)))
 
     def __enter__(self) -> SecureServer:
         alone = build(self._directory, {VICTIM: CLIENTS[VICTIM]})
@@ -101,7 +103,7 @@ class SecureServer:
                     certificates=None if self._tls is None else str(self._tls),
                     connect_timeout=10,
                     refusals=self._refusals,
-                    fingerprints=dict.fromkeys(PEERS, peer_identity().fingerprint),
+                    fingerprints=dict.fromkeys(self._known, peer_identity().fingerprint),
                     **connection,
                 )
             except Exception as error:

@@ -260,6 +260,19 @@ def test_client_leaves_if_the_kind_of_a_request_is_unknown(tmp_path, request_of)
     assert f"Unknown message kind {request_of().kind!r}" in str(server.error)
 
 
+def test_client_reads_the_keys_of_all_clients_that_it_knows(tmp_path):
+    """Three tensors for each of 700 clients, which are more than the tensors of all other messages."""
+    number = 700
+
+    def with_absent(each: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**{f"absent {index}": to_tensor(bytes(64)) for index in range(number)}, **each}
+
+    fields = dict.fromkeys(("keys", "identities", "signatures"), with_absent)
+    with SecureServer(tmp_path, num_known=number) as server:
+        reply = server.begin().share(replaced(**fields))
+    assert isinstance(reply, ClientFailure) and "contains a key twice" in reply.error
+
+
 # ---- After a restart of the client
 
 
