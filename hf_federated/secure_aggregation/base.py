@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, ClassVar
 
 from ..methods import Accumulator
-from ..utils.arguments import require, require_one_of
+from ..utils.arguments import require, require_count, require_one_of
 from ..utils.constructor_settings import ConstructorSettings
 from .encoding import RingEncoding
 from .masks import ClientMasks, ServerMasks
@@ -58,14 +59,16 @@ class SecureAggregation(ConstructorSettings, ABC):
         pins: str = "required",
         masks: bool = True,
     ) -> None:
-        if max_weight is not None:
-            require("max_weight", max_weight, 0 < max_weight < 2**40, "positive and below 2**40")
+        is_weight = max_weight is None or (isinstance(max_weight, Real) and 0 < max_weight < 2**40)
+        require("max_weight", max_weight, is_weight, "positive and below 2**40")
         clips = clip.values() if isinstance(clip, Mapping) else [clip]
-        require("clip", clip, all(0 < value < 2**40 for value in clips), "positive and below 2**40")
+        are_clips = all(isinstance(value, Real) and 0 < value < 2**40 for value in clips)
+        require("clip", clip, are_clips, "positive and below 2**40")
         if bits not in BITS:
             raise ValueError(f"`bits` is {bits!r}; allowed are {', '.join(map(str, BITS))}.")
-        require("min_survivors", min_survivors, min_survivors >= 2, "at least 2")
+        require_count("min_survivors", min_survivors, 2)
         require_one_of("pins", pins, PINS)
+        require("masks", masks, isinstance(masks, bool), "True or False")
         self.max_weight, self.clip, self.bits = max_weight, clip, bits
         self.min_survivors, self.pins, self.masks = min_survivors, pins, masks
 

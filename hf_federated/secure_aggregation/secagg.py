@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ..utils.arguments import require
+from ..utils.arguments import require_count
 from .base import SecureAggregation
 from .masks import ClientMasks, ServerMasks
 from .pairwise_masks import PairwiseMasks, PairwiseUnmasking
@@ -64,8 +64,8 @@ class SecAgg(SecureAggregation):
     ) -> None:
         super().__init__(max_weight, clip, bits, min_survivors, pins, masks)
         if threshold is not None:
-            require("threshold", threshold, threshold >= 2, "at least 2")
-        require("num_colluding", num_colluding, num_colluding >= 0, "at least 0")
+            require_count("threshold", threshold, 2)
+        require_count("num_colluding", num_colluding, 0)
         self.threshold, self.num_colluding = threshold, num_colluding
 
     def threshold_of(self, num_clients: int) -> int:

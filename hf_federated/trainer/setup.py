@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from ..utils.algorithm_names import COLLECTOR_NAMES
 from .checks.arguments import check_arguments, resolve_federation
 from .checks.data import check_clients, sample_clients
 from .checks.participants import check_participants, check_predictions, check_server_dataset
-from .checks.secure_aggregation import build_secure_aggregation, limit_weights
+from .checks.secure_aggregation import build_secure_aggregation, check_cohort, limit_weights
 
 
 T = TypeVar("T")
@@ -175,6 +176,8 @@ class FederationSetup:
         check_clients(trainer, clients, eval_clients, resolved, participants.task is not None, distillation)
         _check_model(trainer, resolved, distillation, participants)
         limit_weights(aggregation, secure)
+        if secure is not None:
+            check_server(functools.partial(check_cohort, secure, sampler.num_sampled), None)
         setup = cls(
             trainer=trainer,
             config=resolved,

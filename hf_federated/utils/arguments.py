@@ -31,6 +31,22 @@ def require(name: str, value: Any, is_allowed: bool, allowed: str) -> None:
         raise ValueError(f"`{name}` is {value!r}; it must be {allowed}.")
 
 
+def require_count(name: str, value: Any, smallest: int) -> None:
+    """
+    Raise an error if an argument is no integer, or smaller than allowed.
+
+    Args:
+        name (`str`): Name of the argument.
+        value (`Any`): Value of the argument.
+        smallest (`int`): Smallest allowed value.
+
+    Raises:
+        ValueError: If the value is not allowed.
+    """
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    require(name, value, is_integer and value >= smallest, f"at least {smallest} and an integer")
+
+
 def require_one_of(name: str, value: Any, allowed: Collection[str]) -> None:
     """
     Raise an error if an argument is none of the allowed names.

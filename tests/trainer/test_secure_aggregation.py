@@ -217,3 +217,22 @@ def test_clipped_values_are_counted_and_logged(tmp_path):
 
 def test_replies_in_another_order_give_the_same_bytes(tmp_path):
     assert differences(run(tmp_path / "first"), run(tmp_path / "second", ReversedReplies())) == 0
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"threshold": 9}, "threshold=9 is above the 4 clients"),
+        ({"threshold": 3.5}, "`threshold` is 3.5; it must be at least 2 and an integer"),
+        ({"min_survivors": 5}, "A round samples 4 clients, but min_survivors=5 .*Raise `clients_per_round`"),
+        ({"clip": {"stat": 1.0}}, "`clip` has the means .*'stat'"),
+        ({"max_weight": "many"}, "`max_weight` is 'many'; it must be positive"),
+        ({"masks": "no"}, "`masks` is 'no'; it must be True or False"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_settings_that_no_round_can_have_are_refused_before_training(tmp_path, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        build_federation(
+            tmp_path, CLIENTS, federation={**SECURE, "secure_aggregation_kwargs": {"max_weight": 16, **kwargs}}
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...aggregation import Aggregation
 from ...config import FederatedConfig
 from ...secure_aggregation import SecureAggregation
+from ...secure_aggregation.encoding import RingEncoding
 from ...utils.algorithm_names import SECURE_AGGREGATION_NAMES
 
 
@@ -38,3 +39,26 @@ def limit_weights(aggregation: Aggregation, protocol: SecureAggregation | None) 
             "largest number of a client, such as 2000, or set weighting='uniform' in `aggregation_kwargs`."
         )
     aggregation.max_weight = 1.0 if protocol.max_weight is None else protocol.max_weight
+
+
+def check_cohort(protocol: SecureAggregation, num_clients: int) -> None:
+    """
+    Check that a protocol works with the number of clients of a round.
+
+    Args:
+        protocol ([`SecureAggregation`]): The protocol.
+        num_clients (`int`): Number of clients that a round samples.
+
+    Raises:
+        ValueError: If there are too few clients for the protocol, or too many for its number of bits, or if `clip`
+            names an unknown mean.
+    """
+    if num_clients < protocol.min_survivors:
+        raise ValueError(
+            f"A round samples {num_clients} clients, but min_survivors={protocol.min_survivors} of "
+            "`secure_aggregation_kwargs` is the smallest number of clients in a sum. Raise `clients_per_round` or the "
+            f"number of clients to at least {protocol.min_survivors}."
+        )
+    protocol.threshold_of(num_clients)
+    # The encoding checks the settings before it has tensors.
+    RingEncoding({"state": {}, "extra": {}}, num_clients, 1.0, protocol.clip, protocol.modulus)
