@@ -90,7 +90,7 @@ class SecureAnswers:
         Raises:
             RefusedRequestError: If the client has answered another request in this round.
         """
-        digest = self._digest_of(request)
+        digest = self.digest_of(request)
         earlier = self.journal.fit_digest(request.client_id, request.round)
         if earlier is not None and earlier != digest.hex():
             raise RefusedRequestError(
@@ -126,7 +126,7 @@ class SecureAnswers:
             values = self._encode(request, update)
             if isinstance(request, OpenFit):
                 return MaskedUpdate(round, client_id, request.session, values)
-            self._keep(client_id, _Trained(round, self._digest_of(request), len(values), values, leaves_state))
+            self._keep(client_id, _Trained(round, self.digest_of(request), len(values), values, leaves_state))
         trained = self._trained[client_id]
         if trained.session is not None and trained.values is not None:
             trained.session.withdraw(trained.values)
@@ -189,7 +189,13 @@ class SecureAnswers:
         contribution = accumulator.contribution(update, reference)
         return encoding.encode(contribution, statistics_of(update), request.seed)
 
-    def _digest_of(self, request: SecureFit) -> bytes:
+    def digest_of(self, request: SecureFit) -> bytes:
+        """
+        Return the digest of a request of local training.
+
+        Args:
+            request ([`SecureFit`]): The request, after the postprocessors have decoded it.
+        """
         # The clients of one process share the tensors of the state, whose digest takes as long as sending them.
         if self._last is None or not _is_same(self._last[0], request):
             self._last = request, fit_digest(request)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from hf_federated.clients.secure_answers import SecureAnswers
-from hf_federated.messages.secure_aggregation import MaskedUpdate, SubmitMasked, UnmaskShares
+from hf_federated.messages.secure_aggregation import MaskedUpdate, SecureFit, SubmitMasked, UnmaskShares
 from hf_federated.methods import Accumulator, Contribution, WeightedSums
 from hf_federated.secure_aggregation import SecureAggregation
 from hf_federated.secure_aggregation.client_session import ClientSession
 from hf_federated.secure_aggregation.coded_masks import CodedMasks
+from hf_federated.secure_aggregation.content import digest
 from hf_federated.secure_aggregation.encoding import RingEncoding
 from hf_federated.secure_aggregation.masks import ClientMasks, MaskPlace, RosterView, ServerMasks
 from hf_federated.security.masks import SEAL_BYTES
@@ -93,9 +94,12 @@ class _DrySession(ClientSession):
 
 
 class DryAnswers(SecureAnswers):
-    """Answers of clients that mask nothing."""
+    """Answers of clients that mask nothing, and whose requests have no values."""
 
     session_class = _DrySession
+
+    def digest_of(self, request: SecureFit) -> bytes:
+        return digest(request.round)
 
 
 class _DryUnmasking(ServerMasks):

@@ -152,6 +152,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "8 bits": {"trainer": {"postprocessors": [QuantizeChanges()]}, "num_rounds": 3},
     "4 bits": {"trainer": {"postprocessors": [QuantizeChanges(bits=4)]}, "federation": {"clients_per_round": 2}},
     "division by the change": {"federation": {"aggregation": EqualChanges()}},
+    "secure aggregation": {
+        "federation": {"secure_aggregation": "secagg", "secure_aggregation_kwargs": {"max_weight": 200}},
+        "num_rounds": 2,
+    },
     "asking": {"federation": {"aggregation": AskingAverage()}, "num_rounds": 3},
     "asking, with values": {"federation": {"aggregation": AskingAverage(reads_values=True)}, "num_rounds": 3},
 }
@@ -188,6 +192,22 @@ def test_estimate_of_a_recipe_with_a_method_of_the_user_is_the_ledger_of_its_run
     assert (unit.bytes_down, unit.bytes_up) == (measured["bytes_down"], measured["bytes_up"])
     assert {item.name: item.count for item in unit.exchanges} == {"ask_norms": 2, "fit": 1}
     assert (estimate.run_bytes_down, estimate.run_bytes_up) == (trainer.ledger.bytes_down, trainer.ledger.bytes_up)
+
+
+def test_estimate_of_a_recipe_with_secure_aggregation_is_the_ledger_of_its_run(recipe_path, texts_dir):
+    settings = [
+        "federation={num_rounds: 1, secure_aggregation: secagg, secure_aggregation_kwargs: {max_weight: 100}}",
+        f"data={{path: {texts_dir}, test_split: test}}",
+        "partition={name: iid, num_clients: 3}",
+    ]
+    loaded = load_recipe(recipe_path, settings)
+    unit = estimate_recipe(loaded).units[0]
+    trainer = build_run(loaded).trainer
+    trainer.train()
+    measured = trainer.ledger.rounds()[0]
+    assert (unit.bytes_down, unit.bytes_up) == (measured["bytes_down"], measured["bytes_up"])
+    phases = ("secure_fit", "share_keys", "submit_masked", "confirm_survivors", "unmask")
+    assert {item.name: item.count for item in unit.exchanges} == dict.fromkeys(phases, 1)
 
 
 def test_reply_that_needs_a_training_is_an_error_that_names_the_cause(tmp_path):
