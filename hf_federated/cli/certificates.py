@@ -81,6 +81,6 @@ def certificates(arguments: argparse.Namespace) -> None:
     authority = Path(arguments.folder) / "ca.pem"
     print(
         f"\nGive the server and each client {authority} and only their own .pem and .key. Clients also need the"
-        " fingerprint of the server."
+        " fingerprint of the server, and, for secure aggregation, the fingerprints of the other clients."
         f"\nKeep {authority.with_suffix('.key')} to yourself: its owner can create certificates for new clients."
     )

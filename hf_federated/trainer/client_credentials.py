@@ -8,6 +8,11 @@ from ..secure_aggregation import SecureAggregation
 from ..secure_aggregation.credentials import Credentials
 from ..security.certificates import client_certificate, client_fingerprints
 from ..security.keys import Identity
+from ..utils.errors import UserError
+
+
+class CredentialsError(UserError, ValueError):
+    """A client cannot sign or verify the messages of secure aggregation. The message says what to do."""
 
 
 def client_credentials(
@@ -31,14 +36,14 @@ def client_credentials(
         [`Credentials`], *optional*: `None` without secure aggregation.
 
     Raises:
-        ValueError: If the protocol requires fingerprints and none is known, or if the protocol uses no masks.
+        CredentialsError: If the protocol requires fingerprints and none is known, or if the protocol uses no masks.
     """
     if protocol is None:
         if fingerprints:
-            raise ValueError("`fingerprints` has no use without `secure_aggregation`. Leave it out.")
+            raise CredentialsError("`fingerprints` has no use without `secure_aggregation`. Leave it out.")
         return None
     if not protocol.masks:
-        raise ValueError(
+        raise CredentialsError(
             "masks=False is for simulations: the server would learn the update of this client. Leave `masks` out of "
             "`secure_aggregation_kwargs`."
         )
@@ -52,7 +57,7 @@ def client_credentials(
     if protocol.pins == "none":
         return Credentials(identity, None)
     if not known:
-        raise ValueError(
+        raise CredentialsError(
             "Secure aggregation needs the fingerprints of the other clients, which the server cannot be trusted to "
             "deliver. Pass `fingerprints` (--peer ID=FINGERPRINT), add the certificates of the other clients to the "
             "folder, or set pins='none' in `secure_aggregation_kwargs` to trust the server with the keys."
