@@ -69,6 +69,9 @@ if TYPE_CHECKING:
     from .postprocessing import GaussianNoise as GaussianNoise
     from .postprocessing import Postprocessor as Postprocessor
     from .postprocessing import QuantizeChanges as QuantizeChanges
+    from .secure_aggregation import SECURE_AGGREGATIONS as SECURE_AGGREGATIONS
+    from .secure_aggregation import SecAgg as SecAgg
+    from .secure_aggregation import SecureAggregation as SecureAggregation
     from .server.anomaly_report import AnomalyReport as AnomalyReport
     from .server.callbacks import AggregationCallback as AggregationCallback
     from .server.callbacks import DistillationCallback as DistillationCallback
@@ -90,6 +93,7 @@ _MODULES = {
     "DISTILLATIONS": ".distillation",
     "DSFL": ".distillation",
     "MHAT": ".distillation",
+    "SECURE_AGGREGATIONS": ".secure_aggregation",
     "AdaFD": ".distillation",
     "Aggregation": ".aggregation",
     "AggregationCallback": ".server.callbacks",
@@ -146,6 +150,8 @@ _MODULES = {
     "Round": ".methods",
     "RoundFailedError": ".utils.errors",
     "Scaffold": ".aggregation",
+    "SecAgg": ".secure_aggregation",
+    "SecureAggregation": ".secure_aggregation",
     "SplitConfig": ".split_training",
     "SplitFederatedTrainer": ".split_training",
     "SplitModel": ".split",

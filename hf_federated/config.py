@@ -166,9 +166,9 @@ class FederatedConfig(SavedConfig):
             Arguments of the collector if `collector` is a name. On a command line, a JSON text.
         secure_aggregation (`str` or `SecureAggregation`, *optional*):
             Protocol with which the server learns the sum of the updates of a round, and no single update: `"secagg"`
-            ([`~hf_federated.secure_aggregation.SecAgg`]), `"secagg+"` for hundreds of clients
-            ([`~hf_federated.secure_aggregation.SecAggPlus`]), or `"lightsecagg"`
-            ([`~hf_federated.secure_aggregation.LightSecAgg`]). Also a reference to a class, or an instance.
+            ([`SecAgg`]), `"secagg+"` for hundreds of clients ([`~hf_federated.secure_aggregation.SecAggPlus`]), or
+            `"lightsecagg"` ([`~hf_federated.secure_aggregation.LightSecAgg`]). Also a reference to a class, or an
+            instance.
         secure_aggregation_kwargs (`dict`, *optional*):
             Arguments of the protocol if `secure_aggregation` is a name. On a command line, a JSON text.
         exchange (`str`, `list[str]` or `Callable`, *optional*, defaults to `"auto"`):

@@ -82,10 +82,10 @@ def as_yaml(value: Any) -> str:
 
 
 def algorithms(package: str) -> str:
-    """A table of the names in `AGGREGATIONS` or `DISTILLATIONS`, with links to the classes."""
-    from hf_federated import AGGREGATIONS, DISTILLATIONS
+    """A table of the names in a dictionary of classes such as `AGGREGATIONS`, with links to the classes."""
+    import hf_federated
 
-    classes = {"aggregation": AGGREGATIONS, "distillation": DISTILLATIONS}[package]
+    classes = getattr(hf_federated, f"{package.upper()}S")
     lines = [f"| `{name}` | [`{cls.__name__}`] |" for name, cls in classes.items()]
     return "\n".join([f"| `{package}` | class |", "|---|---|", *lines])
 

@@ -4,7 +4,8 @@ A page contains a comment where generated text belongs:
 
 - `<!-- generated: recipe-fields -->`: the fields of a recipe, from the dataclasses.
 - `<!-- generated: commands -->`: the help of each command, from the argument parser.
-- `<!-- generated: aggregation -->`, `<!-- generated: distillation -->`: the names of the algorithms.
+- `<!-- generated: aggregation -->`, `<!-- generated: distillation -->`, `<!-- generated: secure-aggregation -->`: the
+  names of the algorithms.
 - `<!-- generated: compatibility -->`: the features that do not work together, from the rules.
 - `<!-- include: recipes/fedid/README.md#differences-from-the-paper -->`: a section of a Markdown file.
 """
@@ -38,6 +39,7 @@ GENERATED = {
     "compatibility": compatibility,
     "aggregation": partial(algorithms, "aggregation"),
     "distillation": partial(algorithms, "distillation"),
+    "secure-aggregation": partial(algorithms, "secure_aggregation"),
 }
 
 log = logging.getLogger("mkdocs.hooks.federated")

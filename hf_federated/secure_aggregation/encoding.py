@@ -85,7 +85,7 @@ class RingEncoding:
             ([`Accumulator.shapes`]).
         num_clients (`int`): Largest number of contributions in a sum.
         max_weight (`float` or `Mapping[str, float]`): Largest weight of an update, for all means or by the names of
-            all means. It sets the scale of the values. Weights are not limited: set [`Aggregation.max_weight`].
+            all means. It sets the scale of the values. Weights are not limited: set `max_weight` of [`Aggregation`].
         clip (`float` or `Mapping[str, float]`, *optional*, defaults to `1.0`): Largest absolute value of a
             contribution relative to `max_weight`, for all means or by the names of means. Other means have the
             default.

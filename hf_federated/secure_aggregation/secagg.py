@@ -41,7 +41,7 @@ class SecAgg(SecureAggregation):
     Example:
 
     ```python
-    >>> from hf_federated.secure_aggregation import SecAgg
+    >>> from hf_federated import SecAgg
 
     >>> SecAgg(max_weight=2000, num_colluding=2).threshold_of(10)
     7

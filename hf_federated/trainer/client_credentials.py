@@ -12,7 +12,7 @@ from ..utils.errors import UserError
 
 
 class CredentialsError(UserError, ValueError):
-    """A client cannot sign or verify the messages of secure aggregation. The message says what to do."""
+    """A client cannot sign or verify the messages of secure aggregation. The message states what to do."""
 
 
 def client_credentials(
