@@ -57,9 +57,7 @@ def _parse_dict(value: Any, name: str) -> dict[str, Any]:
         try:
             value = json.loads(value)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f"`{name}` is not valid JSON: {error}. Example: --{name} '{{\"server_lr\": 0.1}}'."
-            ) from error
+            raise ValueError(f"`{name}` is not valid JSON: {error}. Example: --{name} '{{\"name\": 0.1}}'.") from error
     if value is None:
         return {}
     if not isinstance(value, dict):

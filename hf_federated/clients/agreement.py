@@ -141,6 +141,19 @@ class Agreement:
             "evaluations": f"at most {MAX_EVALUATIONS} in a round" if Evaluate in self._kinds else "none",
             "predictions of public examples": f"at most {passes} of each of {self.num_public_rows} in a round",
             "other requests in a round": ", ".join(requests) or "none",
+            **self._describe_secure(),
+        }
+
+    def _describe_secure(self) -> dict[str, str]:
+        """Return what the client agreed to under secure aggregation."""
+        if self.secure is None or not self.secure.masks:
+            return {}
+        smallest, kinds = self.secure.min_survivors, ", ".join(repr(kind.kind) for kind in self._kinds)
+        largest = SecureFit.max_per_round
+        return {
+            "secure aggregation": ", ".join(f"{name}={value!r}" for name, value in self.secure.agreed().items()),
+            "sums of updates": f"one in a round, of at least {smallest} clients that have signed their keys",
+            "sessions of secure aggregation": f"at most {largest} in a round, of {kinds} in this order",
         }
 
     def check(self, request: Message) -> None:

@@ -43,6 +43,15 @@ class SecureAggregation(ConstructorSettings, ABC):
 
     Raises:
         ValueError: If an argument is not allowed.
+
+    Example:
+
+    ```python
+    >>> from hf_federated import FederatedConfig, SecAgg
+
+    >>> FederatedConfig(secure_aggregation=SecAgg(max_weight=2000)).secure_aggregation
+    SecAgg(max_weight=2000)
+    ```
     """
 
     # Name in `secure_aggregation` of the configuration.

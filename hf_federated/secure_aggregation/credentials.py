@@ -37,6 +37,12 @@ class Credentials:
         self.identity = identity
         self.fingerprints = fingerprints
 
+    def describe(self) -> str:
+        """Return whose signatures the client trusts, as text."""
+        if self.fingerprints is None:
+            return "any (pins='none')"
+        return ", ".join(f"{name}={self.fingerprints[name]}" for name in sorted(self.fingerprints))
+
     def sign(self, content: bytes) -> bytes:
         """Return the signature of the client."""
         return self.identity.sign(content)

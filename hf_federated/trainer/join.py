@@ -150,7 +150,8 @@ class JoinedClient:
         exchange = Exchange(setup.trainer.model, config.exchange, config.keep_local)
         workers = Workers(setup, self._args, exchange, None, RoundProgress(lambda: (), setup.num_rounds))
         settings = NetworkSettings.of(setup, self._args, self.client_id)
-        return {**workers.agreement().describe(), **settings.to_dict()}
+        known = {} if setup.credentials is None else {"fingerprints of other clients": setup.credentials.describe()}
+        return {**workers.agreement().describe(), **known, **settings.to_dict()}
 
     def loop_arguments(self, args: TrainingArguments) -> TrainingArguments:
         """Return the training arguments of the client's loop, which neither evaluates nor saves checkpoints."""

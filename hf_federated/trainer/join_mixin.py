@@ -99,7 +99,9 @@ class JoinMixin(RoleMixin):
             connect, client_id=client_id, state_dir=state_dir, refusals=refusals, credentials=credentials
         )
 
-    def agreement(self, client_id: str) -> dict[str, str]:
+    def agreement(
+        self, client_id: str, *, certificates: str | None = None, fingerprints: Mapping[str, str] | None = None
+    ) -> dict[str, str]:
         """
         Return what this client agrees to when it joins, without a connection.
 
@@ -108,12 +110,17 @@ class JoinMixin(RoleMixin):
 
         Args:
             client_id (`str`): As in [`~JoinMixin.join`].
+            certificates (`str`, *optional*): As in [`~JoinMixin.join`]. With it, the agreement lists the clients whose
+                signatures this client trusts under secure aggregation.
+            fingerprints (`Mapping[str, str]`, *optional*): As in [`~JoinMixin.join`].
 
         Returns:
             `dict[str, str]`: Limits and settings, by topic.
         """
-        setup = self._federation_setup
-        return JoinedClient(setup, self.args, client_id, None).describe_agreement()
+        setup, credentials = self._federation_setup, None
+        if certificates is not None or fingerprints:
+            credentials = client_credentials(setup.secure_aggregation, client_id, certificates, fingerprints)
+        return JoinedClient(setup, self.args, client_id, None, credentials=credentials).describe_agreement()
 
     def join_over(
         self,

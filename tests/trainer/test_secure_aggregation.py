@@ -219,6 +219,12 @@ def test_replies_in_another_order_give_the_same_bytes(tmp_path):
     assert differences(run(tmp_path / "first"), run(tmp_path / "second", ReversedReplies())) == 0
 
 
+def test_arguments_without_a_protocol_are_refused(tmp_path):
+    """The user may believe that updates are hidden."""
+    with pytest.raises(ValueError, match="'max_weight': 16.* but `secure_aggregation` is None"):
+        build_federation(tmp_path, CLIENTS, federation={**SECURE, "secure_aggregation": None})
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

@@ -103,7 +103,10 @@ def _join(recipe: Recipe, address: str, arguments: argparse.Namespace) -> None:
     run = build_client(recipe, arguments.client, arguments.output_dir, arguments.examples)
     if arguments.dry_run:
         print(f"Client {arguments.client!r} agrees to:")
-        for topic, text in run.trainer.agreement(arguments.client).items():
+        agreement = run.trainer.agreement(
+            arguments.client, certificates=arguments.certificates, fingerprints=dict(map(parse_peer, arguments.peer))
+        )
+        for topic, text in agreement.items():
             print(f"  {topic}: {text}")
         return
     if arguments.log_format == "json":

@@ -10,8 +10,22 @@ from ...utils.algorithm_names import SECURE_AGGREGATION_NAMES
 
 
 def build_secure_aggregation(config: FederatedConfig) -> SecureAggregation | None:
-    """Build the protocol that a configuration names."""
+    """
+    Build the protocol that a configuration names.
+
+    Args:
+        config ([`FederatedConfig`]): The configuration.
+
+    Raises:
+        ValueError: If there are arguments without a protocol, or arguments that the protocol does not accept.
+    """
     if config.secure_aggregation is None:
+        if config.secure_aggregation_kwargs:
+            raise ValueError(
+                f"secure_aggregation_kwargs={config.secure_aggregation_kwargs} is set, but `secure_aggregation` is "
+                "None, so the server would see every update. Set secure_aggregation='secagg', or leave the arguments "
+                "out."
+            )
         return None
     protocol: SecureAggregation = SECURE_AGGREGATION_NAMES.build(
         config.secure_aggregation, config.secure_aggregation_kwargs, SecureAggregation
