@@ -31,8 +31,8 @@ class SecAgg(SecureAggregation):
         threshold (`int`, *optional*): Number of survivors that the server needs. Defaults to `⌊2m/3⌋ + 1` of `m`
             clients.
         num_colluding (`int`, *optional*, defaults to `0`): Number of clients `c` that may work with a dishonest
-            server. Below `threshold`, and the threshold must be above `(m + c) / 2`, so that two different sets of
-            survivors cannot both be signed.
+            server. The threshold must be above `(m + c) / 2`, so that two different sets of survivors cannot both be
+            signed, and at least `c + 2`, so that a sum has the updates of two other clients.
 
     Requirements:
         An aggregation whose result follows from sums, `cryptography` (extra `network`), and at least `min_survivors`

@@ -19,7 +19,8 @@ def threshold_for(num_clients: int, threshold: int | None, num_colluding: int) -
     Raises:
         ValueError: If there are too few clients for the settings.
     """
-    smallest = max((num_clients + num_colluding) // 2, num_colluding) + 1
+    # The clients that work with the server subtract their own updates from the sum. At least two others remain.
+    smallest = max((num_clients + num_colluding) // 2, num_colluding + 1) + 1
     if threshold is None:
         threshold = max(2 * num_clients // 3 + 1, smallest)
     if threshold > num_clients:

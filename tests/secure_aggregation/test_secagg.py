@@ -152,6 +152,13 @@ def test_threshold_protects_against_two_sets_of_survivors():
         SecAgg(threshold=11).threshold_of(10)
 
 
+def test_sum_has_updates_of_two_clients_that_do_not_work_with_the_server():
+    """A dishonest server could otherwise form a session of one client and its own clients."""
+    assert SecAgg(num_colluding=3).threshold_of(5) == 5
+    with pytest.raises(ValueError, match="threshold=5 is above the 4 clients"):
+        SecAgg(num_colluding=3).threshold_of(4)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
