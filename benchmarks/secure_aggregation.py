@@ -330,7 +330,7 @@ def main() -> None:
     if "round" in options.measurements or "lost" in options.measurements:
         torch.set_num_threads(1)
     tiny = Workload("tiny", 4, options.rounds, 1, 8, 16)
-    large = Workload(options.model, 3, 2, 1, 1, 8)
+    large = Workload(options.model, 3, NUM_WARM_UP + 1, 1, 1, 8)
     measurements = {
         "network": lambda: measure_processes(options, tiny, "seconds"),
         "memory": lambda: measure_processes(options, large, "payloads"),
