@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 from transformers.trainer_utils import TrainOutput
 
@@ -78,7 +79,7 @@ class JoinMixin(RoleMixin):
             LinkError: If the connection ended. Join again to continue.
             RunEndedError: If the server ended the run because of an error.
             ServerRefusedError: If the client refused several requests of the server.
-            OutputDirInUseError: If another process trains in the output directory.
+            OutputDirInUseError: If another process trains in the output directory, or uses `state_dir`.
             PeerFailedError: If another process of the launch failed.
             ValueError: If the launch has several processes and `parallelism` is not `"data"`, or if the trainer has
                 the examples of several clients and `client_id` is none of them.
@@ -155,7 +156,12 @@ class JoinMixin(RoleMixin):
         if credentials is None:
             credentials = client_credentials(setup.secure_aggregation, client_id, None, None)
         joined = JoinedClient(setup, self.args, client_id, state_dir, refusals, credentials)
-        with setup.processes.fail_together(), output_dir_lock(self.args.output_dir, setup.processes):
+        with (
+            setup.processes.fail_together(),
+            output_dir_lock(self.args.output_dir, setup.processes),
+            # Two clients with one journal would not know the consents of each other.
+            nullcontext() if state_dir is None else output_dir_lock(state_dir, setup.processes, "state_dir"),
+        ):
             joined.connect(connector)
             self._setup, self._joined, args = joined.setup, joined, self.args
             try:

@@ -32,7 +32,9 @@ _GUARD = threading.Lock()
 
 
 @contextmanager
-def output_dir_lock(output_dir: str | os.PathLike[str], processes: ProcessGroup | None = None) -> Iterator[None]:
+def output_dir_lock(
+    output_dir: str | os.PathLike[str], processes: ProcessGroup | None = None, argument: str = "output_dir"
+) -> Iterator[None]:
     """
     Hold the lock of an output directory. The main process of a launch holds it for all processes of the launch.
 
@@ -47,6 +49,7 @@ def output_dir_lock(output_dir: str | os.PathLike[str], processes: ProcessGroup 
         output_dir (`str` or `os.PathLike`): The output directory. It is created if it does not exist.
         processes ([`ProcessGroup`], *optional*): The processes of the launch. All processes must then use this
             context. By default only this process uses it.
+        argument (`str`, *optional*, defaults to `"output_dir"`): Name of the directory in an error.
 
     Raises:
         OutputDirInUseError: If another process holds the lock. All processes of the launch raise the error.
@@ -55,8 +58,8 @@ def output_dir_lock(output_dir: str | os.PathLike[str], processes: ProcessGroup 
     holder = processes.run_on_main("lock of the output directory", lambda: _acquire(path))
     if holder is not None:
         raise OutputDirInUseError(
-            f"Another run uses the output directory {os.fspath(output_dir)!r}: {holder}. Wait until the run ends, "
-            "stop the process, or set another `output_dir`."
+            f"Another run uses the {argument.replace('_dir', ' directory')} {os.fspath(output_dir)!r}: {holder}. Wait "
+            f"until the run ends, stop the process, or set another `{argument}`."
         )
     try:
         yield

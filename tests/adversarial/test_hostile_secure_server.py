@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from federations import CLIENTS
-from secure_server import PEERS, VICTIM, SecureServer, honest_requests, peer_identity
+from secure_server import PEERS, VICTIM, SecureServer, build, honest_requests, peer_identity
 
 from hf_federated.clients.journal import JOURNAL_FILE, JournalError
 from hf_federated.clients.request_record import REQUESTS_FILE
@@ -22,6 +22,8 @@ from hf_federated.secure_aggregation.content import byte_strings, fit_digest, ro
 from hf_federated.security.certificates import create_certificates
 from hf_federated.security.keys import Identity
 from hf_federated.trainer.join import STATES_DIR, ServerRefusedError
+from hf_federated.trainer.output_lock import LOCK_FILE, OutputDirInUseError
+from hf_federated.utils.file_lock import FileLock
 
 
 Attack = Callable[[SecureServer], Message]
@@ -327,8 +329,9 @@ def test_restarted_client_refuses_the_phases_of_its_earlier_process(tmp_path):
 
 def test_client_leaves_after_three_refusals_also_across_restarts(tmp_path):
     with SecureServer(tmp_path, refusals=3) as server:
-        for _ in range(2):
-            assert isinstance(ATTACKS["a changed envelope"][0](server), ClientFailure)
+        # Another client may have sent the envelope, so the refusal does not count against the server.
+        for name in ["a changed envelope"] * 3 + ["too few envelopes"] * 2:
+            assert isinstance(ATTACKS[name][0](server), ClientFailure)
     with SecureServer(tmp_path, refusals=3) as server:
         assert isinstance(ATTACKS["a plain request of local training"][0](server), ClientFailure)
     assert isinstance(server.error, ServerRefusedError)
@@ -367,6 +370,19 @@ def test_client_does_not_sign_if_the_journal_cannot_be_written(tmp_path):
         path.mkdir()
         reply = session.confirm()
     assert isinstance(reply, ClientFailure)
+
+
+def test_two_processes_do_not_share_a_state_dir(tmp_path):
+    """Each of them would agree to a sum that the other one does not know."""
+    states = tmp_path / "states"
+    states.mkdir()
+    lock = FileLock(states / LOCK_FILE)
+    lock.acquire()
+    trainer = build(tmp_path / "client", {VICTIM: CLIENTS[VICTIM]})
+    known = dict.fromkeys(PEERS, peer_identity().fingerprint)
+    with pytest.raises(OutputDirInUseError, match="Another run uses the state directory .*set another `state_dir`"):
+        trainer.join("127.0.0.1:1", client_id=VICTIM, insecure=True, state_dir=str(states), fingerprints=known)
+    lock.release()
 
 
 # ---- With certificates

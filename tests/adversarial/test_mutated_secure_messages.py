@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from federations import CLIENTS
 from mutations import mutate
 from secure_clients import (
     COHORT,
@@ -18,9 +20,16 @@ from secure_clients import (
     SecureRounds,
     change_of,
 )
+from secure_server import PEERS, SETTINGS, VICTIM, SecureServer, Session, build, peer_identity
 
-from hf_federated.messages import Message
-from hf_federated.messages.secure_aggregation import MaskedUpdate
+from hf_federated.aggregation import build_aggregation
+from hf_federated.clients import RefusedRequestError
+from hf_federated.clients.journal import ClientJournal
+from hf_federated.clients.request_record import RequestRecord
+from hf_federated.clients.secure_answers import SecureAnswers
+from hf_federated.messages import KINDS, ClientFailure, Message, read_message
+from hf_federated.messages.secure_aggregation import SECURE_MESSAGES, MaskedUpdate
+from hf_federated.secure_aggregation.credentials import Credentials
 
 
 # Largest error of the mean by the rounding.
@@ -72,3 +81,81 @@ def run_mutated(num_rounds: int, seed: int, every: float = 0.3) -> dict[str, int
 def test_mutated_reply_gives_an_exact_sum_or_fails_the_round(num_rounds, seed):
     outcomes = run_mutated(num_rounds, seed)
     assert outcomes["exact"] > num_rounds / 3, outcomes
+
+
+# ---- Requests
+
+
+READERS = {**KINDS, **{kind.kind: kind for kind in SECURE_MESSAGES}}
+
+
+class DirectServer(SecureServer):
+    """A server whose client is in the same process."""
+
+    def __init__(self, worker: Any) -> None:
+        super().__init__(Path())
+        self.worker = worker
+
+    def ask(self, request: Message, state: str | None = None) -> Message:
+        return self.worker.handle(read_message(request.to_bytes(), READERS))
+
+
+def recorded_worker(directory: Path) -> Any:
+    """The worker of a client, as if it had joined alone."""
+    trainer = build(directory, {VICTIM: CLIENTS[VICTIM], **{name: CLIENTS["south"] for name in PEERS}})
+    trainer.train()
+    worker = trainer.engine.worker
+    identity = peer_identity()
+    credentials = Credentials(identity, dict.fromkeys([VICTIM, *PEERS], identity.fingerprint))
+    aggregation: Any = build_aggregation("fedavg")
+    aggregation.max_weight = SETTINGS["max_weight"]
+    worker.secure = SecureAnswers(SecAgg(**SETTINGS), aggregation, credentials, ClientJournal())
+    return worker
+
+
+UNREADABLE = (ValueError, TypeError, RuntimeError, AttributeError, OverflowError)
+
+
+def request_of(session: Session, phase: str) -> Message:
+    """The honest request of a phase."""
+    if phase == "keys":
+        return session.request
+    return getattr(session.session, "share_keys" if phase == "share" else phase)(VICTIM)
+
+
+def check_requests(directory: Path, number: int, seed: int) -> int:
+    """Mutate one request of each session. Return how many of them the client refused."""
+    server, draw = DirectServer(recorded_worker(directory)), random.Random(seed)
+    everyone, num_read, num_refused = sorted([VICTIM, *PEERS]), 0, 0
+    while num_read < number:
+        server.worker.agreement.record = RequestRecord()
+        phase = draw.choice(["keys", "share", "submit", "confirm", "unmask"])
+        session = server.begin()
+        for earlier in ("share", "submit", "confirm"):
+            if phase in ("keys", earlier):
+                break
+            reply = getattr(session, earlier)()
+            assert not isinstance(reply, ClientFailure), reply.error
+        request = request_of(session, phase)
+        try:
+            changed = mutate(request, draw)
+            message = read_message(changed if isinstance(changed, bytes) else changed.to_bytes(), READERS)
+        except UNREADABLE:
+            continue
+        num_read += 1
+        reply = server.worker.handle(message)
+        where = f"mutation {num_read}, seed {seed}: {message}"[:300]
+        if isinstance(reply, ClientFailure):
+            assert isinstance(server.worker.last_error, RefusedRequestError), f"{where}: {server.worker.last_error!r}"
+            num_refused += 1
+            continue
+        assert reply.kind == request.answered_by, where
+        # The client agrees to one sum only, and reveals one secret of each client.
+        assert getattr(message, "survivors", everyone) == everyone, where
+        assert not getattr(reply, "mask_keys", {}), where
+    return num_refused
+
+
+@pytest.mark.parametrize(("number", "seed"), [(50, 1), pytest.param(4000, 49, marks=pytest.mark.slow)])
+def test_client_answers_or_refuses_each_mutated_request(tmp_path, number, seed):
+    assert check_requests(tmp_path, number, seed) > number / 3

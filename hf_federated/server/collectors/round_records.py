@@ -82,7 +82,7 @@ class RoundRecords:
         try:
             fields = unpack(path.read_bytes())
         except ValueError as error:
-            raise ValueError(f"{where}{error}") from error
+            raise ValueError(f"{where}{error} Restore the file from a backup, or start a new run.") from error
         if not isinstance(fields, dict) or fields.keys() != set(RoundRecord.__dataclass_fields__):
             raise ValueError(f"{where}it is no record of a round. Start a new run.")
         check_values(RoundRecord, fields, where)
