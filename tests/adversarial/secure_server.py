@@ -157,7 +157,8 @@ class Session:
                 dataclasses.replace(request, client_id=name),
                 fit_digest(request),
                 credentials,
-                encoding.zeros(),
+                encoding.num_values,
+                encoding.zeros,
                 lambda survivors: None,
             )
             for name in PEERS

@@ -31,7 +31,7 @@ from hf_federated.messages.secure_aggregation import (
     UnmaskShares,
 )
 from hf_federated.secure_aggregation.client_session import keys_content
-from hf_federated.secure_aggregation.content import to_bytes, to_tensor
+from hf_federated.secure_aggregation.content import settings_digest, to_bytes, to_tensor
 from hf_federated.secure_aggregation.digits import Digits
 from hf_federated.secure_aggregation.ring import Ring
 from hf_federated.security.keys import Identity
@@ -200,7 +200,9 @@ def other_key(request: Message, reply: Message) -> Message:
         return reply
     identity = Identity.generate(HOSTILE, 2048)
     digest, keys = to_bytes(reply.fit_digest), to_bytes(reply.keys)
-    content = keys_content(protocol(), reply.session, reply.round, reply.client_id, digest, keys)
+    content = keys_content(
+        settings_digest(protocol().agreed()), reply.session, reply.round, reply.client_id, digest, keys
+    )
     return dataclasses.replace(
         reply, identity=to_tensor(identity.public_key), signature=to_tensor(identity.sign(content))
     )

@@ -21,7 +21,7 @@ from hf_federated.messages.secure_aggregation import (
 )
 from hf_federated.secure_aggregation import SecAgg
 from hf_federated.secure_aggregation.client_session import ClientSession, keys_content
-from hf_federated.secure_aggregation.content import fit_digest, to_bytes, to_tensor
+from hf_federated.secure_aggregation.content import fit_digest, settings_digest, to_bytes, to_tensor
 from hf_federated.secure_aggregation.credentials import Credentials, simulated_identity
 from hf_federated.secure_aggregation.server_session import SessionFailedError
 from hf_federated.security.keys import Identity
@@ -358,7 +358,7 @@ def test_invalid_point_of_a_client_is_refused_by_the_server():
     exchange = Exchange(SecAgg(), VALUES)
     replies = {name: session.advertise() for name, session in exchange.clients.items()}
     reply, keys = replies["client 04"], bytes(64)
-    content = keys_content(SecAgg(), "s", 0, "client 04", to_bytes(reply.fit_digest), keys)
+    content = keys_content(settings_digest(SecAgg().agreed()), "s", 0, "client 04", to_bytes(reply.fit_digest), keys)
     signature = to_tensor(exchange.credentials["client 04"].sign(content))
     replies["client 04"] = dataclasses.replace(reply, keys=to_tensor(keys), signature=signature)
     exchange.server.add_keys(replies)

@@ -233,14 +233,17 @@ class SecureCollector(UpdateCollector):
     def _check(self, round: Round, contribution: Any, statistics: Any, num_clients: int) -> None:
         """Check what the sum claims. No client can be named."""
         aggregation: Any = self.context.fit.methods[0]
-        weight, largest = contribution[aggregation.weighted_mean].weight, num_clients * aggregation.max_weight
+        weight, largest = (
+            contribution[aggregation.weighted_mean].weight,
+            num_clients * (self.protocol.max_weight or 1.0),
+        )
         # A number of examples or tokens is at least 1. A small sum of the weights would make a change large.
         smallest = min(num_clients, largest) if type(aggregation).weight is Aggregation.weight else 0
         if not (0 < weight and smallest <= weight <= largest):
             raise RoundFailedError(
                 f"Round {round.number + 1}: the weights of {num_clients} clients have the sum {weight:g}, but it must "
-                f"be above 0, at least {smallest:g} and at most {largest:g} (`max_weight`). A client has sent wrong "
-                "numbers."
+                f"be above 0 and at most {largest:g} (`max_weight`), and at least {smallest:g}. A client has sent "
+                "wrong numbers."
             )
         for name, sums in contribution.items():
             if not 0 <= sums.num_updates <= num_clients:
