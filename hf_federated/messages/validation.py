@@ -32,6 +32,10 @@ INVALID_CONTENT = (ValueError, TypeError, KeyError, IndexError, RuntimeError, Ov
 CheckExtra = Callable[[Mapping[str, torch.Tensor]], None]
 
 
+# Words that only a refusal contains.
+_AGREED = "The client agreed to"
+
+
 class InvalidUpdateError(ValueError):
     """The server rejected an update. The message names the client, the round, the key and the expected value."""
 
@@ -53,7 +57,12 @@ class RefusedRequestError(ValueError):
         self.is_of_peer = is_of_peer
         # A value of the server can be long, and a message to the server must be short.
         found, agreed = (printable(text, MAX_REFUSED_LENGTH) for text in (found, agreed))
-        super().__init__(f"`{field}` of a request of kind {request.kind!r} {found}. The client agreed to {agreed}.")
+        super().__init__(f"`{field}` of a request of kind {request.kind!r} {found}. {_AGREED} {agreed}.")
+
+
+def is_refusal(error: str) -> bool:
+    """Whether the text of a [`ClientFailure`] is that of a refusal. The text comes from the client."""
+    return _AGREED in error
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ..security.prime_field import PRIME
-from ..utils.arguments import require
+from ..utils.arguments import require_count
 from .base import SecureAggregation
 from .coded_masks import CodedMasks, CodedUnmasking
 from .masks import ClientMasks, ServerMasks
@@ -79,10 +79,10 @@ class LightSecAgg(SecureAggregation):
         if bits != 32:
             raise ValueError(f"`bits` is {bits}; LightSecAgg allows 32 only. Leave it out, or use 'secagg'.")
         if threshold is not None:
-            require("threshold", threshold, threshold >= 2, "at least 2")
+            require_count("threshold", threshold, 2)
         if num_private is not None:
-            require("num_private", num_private, num_private >= 1, "at least 1")
-        require("num_colluding", num_colluding, num_colluding >= 0, "at least 0")
+            require_count("num_private", num_private, 1)
+        require_count("num_colluding", num_colluding, 0)
         if num_private is not None and num_colluding > num_private:
             raise ValueError(
                 f"num_colluding={num_colluding} is above num_private={num_private}: more clients would work with the "

@@ -18,6 +18,7 @@ from ..messages.secure_aggregation import (
     Unmask,
     UnmaskShares,
 )
+from ..messages.validation import is_refusal
 from ..security.masks import generate_exchange_key, shared_secret
 from .base import SecureAggregation
 from .client_session import KEY_BYTES, keys_content, survivors_content
@@ -27,7 +28,17 @@ from .masks import RosterView, UnmaskError
 
 
 class SessionFailedError(RuntimeError):
-    """A session failed. It can be repeated with new keys."""
+    """
+    A session failed.
+
+    Args:
+        reason (`str`): Why it failed.
+        is_final (`bool`, *optional*, defaults to `False`): Whether another session would fail, too.
+    """
+
+    def __init__(self, reason: str, is_final: bool = False) -> None:
+        super().__init__(reason)
+        self.is_final = is_final
 
 
 class ServerSession:
@@ -203,12 +214,17 @@ class ServerSession:
             identity = to_bytes(self._advertised[name].identity)
             if Credentials.is_signed(content, to_bytes(reply.signature), identity):
                 self.signatures[name] = reply.signature
+        failed = {name: reply.error for name, reply in replies.items() if isinstance(reply, ClientFailure)}
+        first = next(iter(failed.items()), None)
+        shown = "" if first is None else f". Client {first[0]!r}: {first[1]}"
         for name in self.survivors:
             signed = sum(member in self.signatures for member in self._members[name])
             if signed < self._thresholds[name]:
                 raise SessionFailedError(
                     f"{signed} of the clients that have shares of client {name!r} signed the survivors, "
-                    f"{self._thresholds[name]} are needed"
+                    f"{self._thresholds[name]} are needed{shown}",
+                    # A client that has agreed to another sum of this round never agrees to a second one.
+                    is_final=any(map(is_refusal, failed.values())),
                 )
 
     @property

@@ -13,7 +13,7 @@ from tiny import rows
 from hf_federated import ClientPart, FedAvg, FedNova, RoundFailedError
 from hf_federated.clients.models import SharedModel
 from hf_federated.engines import LocalEngine
-from hf_federated.messages import ClientFailure, ClientUpdate, Message
+from hf_federated.messages import ClientFailure, ClientUpdate, Message, RefusedRequestError
 from hf_federated.messages.secure_aggregation import ConfirmSurvivors, SecureFit, ShareKeys, SubmitMasked
 from hf_federated.secure_aggregation import SecAgg
 from hf_federated.testing.engines import ReversedReplies
@@ -129,6 +129,24 @@ def test_session_that_fails_is_repeated_without_training_again(tmp_path, monkeyp
     # A request of local training opens the model, also in the repeated session. No other request does.
     assert len(trained) == 4 * 3
     assert engine.num_requests[SecureFit] == 4 * 3
+
+
+class RefusingEngine(LosingEngine):
+    """Lets all clients refuse the survivors."""
+
+    def _deliver(self, message: Message) -> Message:
+        reply = super()._deliver(message)
+        if not isinstance(message, ConfirmSurvivors):
+            return reply
+        error = str(RefusedRequestError(message, "survivors", "is refused: a second sum", "one sum of a round"))
+        return ClientFailure(message.round, message.client_id, error, nonce=message.nonce)
+
+
+def test_refused_sum_is_not_asked_for_again(tmp_path):
+    engine = RefusingEngine()
+    with pytest.raises(RoundFailedError, match="0 of the clients .* signed .*'client 0': `survivors` .* a second sum"):
+        run(tmp_path, engine)
+    assert engine.num_requests[SecureFit] == 4
 
 
 def test_lost_client_is_left_out_and_returns_to_its_earlier_state(tmp_path):

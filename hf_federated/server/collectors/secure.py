@@ -104,7 +104,7 @@ class SecureCollector(UpdateCollector):
                 # Clients that did not train need not be asked again.
                 clients = tuple(name for name in session.advertised if name not in session.blamed)
                 is_last = number == MAX_SESSIONS - 1 or len(clients) < session.min_clients
-                if is_last:
+                if is_last or error.is_final:
                     raise RoundFailedError(f"Round {round.number + 1}, secure aggregation: {error}") from (
                         self.context.engine.last_error
                     )
