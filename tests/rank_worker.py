@@ -422,7 +422,11 @@ def write_notes(rank: int, trainer: Trainer, recorder: RoundRecorder) -> None:
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    """Run a scenario of this file, or one of the conformance kit."""
+    """Run a scenario of this file, one of the conformance kit, or a pair of features."""
+    if "pair" in request:
+        from pair_processes import run_pair
+
+        return run_pair(request)
     if isinstance(request["scenario"], dict):
         return answer(request)
     if request["scenario"] == "sft":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,20 +21,11 @@ pytest.importorskip("bitsandbytes")
 pytest.importorskip("grpc")
 
 
-@pytest.fixture(scope="module")
-def worker() -> Iterator[WorkerProcess]:
-    """The process of `pair_worker.py`."""
-    process = WorkerProcess([str(Path(__file__).with_name("pair_worker.py"))])
-    yield process
-    process.stop()
-
-
-def error_of(pair: tuple[str, str], directory: Path, worker: WorkerProcess | None) -> str:
+def error_of(pair: tuple[str, str], directory: Path, worker: WorkerProcess) -> str:
     """Run a round of a federation with two features, and return the error. Empty if there is none."""
     parts, rule = find_pair(*pair)
     # A server refuses clients on other machines before they join.
     if parts.num_processes > 1 or (parts.is_networked and rule is None):
-        assert worker is not None
         codes = worker.ask({"directory": str(directory), "pair": pair})["codes"]
         logs = [(directory / f"rank-{number}.log").read_text() for number, code in enumerate(codes) if code]
         return logs[0] if logs else ""
@@ -62,11 +52,11 @@ def is_runnable(pair: tuple[str, str]) -> bool:
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_pairs_that_do_not_work_are_refused_with_the_alternative(name, tmp_path, worker) -> None:
+def test_pairs_that_do_not_work_are_refused_with_the_alternative(name, tmp_path, rank_worker) -> None:
     for number, pair in enumerate(partners(name, are_allowed=False)):
         rule = find_pair(*pair)[1]
         assert rule is not None
-        error = error_of(pair, tmp_path / str(number), worker)
+        error = error_of(pair, tmp_path / str(number), rank_worker)
         assert "ValueError: " in error and rule.alternative in error, f"{' and '.join(pair)}: {error or 'no error'}"
 
 
@@ -89,19 +79,19 @@ TRAINED: set[tuple[str, str]] = set()
 
 
 @pytest.mark.parametrize("name", [name for name, feature in FEATURES.items() if feature.runs])
-def test_each_feature_works_with_another_one(name, tmp_path, worker) -> None:
+def test_each_feature_works_with_another_one(name, tmp_path, rank_worker) -> None:
     pair = sample()[name]
     if pair not in TRAINED:
         TRAINED.add(pair)
-        assert not error_of(pair, tmp_path, worker), " and ".join(pair)
+        assert not error_of(pair, tmp_path, rank_worker), " and ".join(pair)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
-def test_all_pairs_without_a_rule_work(name, tmp_path, worker) -> None:
+def test_all_pairs_without_a_rule_work(name, tmp_path, rank_worker) -> None:
     errors = {}
     for number, pair in enumerate(partners(name, are_allowed=True)):
-        if is_runnable(pair) and (error := error_of(pair, tmp_path / str(number), worker)):
+        if is_runnable(pair) and (error := error_of(pair, tmp_path / str(number), rank_worker)):
             errors[pair] = error
     assert not errors
 

@@ -1,8 +1,4 @@
-"""Worker that runs pairs of features in several processes, for `test_compatibility.py`.
-
-A request is `{"directory", "pair"}`. The answer contains the exit code of every process. The output of a process is in
-`rank-<number>.log`.
-"""
+"""Pairs of features in several processes, which `rank_worker.py` forks for `test_compatibility.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Any
 
 from feature_pairs import CLIENTS, Parts, build, find_pair
 
-from hf_federated.testing.processes import fork, fork_ranks, free_address, serve, wait
+from hf_federated.testing.processes import fork, fork_ranks, free_address, wait
 
 
 TIMEOUT = 100
@@ -33,7 +29,17 @@ def run_party(number: int, parts: Parts, address: str) -> None:
     )
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+def run_pair(request: dict[str, Any]) -> dict[str, Any]:
+    """
+    Run a pair of features.
+
+    Args:
+        request (`dict[str, Any]`): The names of the features as `pair`, and the `directory` of the run.
+
+    Returns:
+        `dict[str, Any]`: The exit codes of all processes, as `codes`. The output of a process is in
+        `rank-<number>.log`.
+    """
     directory = request["directory"]
     parts, rule = find_pair(*request["pair"])
     deadline = time.monotonic() + TIMEOUT
@@ -45,7 +51,3 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     else:
         children = fork_ranks(functools.partial(run_rank, parts=parts), directory, parts.num_processes)
     return {"codes": [wait(child, deadline) for child in children]}
-
-
-if __name__ == "__main__":
-    serve(answer)
