@@ -145,8 +145,9 @@ class FedNova(Aggregation):
         weight = self.weight(update)
         accumulator.means["state"].add(update.state, weight / float(update.extra[NORMALIZER]))
         accumulator.means[NORMALIZER].add({NORMALIZER: update.extra[NORMALIZER]}, weight)
-        # A distillation reads the uniform mean of the tensors that it adds to an update.
-        accumulator.extra.add(update.extra, 1.0)
+        if update.extra.keys() != {NORMALIZER}:
+            # A distillation reads the uniform mean of the tensors that it adds to an update.
+            accumulator.extra.add(update.extra, 1.0)
 
     @torch.no_grad()
     def aggregate(self, accumulator: Accumulator, state: State) -> State:

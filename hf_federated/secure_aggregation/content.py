@@ -69,12 +69,17 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().numpy().tobytes()
 
 
-def byte_views(tensors: Mapping[str, Any], length: int | None = None) -> dict[str, memoryview]:
-    """Return the byte strings of a field of a message as [`byte_strings`] does, without copying them."""
+def check_byte_strings(tensors: Mapping[str, Any], length: int | None = None) -> None:
+    """Raise the error of [`byte_strings`] if a value is no byte string. The contents are not read."""
     for name, value in tensors.items():
         is_bytes = isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.ndim == 1
         if not is_bytes or length not in (None, len(value)):
             raise ValueError(f"the entry of {name!r} is no byte string" + (f" of {length} bytes" if length else ""))
+
+
+def byte_views(tensors: Mapping[str, Any], length: int | None = None) -> dict[str, memoryview]:
+    """Return the byte strings of a field of a message as [`byte_strings`] does, without copying them."""
+    check_byte_strings(tensors, length)
     return {name: value.contiguous().numpy().data for name, value in tensors.items()}
 
 

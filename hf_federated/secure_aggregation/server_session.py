@@ -22,7 +22,7 @@ from ..messages.validation import is_refusal
 from ..security.masks import generate_exchange_key, shared_secret
 from .base import SecureAggregation
 from .client_session import KEY_BYTES, keys_content, survivors_content
-from .content import byte_strings, encode, roster_digest, settings_digest, to_bytes
+from .content import byte_strings, check_byte_strings, encode, roster_digest, settings_digest, to_bytes
 from .credentials import Credentials
 from .masks import RosterView, UnmaskError
 
@@ -159,7 +159,7 @@ class ServerSession:
                 self._fail(name, "it sent no share for a client")
                 continue
             try:
-                byte_strings(reply.envelopes)
+                check_byte_strings(reply.envelopes)
             except ValueError as error:
                 self._fail(name, f"its shares cannot be read: {error}")
                 continue

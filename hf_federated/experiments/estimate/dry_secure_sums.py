@@ -112,6 +112,7 @@ class _DryEncoding:
 
     def __init__(self, encoding: RingEncoding, accumulator: Accumulator) -> None:
         self._encoding, self._shapes = encoding, accumulator.shapes
+        self._reference = accumulator.reference
 
     def zeros(self) -> torch.Tensor:
         return torch.empty(self._encoding.num_values, dtype=self._encoding.ring.total_dtype, device="meta")
@@ -125,13 +126,20 @@ class _DryEncoding:
     def encode(self, contribution: Contribution, statistics: Mapping[str, float], seed: int) -> torch.Tensor:
         return torch.empty(self._encoding.num_values, dtype=self._encoding.ring.dtype, device="meta")
 
+    def _device(self, mean: str, name: str) -> torch.device | str:
+        """Return the device of the values to which those of a mean are added."""
+        return self._reference[name].device if mean == "state" else "cpu"
+
     def decode(self, total: torch.Tensor, num_updates: int) -> tuple[dict[str, WeightedSums], dict[str, Any]]:
         sums = {
-            # The zeros of a tensor share one number, and can be added to tensors with values and without values.
+            # The zeros of a tensor share one number.
             mean: WeightedSums(
                 float(num_updates),
                 num_updates,
-                {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()},
+                {
+                    name: torch.zeros((), device=self._device(mean, name)).expand(shape)
+                    for name, shape in shapes.items()
+                },
             )
             for mean, shapes in self._shapes.items()
         }
