@@ -113,6 +113,11 @@ class SecureAggregation(ConstructorSettings, ABC):
         """Return the server side of the masks."""
 
     @property
+    def largest_weight(self) -> float:
+        """Largest weight of an update. Without `max_weight`, the aggregation gives all updates the weight 1."""
+        return 1.0 if self.max_weight is None else float(self.max_weight)
+
+    @property
     def modulus(self) -> int:
         """Modulus of the ring of the vectors that clients send."""
         return 2**self.bits
@@ -127,7 +132,7 @@ class SecureAggregation(ConstructorSettings, ABC):
         """
         shapes = accumulator.shapes
         # `extra` is a uniform mean.
-        weights = {name: 1.0 if name == "extra" else self.max_weight or 1.0 for name in shapes}
+        weights = {name: 1.0 if name == "extra" else self.largest_weight for name in shapes}
         return RingEncoding(shapes, num_clients, weights, self.clip, self.modulus)
 
     def agreed(self) -> dict[str, Any]:

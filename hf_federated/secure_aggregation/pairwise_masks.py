@@ -55,11 +55,12 @@ class PairwiseMasks(ClientMasks):
         return 2 * SHARE_BYTES
 
     def add(self, values: torch.Tensor, place: MaskPlace, keys: Mapping[str, bytes]) -> None:
-        self._masks = [_Mask(derive_key(self._seed, "self", place.context), False)]
+        masks = [_Mask(derive_key(self._seed, "self", place.context), False)]
         for name, key in keys.items():
-            secret = shared_secret(self._key, key)
-            self._masks.append(_pair_mask(place.client_id, name, secret, place.context))
-        for mask in self._masks:
+            # An invalid key raises an error. `remove` then removes nothing.
+            masks.append(_pair_mask(place.client_id, name, shared_secret(self._key, key), place.context))
+        self._masks = masks
+        for mask in masks:
             add_mask(values, mask.key, subtract=mask.is_subtracted)
 
     def remove(self, values: torch.Tensor) -> None:

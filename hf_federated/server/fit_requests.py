@@ -110,7 +110,15 @@ class FitRequests:
 
     def message_for(self, client_id: str) -> Fit:
         """Return the message of a client."""
-        message = Fit(
+        message = self._message(client_id)
+        return self.settings.steps.send(message) if self.settings.steps.changes_requests else message
+
+    def common(self) -> Fit:
+        """Return a message with the contents that all messages share, before the postprocessors change it."""
+        return self._message("")
+
+    def _message(self, client_id: str) -> Fit:
+        return Fit(
             self.round.number,
             client_id,
             client_seed(self.settings.seed, client_id, self.round.number),
@@ -120,7 +128,6 @@ class FitRequests:
             self.settings.returns_state,
             self._max_rows,
         )
-        return self.settings.steps.send(message) if self.settings.steps.changes_requests else message
 
     def _state_for(self, client_id: str) -> State:
         """Return the state that a client receives, if it may differ between clients."""

@@ -34,7 +34,7 @@ from ..utils.algorithm_names import COLLECTOR_NAMES
 from .checks.arguments import check_arguments, resolve_federation
 from .checks.data import check_clients, sample_clients
 from .checks.participants import check_participants, check_predictions, check_server_dataset
-from .checks.secure_aggregation import build_secure_aggregation, check_cohort, limit_weights
+from .checks.secure_aggregation import build_secure_aggregation, check_cohort, check_weights
 
 
 T = TypeVar("T")
@@ -175,7 +175,7 @@ class FederationSetup:
         check_server(lambda: check_server_dataset(aggregation, distillation, participants), None)
         check_clients(trainer, clients, eval_clients, resolved, participants.task is not None, distillation)
         _check_model(trainer, resolved, distillation, participants)
-        limit_weights(aggregation, secure)
+        check_weights(aggregation, secure)
         if secure is not None:
             check_server(functools.partial(check_cohort, secure, sampler.num_sampled), None)
         setup = cls(

@@ -153,7 +153,7 @@ class Workers:
         if protocol is None:
             return None
         aggregation: Any = self._setup.aggregation.on_client()
-        aggregation.max_weight = self._setup.aggregation.max_weight
+        aggregation.max_weight = protocol.largest_weight
         credentials = self._setup.credentials
         if credentials is None:
             # The processes of a launch train different clients, which verify each other.

@@ -33,7 +33,7 @@ from hf_federated.messages import Evaluate
 from hf_federated.server import UpdateCollector
 from hf_federated.tasks import LanguageModeling, QuestionAnswering, SequenceTagging, Task
 from hf_federated.trainer.checks.arguments import resolve_federation
-from hf_federated.trainer.checks.secure_aggregation import build_secure_aggregation, limit_weights
+from hf_federated.trainer.checks.secure_aggregation import build_secure_aggregation, check_weights
 from hf_federated.trainer.setup import algorithm_postprocessors
 from hf_federated.utils.algorithm_names import COLLECTOR_NAMES
 
@@ -132,7 +132,7 @@ def _describe(
             )
         num_public = sizes.num_public
     num_positions, num_classes = _prediction_shape(sizes.task, model, lengths, num_public)
-    limit_weights(aggregation, secure)
+    check_weights(aggregation, secure)
     return DryFederation(
         config=config,
         args=args,

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ...aggregation import Aggregation
 from ...engines import Plan
-from ...messages import ClientFailure, Message
+from ...messages import ClientFailure, Fit, Message
 from ...messages.secure_aggregation import MAX_SESSIONS, MaskedUpdate, OpenFit, SecureFit
 from ...methods import Accumulator, Round
 from ...secure_aggregation import SecureAggregation
@@ -62,13 +62,15 @@ class SecureCollector(UpdateCollector):
         needs_records = not context.engine.trains_here and context.output_dir is not None
         folder = Path(context.output_dir or "") / FOLDER
         self._records = RoundRecords(folder, context.first_needed) if needs_records else None
-        self._is_resumed = False
+        # Whether the records on disk are those of this run.
+        self._owns_records = False
 
     def collect(self, round: Round) -> Collected:
         requests = FitRequests(self.context.fit, round)
-        record = self._earlier(round, requests)
+        digest = "" if self._records is None else fit_digest(self._request(requests, requests.common(), "")).hex()
+        record = self._earlier(round, digest)
         if record is None:
-            record = self._collect(round, requests)
+            record = self._collect(round, requests, digest)
         else:
             self.context.engine.replay(round.number, record.states)
             for name, (down, up) in record.num_bytes.items():
@@ -77,20 +79,16 @@ class SecureCollector(UpdateCollector):
             logger.warning(f"Client {name!r}, round {round.number + 1}: {reason}")
         return self._collected(round, requests, record)
 
-    def _earlier(self, round: Round, requests: FitRequests) -> RoundRecord | None:
+    def _earlier(self, round: Round, digest: str) -> RoundRecord | None:
         """Return the result of the round in the interrupted run."""
         if self._records is None:
             return None
-        if not self._is_resumed:
+        if not self._owns_records:
             self._records.clear()
-            self._is_resumed = True
-        return self._records.read(round.number, self._digest(requests))
+            self._owns_records = True
+        return self._records.read(round.number, digest)
 
-    def _digest(self, requests: FitRequests) -> str:
-        session = ServerSession(self.protocol, "", requests.round.number, 0)
-        return fit_digest(self._fit(session, requests)("")).hex()
-
-    def _collect(self, round: Round, requests: FitRequests) -> RoundRecord:
+    def _collect(self, round: Round, requests: FitRequests, digest: str) -> RoundRecord:
         """Run sessions until one succeeds, and write the result."""
         clients, failures = round.clients, dict[str, str]()
         for number in range(MAX_SESSIONS):
@@ -112,11 +110,11 @@ class SecureCollector(UpdateCollector):
         failures.update(session.failures)
         failures = {name: reason for name, reason in failures.items() if name not in session.survivors}
         if self._records is None:
-            return RoundRecord(round.number, "", total, session.survivors, failures, {}, {})
+            return RoundRecord(round.number, digest, total, session.survivors, failures, {}, {})
         engine = self.context.engine
         record = RoundRecord(
             round.number,
-            self._digest(requests),
+            digest,
             total,
             session.survivors,
             failures,
@@ -149,14 +147,12 @@ class SecureCollector(UpdateCollector):
         return total
 
     def _fit(self, session: ServerSession, requests: FitRequests) -> Callable[[str], SecureFit]:
+        return lambda client_id: self._request(requests, requests.message_for(client_id), session.session)
+
+    def _request(self, requests: FitRequests, fit: Fit, session: str) -> SecureFit:
         cls = SecureFit if self.protocol.masks else OpenFit
-
-        def message_for(client_id: str) -> SecureFit:
-            fields = dict(vars(requests.message_for(client_id)))
-            fields["accepted_round"] = self._counted.get(client_id)
-            return cls(**fields, session=session.session, num_clients=len(requests.round.cohort))
-
-        return message_for
+        fields = {**vars(fit), "accepted_round": self._counted.get(fit.client_id)}
+        return cls(**fields, session=session, num_clients=len(requests.round.cohort))
 
     def _plan(self, session: ServerSession, phase: str, clients: tuple[str, ...], message_for: Any) -> Plan:
         deadline = self.context.deadline
@@ -233,10 +229,7 @@ class SecureCollector(UpdateCollector):
     def _check(self, round: Round, contribution: Any, statistics: Any, num_clients: int) -> None:
         """Check what the sum claims. No client can be named."""
         aggregation: Any = self.context.fit.methods[0]
-        weight, largest = (
-            contribution[aggregation.weighted_mean].weight,
-            num_clients * (self.protocol.max_weight or 1.0),
-        )
+        weight, largest = contribution[aggregation.weighted_mean].weight, num_clients * self.protocol.largest_weight
         # A number of examples or tokens is at least 1. A small sum of the weights would make a change large.
         smallest = min(num_clients, largest) if type(aggregation).weight is Aggregation.weight else 0
         if not (0 < weight and smallest <= weight <= largest):
@@ -264,7 +257,7 @@ class SecureCollector(UpdateCollector):
         return {"counted": dict(self._counted), "bound": self._bound.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._is_resumed = True
+        self._owns_records = True
         self._counted = dict(state["counted"])
         self._bound.load_state_dict(state["bound"])
 

@@ -27,18 +27,17 @@ def build_secure_aggregation(config: FederatedConfig) -> SecureAggregation | Non
                 "out."
             )
         return None
-    protocol: SecureAggregation = SECURE_AGGREGATION_NAMES.build(
+    return SECURE_AGGREGATION_NAMES.build(
         config.secure_aggregation, config.secure_aggregation_kwargs, SecureAggregation
     )
-    return protocol
 
 
-def limit_weights(aggregation: Aggregation, protocol: SecureAggregation | None) -> None:
+def check_weights(aggregation: Aggregation, protocol: SecureAggregation | None) -> None:
     """
-    Limit the weights of an averaging algorithm to those of a protocol.
+    Check that a protocol limits the weights of an averaging algorithm.
 
     Args:
-        aggregation ([`Aggregation`]): The averaging algorithm, whose `max_weight` is set.
+        aggregation ([`Aggregation`]): The averaging algorithm.
         protocol ([`SecureAggregation`], *optional*): The protocol. Without one, there is no limit.
 
     Raises:
@@ -52,7 +51,6 @@ def limit_weights(aggregation: Aggregation, protocol: SecureAggregation | None) 
             f"weights updates by {aggregation.weighting}. Set secure_aggregation_kwargs={{'max_weight': ...}} to the "
             "largest number of a client, such as 2000, or set weighting='uniform' in `aggregation_kwargs`."
         )
-    aggregation.max_weight = 1.0 if protocol.max_weight is None else protocol.max_weight
 
 
 def check_cohort(protocol: SecureAggregation, num_clients: int) -> None:
