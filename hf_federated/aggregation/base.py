@@ -107,7 +107,7 @@ class Aggregation(Method):
         # The class that defines `weight` may be a mixin.
         source = next(each for each in cls.__mro__ if "weight" in vars(each))
         if source is cls or not issubclass(source, Aggregation):
-            cls.weight = _bounded(vars(source)["weight"])  # type: ignore[method-assign]
+            cls.weight = _bounded(vars(source)["weight"])  # type: ignore[method-assign, assignment]
 
     def __init__(self, weighting: str = "examples") -> None:
         require_one_of("weighting", weighting, WEIGHTINGS)
@@ -190,7 +190,6 @@ class Aggregation(Method):
         """
         self.weight(update)
 
-    @_bounded
     def weight(self, update: ClientUpdate) -> float:
         """
         Return the weight of an update in the mean, at most `max_weight`.
@@ -201,14 +200,14 @@ class Aggregation(Method):
             update ([`ClientUpdate`]): Update of a client.
         """
         if self.weighting == "uniform":
-            return 1.0
+            return min(1.0, self.max_weight)
         weight = update.num_tokens if self.weighting == "tokens" else update.num_examples
         if weight <= 0:
             raise ValueError(
                 f"Client {update.client_id!r} reports {weight} {self.weighting}, so its update has no weight. Set "
                 f"weighting='uniform' if clients do not count {self.weighting}."
             )
-        return float(weight)
+        return min(float(weight), self.max_weight)
 
     def amount_of_training(self, update: ClientUpdate) -> float:
         """

@@ -18,6 +18,14 @@ from torch.amp import GradScaler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
+ALL_STEPS_SKIPPED = (
+    "fp16=True: in one round, the gradients of a client overflowed in all of its steps, so its parameters did not "
+    "change. The scaler lowers the loss scale after each overflow, but the round ended before the scale was low "
+    "enough. Set client_optimizer_state='carry' to keep the scale between rounds, raise `local_steps` or "
+    "`local_epochs`, or use bf16=True."
+)
+
+
 def copy_scaler(accelerator: Accelerator) -> GradScaler:
     """
     Copy the gradient scaler of an accelerator as it was before its first step.

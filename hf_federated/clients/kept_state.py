@@ -7,7 +7,6 @@ from typing import Any
 
 from ..messages import Fit
 from ..messages.secure_aggregation import SecureFit
-from ..utils.weighted_mean import State
 
 
 # Key of the memories of the client halves in the state of a client.
@@ -34,34 +33,6 @@ def state_before(kept: Mapping[str, Any], message: Fit) -> dict[str, Any]:
     if isinstance(message, SecureFit) and _ROUND in kept and kept[_ROUND] != message.accepted_round:
         kept = kept[_BEFORE]
     return {name: value for name, value in kept.items() if name not in (_ROUND, _BEFORE)}
-
-
-def state_after(
-    trainer: Any, local: State, memories: Mapping[str, dict[str, Any]], carries_optimizer: bool
-) -> dict[str, Any]:
-    """
-    Return the state of a client after a local training, without the memories of the postprocessors.
-
-    Args:
-        trainer (`transformers.Trainer`): The trainer of the local training.
-        local (`dict[str, torch.Tensor]`): The tensors that the client keeps.
-        memories (`Mapping[str, dict[str, Any]]`): The memories of the client halves.
-        carries_optimizer (`bool`): Whether the client keeps the state of its optimizer.
-    """
-    scaler, stream = trainer.local_training.scaler, trainer.local_training.stream
-    state: dict[str, Any] = {LOCAL: local} if local else {}
-    if carries_optimizer:
-        state["optimizer"] = trainer.optimizer.state_dict()
-        if scaler is not None:
-            state["scaler"] = scaler.state_dict()
-    else:
-        # The optimizer and its schedule form a reference cycle. Free the moments without a garbage collection.
-        trainer.optimizer.state.clear()
-    if stream is not None:
-        state["stream"] = stream.position()
-    if kept := {key: memory for key, memory in memories.items() if memory}:
-        state[MEMORIES] = kept
-    return state
 
 
 def has_state_after(kept: Mapping[str, Any], message: Fit) -> bool:

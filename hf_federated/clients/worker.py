@@ -31,8 +31,8 @@ from ..utils.trainer_banner import trainer_banner
 from ..utils.weighted_mean import State
 from .agreement import Agreement
 from .failures import describe_failure
-from .gradient_scaler import ClientScaler
-from .kept_state import LOCAL, MEMORIES, STEP_MEMORIES, has_state_after, state_after, state_before, with_note
+from .gradient_scaler import ALL_STEPS_SKIPPED, ClientScaler
+from .kept_state import LOCAL, MEMORIES, STEP_MEMORIES, has_state_after, state_before, with_note
 from .local_training import (
     LocalTraining,
     LocalTrainingCallback,
@@ -54,13 +54,6 @@ logger = logging.get_logger(__name__)
 NON_METRIC_KEYS = {"epoch", "step", "num_input_tokens_seen", "num_tokens"}
 # Opening a client's examples takes longer than a small training step, and an open client needs some kilobytes.
 MAX_OPEN_CLIENTS = 256
-
-ALL_STEPS_SKIPPED = (
-    "fp16=True: in one round, the gradients of a client overflowed in all of its steps, so its parameters did not "
-    "change. The scaler lowers the loss scale after each overflow, but the round ended before the scale was low "
-    "enough. Set client_optimizer_state='carry' to keep the scale between rounds, raise `local_steps` or "
-    "`local_epochs`, or use bf16=True."
-)
 
 
 class ClientWorker:
@@ -101,7 +94,7 @@ class ClientWorker:
         self.secure = secure
         self.agreement = agreement
         self.last_error: Exception | None = None
-        # The metrics of the update, if the last message was a request of local training that succeeded.
+        # The metrics of the update that the last message asked for, if its reply is another message.
         self.last_metrics: dict[str, float] | None = None
         # The class and the lines of code of each error whose traceback was logged.
         self._logged_errors: set[tuple[Any, ...]] = set()
@@ -188,8 +181,8 @@ class ClientWorker:
         origin = (type(error), *lines)
         if origin not in self._logged_errors:
             self._logged_errors.add(origin)
-            text = printable_traceback(error)
-            logger.warning(f"Client {message.client_id!r} failed in round {message.round + 1}:\n{text}")
+            where = f"Client {message.client_id!r} failed in round {message.round + 1}"
+            logger.warning(f"{where}:\n{printable_traceback(error)}")
 
     def _answer(self, message: Message, model: ClientModel, key: str) -> tuple[Message, dict[str, Any] | None]:
         """Answer a message of a method. Return the reply, and the client's new state if it changed."""
@@ -208,7 +201,7 @@ class ClientWorker:
     def _fit(self, message: Fit, model: ClientModel) -> tuple[Message, dict[str, Any] | None]:
         """Train a client. Return the reply, and the client's new state unless the client has diverged."""
         kept = self.models.get_state(message.client_id)
-        before = state_before(kept, message)
+        before = state_before(kept, message) if isinstance(message, SecureFit) else kept
         contexts = {key: self._context(message.client_id, model, before, key) for key in self._methods}
         parts = [method.client(contexts[key]) for key, method in self._methods.items()]
         step_memories = dict(before.get(STEP_MEMORIES, {}))
@@ -217,12 +210,8 @@ class ClientWorker:
                 message = run_client_receive(self._postprocessors, message, step_memories)
         if self.agreement is not None:
             self.agreement.check_tensors(message, model.exchange)
-        secure = self.secure
-        if (
-            secure is not None
-            and isinstance(message, SecureFit)
-            and secure.has_trained(message, has_state_after(kept, message))
-        ):
+        secure: Any = self.secure if isinstance(message, SecureFit) else None
+        if secure is not None and secure.has_trained(message, has_state_after(kept, message)):
             return secure.begin(message), None
         model.exchange.write_local(before.get(LOCAL), message.client_id)
         try:
@@ -242,10 +231,7 @@ class ClientWorker:
         update = _update(message, trainer, model.exchange.read() if message.returns_state else {})
         for part in parts:
             update = part.send(update)
-        carries_optimizer = self._config.client_optimizer_state == "carry"
-        state = state_after(
-            trainer, local, {key: context.memory for key, context in contexts.items()}, carries_optimizer
-        )
+        state = self._state_after(trainer, contexts, local)
         # The server rejects the update of a diverged client. The client then keeps its last finite state.
         is_finite = first_non_finite(update.state) is None
         if local and is_finite and (name := first_non_finite(local)) is not None:
@@ -253,15 +239,31 @@ class ClientWorker:
             raise diverged(name)
         if self._postprocessors:
             update = run_client_send(self._postprocessors, update, message, step_memories)
-        self.last_metrics = update.reported_metrics
         if step_memories:
             state[STEP_MEMORIES] = step_memories
-        if secure is None or not isinstance(message, SecureFit):
+        if secure is None:
             return update, state if is_finite else None
+        self.last_metrics = update.reported_metrics
         # The training has changed the tensors of an optimizer that the client carries.
-        before = state_before(self.models.get_state(message.client_id), message)
-        state = with_note(state, message.round, before)
+        state = with_note(state, message.round, state_before(self.models.get_state(message.client_id), message))
         return secure.begin(message, update, leaves_state=bool(state)), state
+
+    def _state_after(self, trainer: Any, contexts: Mapping[str, ClientContext], local: State) -> dict[str, Any]:
+        """Return the state of a client after a local training, without the memories of the postprocessors."""
+        scaler, stream = trainer.local_training.scaler, trainer.local_training.stream
+        state: dict[str, Any] = {LOCAL: local} if local else {}
+        if self._config.client_optimizer_state == "carry":
+            state["optimizer"] = trainer.optimizer.state_dict()
+            if scaler is not None:
+                state["scaler"] = scaler.state_dict()
+        else:
+            # The optimizer and its schedule form a reference cycle. Free the moments without a garbage collection.
+            trainer.optimizer.state.clear()
+        if stream is not None:
+            state["stream"] = stream.position()
+        if memories := {key: context.memory for key, context in contexts.items() if context.memory}:
+            state[MEMORIES] = memories
+        return state
 
     def _context(self, client_id: str, model: ClientModel, kept: Mapping[str, Any], key: str) -> ClientContext:
         """Build the context of the client half of a method."""

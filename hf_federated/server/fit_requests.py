@@ -108,17 +108,17 @@ class FitRequests:
         requests._max_rows = saved["max_rows"]
         return requests
 
-    def message_for(self, client_id: str) -> Fit:
-        """Return the message of a client."""
-        message = self._message(client_id)
-        return self.settings.steps.send(message) if self.settings.steps.changes_requests else message
+    def message_for(self, client_id: str, is_sent: bool = True) -> Fit:
+        """
+        Return the message of a client.
 
-    def common(self) -> Fit:
-        """Return a message with the contents that all messages share, before the postprocessors change it."""
-        return self._message("")
-
-    def _message(self, client_id: str) -> Fit:
-        return Fit(
+        Args:
+            client_id (`str`): Id of the client.
+            is_sent (`bool`, *optional*, defaults to `True`): Whether the postprocessors change the message, and note
+                what they send.
+        """
+        steps = self.settings.steps
+        message = Fit(
             self.round.number,
             client_id,
             client_seed(self.settings.seed, client_id, self.round.number),
@@ -128,6 +128,7 @@ class FitRequests:
             self.settings.returns_state,
             self._max_rows,
         )
+        return steps.send(message) if is_sent and steps.changes_requests else message
 
     def _state_for(self, client_id: str) -> State:
         """Return the state that a client receives, if it may differ between clients."""

@@ -25,7 +25,7 @@ from ..clients.state_history import StateHistory
 from ..data import FederatedDataset
 from ..data.client_ids import similar_ids_hint
 from ..engines import ClientEngine, raise_common_failure
-from ..messages import Announcement, ClientFailure, Message, read_message
+from ..messages import Announcement, ClientFailure, ClientUpdate, Message, read_message
 from ..secure_aggregation.credentials import Credentials
 from ..server import RoundProgress, RoundSummary
 from ..transport import Connector
@@ -234,7 +234,8 @@ class JoinedClient:
         worker.is_federation = request.num_clients > 1
         history.restore(request.state)
         answer = worker.handle(message)
-        if (trained := worker.last_metrics) is not None:
+        trained = answer.reported_metrics if isinstance(answer, ClientUpdate) else worker.last_metrics
+        if trained is not None:
             metrics[self.client_id] = trained
             if self.setup.config.local_steps is None:
                 self.examples_seen += int(trained["num_examples"]) * self.setup.config.local_epochs
@@ -247,8 +248,9 @@ class JoinedClient:
         elif isinstance(answer, ClientFailure):
             if processes.world_size > 1:
                 raise_common_failure(processes, answer, worker.last_error)
-            reason = worker.last_error or answer.error
-            logger.warning(f"Round {message.round + 1}: this client failed: {printable(reason)}")
+            logger.warning(
+                f"Round {message.round + 1}: this client failed: {printable(worker.last_error or answer.error)}"
+            )
         reply = answer.to_bytes() if processes.is_main else b""
         history.record(message.nonce, reply)
         # A server that resumes repeats the requests after its last checkpoint.

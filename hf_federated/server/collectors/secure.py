@@ -67,7 +67,7 @@ class SecureCollector(UpdateCollector):
 
     def collect(self, round: Round) -> Collected:
         requests = FitRequests(self.context.fit, round)
-        digest = "" if self._records is None else fit_digest(self._request(requests, requests.common(), "")).hex()
+        digest = "" if self._records is None else self._digest(requests)
         record = self._earlier(round, digest)
         if record is None:
             record = self._collect(round, requests, digest)
@@ -87,6 +87,9 @@ class SecureCollector(UpdateCollector):
             self._records.clear()
             self._owns_records = True
         return self._records.read(round.number, digest)
+
+    def _digest(self, requests: FitRequests) -> str:
+        return fit_digest(self._request(requests, requests.message_for("", is_sent=False), "")).hex()
 
     def _collect(self, round: Round, requests: FitRequests, digest: str) -> RoundRecord:
         """Run sessions until one succeeds, and write the result."""
