@@ -94,10 +94,10 @@ class ClientJournal:
     The consents of all runs count, because a server may call a run, a round or a session what it likes. The digest of
     a request identifies what was summed: it covers the round, the settings and the parameters.
 
-    The noted requests are those of one run. `run` identifies it: the `run` of a
-    [`~hf_federated.clients.request_record.RequestRecord`] is new after a complete run, with another agreement, and if
-    the owner of the client deletes `requests.jsonl` to agree to a new run. The server cannot change it. The settings
-    of the run would not identify it, because a second run with the same settings may train again.
+    The noted requests are those of one run. The client chooses the id of a run (`RequestRecord.run`), so the server
+    cannot change it. A run has a new id after a complete run, with another agreement, and if the owner of the client
+    deletes `requests.jsonl` to agree to a new run. The settings cannot be the id, because a second run with the same
+    settings may train again.
 
     Args:
         folder (`pathlib.Path`, *optional*): Folder of the file, `state_dir` of the client. By default, the journal is

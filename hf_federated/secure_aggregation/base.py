@@ -93,7 +93,7 @@ class SecureAggregation(ConstructorSettings, ABC):
             ValueError: If there are too few clients for the settings.
         """
 
-    def neighbours_of(self, client_id: str, clients: Sequence[str], roster: bytes) -> tuple[str, ...]:
+    def neighbors_of(self, client_id: str, clients: Sequence[str], roster: bytes) -> tuple[str, ...]:
         """
         Return the clients with which a client shares its secrets. By default, all other clients.
 

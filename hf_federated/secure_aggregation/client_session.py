@@ -178,9 +178,9 @@ class ClientSession:
             self._threshold = self._protocol.threshold_of(len(keys))
         except ValueError as error:
             raise RefusedRequestError(request, "keys", str(error), "its own settings") from error
-        neighbours = self._protocol.neighbours_of(self.client_id, sorted(keys), self._roster)
-        self._members = tuple(sorted([*neighbours, self.client_id]))
-        for name in neighbours:
+        neighbors = self._protocol.neighbors_of(self.client_id, sorted(keys), self._roster)
+        self._members = tuple(sorted([*neighbors, self.client_id]))
+        for name in neighbors:
             if name not in identities or name not in signatures:
                 raise RefusedRequestError(request, "signatures", f"lacks client {name!r}", "signed keys")
             content = keys_content(self._settings, self.session, self.round, name, self.fit_digest, keys[name])
@@ -188,7 +188,7 @@ class ClientSession:
             if problem is not None:
                 agreed = "keys that the known clients signed for the same settings and the same local training"
                 raise RefusedRequestError(request, "signatures", problem, agreed, is_of_peer=True)
-        self._identities = {name: identities[name] for name in neighbours}
+        self._identities = {name: identities[name] for name in neighbors}
         parts = self._masks.split(self._place, self._members, self._threshold, self._num_values)
         self._parts = {self.client_id: bytes(parts.pop(self.client_id))}
         envelopes = {name: self._seal(name, part) for name, part in parts.items()}

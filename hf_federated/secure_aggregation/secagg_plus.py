@@ -1,4 +1,4 @@
-"""`SecAggPlus`: secure aggregation with pairwise masks of neighbours, for many clients."""
+"""`SecAggPlus`: secure aggregation with pairwise masks of neighbors, for many clients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
-from ..security.neighbours import choose_neighbours, neighbours_of
+from ..security.neighbors import choose_neighbors, neighbors_of
 from ..utils.arguments import require
 from .secagg import SecAgg
 
@@ -17,16 +17,16 @@ MAX_ALL_PAIRS = 64
 
 class SecAggPlus(SecAgg):
     """
-    SecAgg+: each client masks its update with its own mask and with one mask for each of its neighbours.
+    SecAgg+: each client masks its update with its own mask and with one mask for each of its neighbors.
 
     [Secure Single-Server Aggregation with (Poly)Logarithmic Overhead](https://eprint.iacr.org/2020/704) (Bell et al.,
     CCS 2020), the protocol of section 3.
 
-    A graph connects each client with `k` neighbours, and `t` of them reveal a secret of the client. `k` and `t` follow
+    A graph connects each client with `k` neighbors, and `t` of them reveal a secret of the client. `k` and `t` follow
     from the number of clients, `corrupt_share` and `lost_share`
-    ([`~hf_federated.security.neighbours.choose_neighbours`]): with 10 % corrupt and 10 % lost clients, `k` is 20 of
+    ([`~hf_federated.security.neighbors.choose_neighbors`]): with 10 % corrupt and 10 % lost clients, `k` is 20 of
     100 clients, and 46 of 1000. The keys of all clients determine the graph. Up to 64 clients, all clients are
-    neighbours, as in [`SecAgg`].
+    neighbors, as in [`SecAgg`].
 
     Above 64 clients, the protocol protects against a server that follows the protocol and works with at most
     `corrupt_share` of the clients. It does not protect against a server that lies about the lost clients, or that
@@ -84,19 +84,19 @@ class SecAggPlus(SecAgg):
             return super().threshold_of(num_clients)
         return _numbers(num_clients, self.corrupt_share, self.lost_share)[1]
 
-    def neighbours_of(self, client_id: str, clients: Sequence[str], roster: bytes) -> tuple[str, ...]:
+    def neighbors_of(self, client_id: str, clients: Sequence[str], roster: bytes) -> tuple[str, ...]:
         if len(clients) <= MAX_ALL_PAIRS:
-            return super().neighbours_of(client_id, clients, roster)
-        num_neighbours, _ = _numbers(len(clients), self.corrupt_share, self.lost_share)
-        return _graph(tuple(clients), num_neighbours, roster)[client_id]
+            return super().neighbors_of(client_id, clients, roster)
+        num_neighbors, _ = _numbers(len(clients), self.corrupt_share, self.lost_share)
+        return _graph(tuple(clients), num_neighbors, roster)[client_id]
 
 
 @functools.lru_cache(maxsize=16)
 def _numbers(num_clients: int, corrupt_share: float, lost_share: float) -> tuple[int, int]:
-    return choose_neighbours(num_clients, corrupt_share, lost_share)
+    return choose_neighbors(num_clients, corrupt_share, lost_share)
 
 
 # Each client of a process asks for the same graph.
 @functools.lru_cache(maxsize=1)
-def _graph(clients: tuple[str, ...], num_neighbours: int, roster: bytes) -> dict[str, tuple[str, ...]]:
-    return neighbours_of(clients, num_neighbours, roster)
+def _graph(clients: tuple[str, ...], num_neighbors: int, roster: bytes) -> dict[str, tuple[str, ...]]:
+    return neighbors_of(clients, num_neighbors, roster)

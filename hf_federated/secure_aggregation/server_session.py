@@ -101,7 +101,7 @@ class ServerSession:
         self._roster = roster_digest(self._keys)
         clients = sorted(self._keys)
         for name in clients:
-            others = self._protocol.neighbours_of(name, clients, self._roster)
+            others = self._protocol.neighbors_of(name, clients, self._roster)
             self._members[name] = tuple(sorted([*others, name]))
             self._thresholds[name] = self._protocol.threshold_of(len(clients))
 
@@ -168,7 +168,7 @@ class ServerSession:
         # A client without enough shares of others refuses to send its update.
         for name in list(self._shares):
             if sum(member in self._shares for member in self._members[name]) < self._thresholds[name]:
-                self._fail(name, "too few of its neighbours sent shares")
+                self._fail(name, "too few of its neighbors sent shares")
                 del self._shares[name]
         self._check_number(len(self._shares), "can remove their masks")
 

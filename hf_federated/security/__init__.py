@@ -9,10 +9,10 @@ Encryption and authentication for split models, and the primitives of secure agg
 - `encrypted_link`: a link to the server on which every message is encrypted.
 - `peer_envelopes`: encrypted messages between clients, which the server forwards but cannot read.
 - `masks`: key agreement, masks from keys, and sealed messages.
-- `neighbours`: with which clients a client shares its masks, if there are many.
+- `neighbors`: with which clients a client shares its masks, if there are many.
 - `prime_field`: vectors over the field of 2^31 - 1, and coded masks.
 - `shamir`: shares of a secret.
 
-All modules except `neighbours` and `shamir` need `cryptography` (extra `split`). The modules are imported one by one;
+All modules except `neighbors` and `shamir` need `cryptography` (extra `split`). The modules are imported one by one;
 the package exports no names.
 """

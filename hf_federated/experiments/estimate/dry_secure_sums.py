@@ -37,8 +37,8 @@ class DryProtocol(SecureAggregation):
     def threshold_of(self, num_clients: int) -> int:
         return self._protocol.threshold_of(num_clients)
 
-    def neighbours_of(self, client_id: str, clients: Sequence[str], roster: bytes) -> tuple[str, ...]:
-        return self._protocol.neighbours_of(client_id, clients, roster)
+    def neighbors_of(self, client_id: str, clients: Sequence[str], roster: bytes) -> tuple[str, ...]:
+        return self._protocol.neighbors_of(client_id, clients, roster)
 
     def client_masks(self) -> ClientMasks:
         return _DryMasks(self._protocol.client_masks())

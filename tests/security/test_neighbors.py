@@ -1,4 +1,4 @@
-"""The number of neighbours, compared with exact probabilities, and the graph of the neighbours."""
+"""The number of neighbors, compared with exact probabilities, and the graph of the neighbors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import pytest
 
-from hf_federated.security.neighbours import choose_neighbours, neighbours_of
+from hf_federated.security.neighbors import choose_neighbors, neighbors_of
 
 
 NUM_CLIENTS = (50, 100, 300, 1000, 3000, 10_000)
@@ -46,7 +46,7 @@ def is_connected(n: int, removed: int, k: int) -> bool:
 
 @pytest.mark.parametrize("shares", CHOICES, ids=str)
 def test_choices_for_up_to_ten_thousand_clients(shares):
-    assert [choose_neighbours(num_clients, *shares) for num_clients in NUM_CLIENTS] == CHOICES[shares]
+    assert [choose_neighbors(num_clients, *shares) for num_clients in NUM_CLIENTS] == CHOICES[shares]
 
 
 @pytest.mark.parametrize("num_clients", [20, 65, 100, 300])
@@ -54,7 +54,7 @@ def test_choices_for_up_to_ten_thousand_clients(shares):
 def test_choice_is_the_smallest_that_satisfies_all_exact_conditions(shares, num_clients):
     corrupt = math.floor(Fraction(shares[0]).limit_denominator(100) * num_clients)
     lost = math.ceil(Fraction(shares[1]).limit_denominator(100) * num_clients)
-    k, t = choose_neighbours(num_clients, *shares)
+    k, t = choose_neighbors(num_clients, *shares)
     assert t == next(t for t in range(k // 2 + 1, k + 1) if is_private(num_clients, corrupt, k, t))
     assert is_reliable(num_clients, lost, k, t)
     assert k == num_clients - 1 or is_connected(num_clients, corrupt + lost, k)
@@ -65,22 +65,22 @@ def test_choice_is_the_smallest_that_satisfies_all_exact_conditions(shares, num_
         )
 
 
-def test_neighbours_are_added_if_the_graph_could_fall_apart():
-    """Without corrupt neighbours to fear, 10 of 50 clients would do, but two gaps of 5 have a probability of 1e-7."""
+def test_neighbors_are_added_if_the_graph_could_fall_apart():
+    """Without corrupt neighbors to fear, 10 of 50 clients would do, but two gaps of 5 have a probability of 1e-7."""
     assert is_private(50, 5, 10, 6) and is_reliable(50, 5, 10, 6)
     assert not is_connected(50, 10, 10)
-    assert choose_neighbours(50, 0.1, 0.1) == (12, 7)
+    assert choose_neighbors(50, 0.1, 0.1) == (12, 7)
 
 
-def test_more_bits_need_more_neighbours():
-    usual = choose_neighbours(1000, 0.1, 0.1)
-    assert choose_neighbours(1000, 0.1, 0.1, privacy_bits=80) > usual
-    assert choose_neighbours(1000, 0.1, 0.1, failure_bits=40) > usual
+def test_more_bits_need_more_neighbors():
+    usual = choose_neighbors(1000, 0.1, 0.1)
+    assert choose_neighbors(1000, 0.1, 0.1, privacy_bits=80) > usual
+    assert choose_neighbors(1000, 0.1, 0.1, failure_bits=40) > usual
 
 
 def test_shares_that_float64_rounds_down_are_whole_numbers_of_clients():
     assert math.floor(0.29 * 100) == 28
-    assert choose_neighbours(100, 0.29, 0) == choose_neighbours(100, 0.299, 0) != choose_neighbours(100, 0.28, 0)
+    assert choose_neighbors(100, 0.29, 0) == choose_neighbors(100, 0.299, 0) != choose_neighbors(100, 0.28, 0)
 
 
 @pytest.mark.parametrize(
@@ -90,13 +90,13 @@ def test_shares_that_float64_rounds_down_are_whole_numbers_of_clients():
         ((100, -0.1, 0.1), "corrupt_share=-0.1"),
         ((100, 1.0, 0.1), "corrupt_share=1.0"),
         ((100, 0.1, 1.0), "lost_share=1.0"),
-        ((100, 0.1, 0.6), "even 99 neighbours are not enough"),
-        ((100, 0.6, 0.4), "even 99 neighbours are not enough"),
+        ((100, 0.1, 0.6), "even 99 neighbors are not enough"),
+        ((100, 0.6, 0.4), "even 99 neighbors are not enough"),
     ],
 )
 def test_impossible_shares_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        choose_neighbours(*arguments)
+        choose_neighbors(*arguments)
 
 
 def components(graph: dict[str, tuple[str, ...]], removed: set[str]) -> int:
@@ -114,43 +114,43 @@ def components(graph: dict[str, tuple[str, ...]], removed: set[str]) -> int:
 @pytest.mark.parametrize(("num_clients", "k"), [(1, 2), (2, 1), (5, 2), (5, 4), (6, 5), (6, 99), (50, 10), (51, 12)])
 def test_graph_is_regular_symmetric_and_connected(num_clients, k):
     clients = [f"client {number}" for number in range(num_clients)]
-    graph = neighbours_of(clients, k, os.urandom(32))
+    graph = neighbors_of(clients, k, os.urandom(32))
     assert graph.keys() == set(clients)
-    for client, neighbours in graph.items():
-        assert len(set(neighbours)) == len(neighbours) == min(k, num_clients - 1)
-        assert neighbours == tuple(sorted(neighbours))
-        assert client not in neighbours
-        assert all(client in graph[neighbour] for neighbour in neighbours)
+    for client, neighbors in graph.items():
+        assert len(set(neighbors)) == len(neighbors) == min(k, num_clients - 1)
+        assert neighbors == tuple(sorted(neighbors))
+        assert client not in neighbors
+        assert all(client in graph[neighbor] for neighbor in neighbors)
     assert components(graph, set()) == 1
 
 
 def test_graph_does_not_depend_on_the_order_of_clients_and_follows_from_the_digest():
     clients, digest = ["south", "north", "œst", "east", "center"], bytes(range(32))
-    graph = neighbours_of(clients, 2, digest)
-    assert graph == neighbours_of(clients[::-1], 2, digest)
-    prefix = b"hf-federated neighbours 1\0" + b"\0\0\0\x20" + digest
+    graph = neighbors_of(clients, 2, digest)
+    assert graph == neighbors_of(clients[::-1], 2, digest)
+    prefix = b"hf-federated neighbors 1\0" + b"\0\0\0\x20" + digest
     ring = sorted(clients, key=lambda client: hashlib.sha256(prefix + client.encode()).digest())
     assert all(set(graph[ring[i]]) == {ring[i - 1], ring[(i + 1) % 5]} for i in range(5))
-    others = [neighbours_of(clients, 2, bytes([number]) * 32) for number in range(20)]
+    others = [neighbors_of(clients, 2, bytes([number]) * 32) for number in range(20)]
     assert len({tuple(sorted(other.items())) for other in others}) > 5
 
 
 def test_each_pair_is_connected_equally_often():
-    """The order is random: 10 clients with 4 neighbours connect 4 / 9 of the pairs, within six standard deviations."""
+    """The order is random: 10 clients with 4 neighbors connect 4 / 9 of the pairs, within six standard deviations."""
     clients, num_graphs = [str(number) for number in range(10)], 900
     counts = dict.fromkeys(itertools.combinations(clients, 2), 0)
     for number in range(num_graphs):
-        graph = neighbours_of(clients, 4, number.to_bytes(32, "big"))
+        graph = neighbors_of(clients, 4, number.to_bytes(32, "big"))
         for pair in counts:
             counts[pair] += pair[0] in graph[pair[1]]
     deviation = (num_graphs * 4 / 9 * 5 / 9) ** 0.5
     assert all(abs(count - num_graphs * 4 / 9) < 6 * deviation for count in counts.values())
 
 
-def test_graph_falls_apart_only_if_two_runs_of_half_the_neighbours_are_removed():
+def test_graph_falls_apart_only_if_two_runs_of_half_the_neighbors_are_removed():
     clients, k = [str(number) for number in range(10)], 4
-    graph = neighbours_of(clients, k, bytes(32))
-    prefix = b"hf-federated neighbours 1\0" + b"\0\0\0\x20" + bytes(32)
+    graph = neighbors_of(clients, k, bytes(32))
+    prefix = b"hf-federated neighbors 1\0" + b"\0\0\0\x20" + bytes(32)
     ring = sorted(clients, key=lambda client: hashlib.sha256(prefix + client.encode()).digest())
     for size in range(9):
         for removed in itertools.combinations(range(10), size):
@@ -170,4 +170,4 @@ def test_graph_falls_apart_only_if_two_runs_of_half_the_neighbours_are_removed()
 )
 def test_impossible_graphs_are_refused(clients, k, message):
     with pytest.raises(ValueError, match=message):
-        neighbours_of(clients, k, bytes(32))
+        neighbors_of(clients, k, bytes(32))

@@ -1,8 +1,8 @@
 """
-The neighbours of SecAgg+: with whom each of many clients shares masks and secrets, and how many neighbours it needs.
+The neighbors of SecAgg+: with whom each of many clients shares masks and secrets, and how many neighbors it needs.
 
 [Secure Single-Server Aggregation with (Poly)Logarithmic Overhead](https://eprint.iacr.org/2020/704) (Bell et al., CCS
-2020), section 3: a client masks its vector with k neighbours instead of all clients. The graph is a Harary graph (each
+2020), section 3: a client masks its vector with k neighbors instead of all clients. The graph is a Harary graph (each
 client is connected to the k / 2 next clients in both directions of a ring) on a random order of the clients.
 
 The numbers hold if the server and the corrupt clients follow the protocol and try to learn from what they receive, and
@@ -17,23 +17,23 @@ import math
 from collections.abc import Sequence
 
 
-_ORDER_TAG = b"hf-federated neighbours 1\0"
+_ORDER_TAG = b"hf-federated neighbors 1\0"
 
 # Products of shares and numbers of clients are integers up to the rounding of float64.
 _ROUNDING = 1e-9
 
 
-def choose_neighbours(
+def choose_neighbors(
     num_clients: int, corrupt_share: float, lost_share: float, privacy_bits: int = 40, failure_bits: int = 20
 ) -> tuple[int, int]:
     """
-    Choose the smallest number of neighbours k that hides the vectors but not the sum, and the threshold t of shares.
+    Choose the smallest number of neighbors k that hides the vectors but not the sum, and the threshold t of shares.
 
     With n clients, c = ⌊`corrupt_share` · n⌋ corrupt clients and l = ⌈`lost_share` · n⌉ lost clients:
 
     - t > k / 2.
-    - No client has t corrupt neighbours: n · P[Hypergeometric(n - 1, c, k) ≥ t] ≤ 2^-`privacy_bits`.
-    - A lost client has t surviving neighbours: n · P[Hypergeometric(n - 1, n - l, k) < t] ≤ 2^-`failure_bits`. The
+    - No client has t corrupt neighbors: n · P[Hypergeometric(n - 1, c, k) ≥ t] ≤ 2^-`privacy_bits`.
+    - A lost client has t surviving neighbors: n · P[Hypergeometric(n - 1, n - l, k) < t] ≤ 2^-`failure_bits`. The
       probability is not larger for a surviving client, which holds one more share of its secret.
     - The honest surviving clients remain connected, else the server learns the sums of two groups. A Harary graph
       falls apart only if two runs of k / 2 clients on the ring are corrupt or lost:
@@ -60,9 +60,9 @@ def choose_neighbours(
     Example:
 
     ```python
-    >>> from hf_federated.security.neighbours import choose_neighbours
+    >>> from hf_federated.security.neighbors import choose_neighbors
 
-    >>> choose_neighbours(1000, corrupt_share=0.1, lost_share=0.1)
+    >>> choose_neighbors(1000, corrupt_share=0.1, lost_share=0.1)
     (46, 26)
     ```
     """
@@ -81,30 +81,30 @@ def choose_neighbours(
         t = k // 2 + 1
         while t <= k and log_union + _log_tail(others, num_corrupt, k, t) > log_privacy:
             t += 1
-        # Fewer than t neighbours survive if at least k - t + 1 of the other lost clients are neighbours.
+        # Fewer than t neighbors survive if at least k - t + 1 of the other lost clients are neighbors.
         if t <= k and log_union + _log_tail(others, max(num_lost - 1, 0), k, k - t + 1) <= log_failure:
             return k, t
     raise ValueError(
         f"With {num_clients} clients, corrupt_share={corrupt_share} and lost_share={lost_share}, even {others}"
-        " neighbours are not enough: the surviving clients are not a majority, or not more than the corrupt clients."
+        " neighbors are not enough: the surviving clients are not a majority, or not more than the corrupt clients."
         " Use smaller shares or more clients."
     )
 
 
-def neighbours_of(clients: Sequence[str], k: int, digest: bytes) -> dict[str, tuple[str, ...]]:
+def neighbors_of(clients: Sequence[str], k: int, digest: bytes) -> dict[str, tuple[str, ...]]:
     """
-    Connect each client with k neighbours. The graph is the same on each machine and in each order of `clients`.
+    Connect each client with k neighbors. The graph is the same on each machine and in each order of `clients`.
 
     The order of the ring is that of SHA-256 over `digest` and the id of a client.
 
     Args:
         clients (`Sequence[str]`): The ids of the clients.
-        k (`int`): Number of neighbours: even, or at least the number of other clients for all pairs.
+        k (`int`): Number of neighbors: even, or at least the number of other clients for all pairs.
         digest (`bytes`): A digest of new random values of all clients, such as the digest of their public keys.
 
     Returns:
-        `dict[str, tuple[str, ...]]`: The sorted neighbours of each client. If a client is a neighbour of another
-        client, the other client is its neighbour.
+        `dict[str, tuple[str, ...]]`: The sorted neighbors of each client. If a client is a neighbor of another
+        client, the other client is its neighbor.
 
     Raises:
         ValueError: If a client occurs twice, or `k` is odd and smaller than the number of other clients, or below 1.
