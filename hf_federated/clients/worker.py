@@ -94,8 +94,7 @@ class ClientWorker:
         self.secure = secure
         self.agreement = agreement
         self.last_error: Exception | None = None
-        # The metrics of the update that the last message asked for, if its reply is another message.
-        self.last_metrics: dict[str, float] | None = None
+        self.last_metrics: dict[str, float] | None = None  # of an update that the reply does not contain
         # The class and the lines of code of each error whose traceback was logged.
         self._logged_errors: set[tuple[Any, ...]] = set()
         self._train_datasets = train_datasets
@@ -177,8 +176,8 @@ class ClientWorker:
 
     def _log_traceback(self, error: Exception, message: Message) -> None:
         """Log the traceback of a client's error. An error with the same lines of code is not logged again."""
-        lines = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-        origin = (type(error), *lines)
+        frames = traceback.walk_tb(error.__traceback__)
+        origin = (type(error), *((frame.f_code.co_filename, number) for frame, number in frames))
         if origin not in self._logged_errors:
             self._logged_errors.add(origin)
             where = f"Client {message.client_id!r} failed in round {message.round + 1}"

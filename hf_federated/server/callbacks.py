@@ -75,6 +75,8 @@ class FederatedCallback(TrainerCallback):
         Called for each update that passes the checks. Do not keep a reference to the update, or memory grows with the
         cohort.
 
+        It is not called with `secure_aggregation`, because the server has no update of a single client.
+
         An update whose change is too large is rejected when all updates have arrived (`max_update_ratio`).
         `round.rejected` then contains its client in `on_aggregate`.
 

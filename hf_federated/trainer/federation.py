@@ -42,6 +42,7 @@ from .checkpoint import (
     list_checkpoints,
     num_finished_rounds,
     read_server_state,
+    step_of,
     write_server_state,
 )
 from .checks.data import check_labeled
@@ -240,7 +241,7 @@ class Federation:
     def _first_needed(self) -> int:
         """Return the first round that a run can repeat if it resumes from one of the checkpoints."""
         checkpoints = list_checkpoints(str(self._args.output_dir))
-        return min(map(num_finished_rounds, checkpoints), default=0)
+        return step_of(checkpoints[0]) if checkpoints else 0
 
     # ---- Rounds
 

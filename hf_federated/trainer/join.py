@@ -268,7 +268,8 @@ class JoinedClient:
         # A state in the middle of the repeated requests is not needed, if the state after the last of them exists.
         has_later = history.has_state(earlier or "") or history.has_state(self._record.last)
         if earlier is not None and has_later and (content := history.reply_to(earlier)) is not None:
-            reply = _with_nonce(content, message.nonce, self._engine)
+            sent = read_message(content, self._engine.kinds, self._engine.max_tensors)
+            reply = dataclasses.replace(sent, nonce=message.nonce).to_bytes()
             history.repeat(earlier, message.nonce, reply)
         else:
             earlier = None
@@ -310,11 +311,6 @@ class JoinedClient:
                 f"did not agree. The last one: {error} Compare the settings of the server and the client. If the "
                 f"server starts a new run, start the client again without {str(record.path)!r}."
             )
-
-
-def _with_nonce(reply: bytes, nonce: str, engine: ClientEngine) -> bytes:
-    """Return a reply with another nonce."""
-    return dataclasses.replace(read_message(reply, engine.kinds, engine.max_tensors), nonce=nonce).to_bytes()
 
 
 def announcement_of(setup: FederationSetup, args: TrainingArguments, client_id: str) -> Announcement:
