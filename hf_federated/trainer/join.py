@@ -253,8 +253,8 @@ class JoinedClient:
             )
         reply = answer.to_bytes() if processes.is_main else b""
         history.record(message.nonce, reply)
-        # A server that resumes repeats the requests after its last checkpoint.
-        history.prune([request.state, *request.keep], self._record.since(request.keep))
+        # A server that resumes repeats the requests after its last checkpoint, but no session of secure aggregation.
+        history.prune([request.state, *request.keep], self._record.since(request.keep) if worker.secure is None else ())
         return reply
 
     def _earlier_reply(self, message: Message, history: StateHistory) -> bytes | None:
