@@ -254,7 +254,8 @@ class JoinedClient:
         reply = answer.to_bytes() if processes.is_main else b""
         history.record(message.nonce, reply)
         # A server that resumes repeats the requests after its last checkpoint, but no session of secure aggregation.
-        history.prune([request.state, *request.keep], self._record.since(request.keep) if worker.secure is None else ())
+        repeatable = self._record.since(request.keep) if worker.secure is None else ()
+        history.prune([request.state, *request.keep], repeatable)
         return reply
 
     def _earlier_reply(self, message: Message, history: StateHistory) -> bytes | None:
@@ -295,8 +296,7 @@ class JoinedClient:
         text = json.dumps(agreed, indent=2) + "\n"
         # Other machines may see the file later.
         saved = self._processes.run_on_main("record of requests", Journal(folder / REQUESTS_FILE).read)
-        agreement = hashlib.sha256(text.encode()).hexdigest()
-        record = RequestRecord(folder, agreement, self._processes.is_main, saved)
+        record = RequestRecord(folder, hashlib.sha256(text.encode()).hexdigest(), self._processes.is_main, saved)
         if self._processes.is_main:
             write_private(folder / AGREEMENT_FILE, text.encode())
         return record
