@@ -87,12 +87,13 @@ def test_lost_error_is_sent_again_without_repeating_work(tls):
 
 def test_permanently_broken_connection_ends_link_after_reconnect_timeout(tls):
     with serve(tls, CountingAnswer()) as server, Relay(server) as relay:
-        link = join(tls, relay, reconnect_timeout=0.4)
+        # A link ends when its next random pause would be too long, here after more than half of the timeout.
+        link = join(tls, relay, reconnect_timeout=1.6)
         relay.close()
         began_at = time.monotonic()
         with pytest.raises(ServerUnreachableError, match="resume from a checkpoint"):
             link.exchange(b"a")
-        assert 0.2 < time.monotonic() - began_at < 5
+        assert 0.8 < time.monotonic() - began_at < 5
         link.close()
 
 
