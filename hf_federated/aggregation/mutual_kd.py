@@ -239,12 +239,7 @@ class MutualKD(Aggregation):
     trains_private_models: ClassVar[bool] = True
     client_part: ClassVar[type[ClientPart]] = Mentor
     update_content: ClassVar[str] = "changes"
-    disclosures = (
-        Disclosure(
-            "factors of the singular value decomposition of its change, or the change if it has fewer values",
-            "exchanged matrix",
-        ),
-    )
+    disclosures = (Disclosure("change, whole or as factors of its singular value decomposition", "exchanged matrix"),)
 
     def __init__(
         self,
