@@ -35,6 +35,7 @@ from hf_federated import FederatedCallback, FederatedConfig, FederatedDataset, F
 from hf_federated.engines import LocalEngine
 from hf_federated.messages import ClientFailure, Message
 from hf_federated.messages.secure_aggregation import SubmitMasked
+from hf_federated.secure_aggregation import SECURE_AGGREGATIONS
 
 
 MAX_WEIGHT = 2000
@@ -45,9 +46,12 @@ SIDES: dict[str, tuple[str | None, dict[str, Any], int]] = {
     "secagg, 3 lost": ("secagg", {}, 3),
     "secagg, masks=False": ("secagg", {"masks": False}, 0),
     "secagg, bits=16": ("secagg", {"bits": 16, "clip": 4e-3}, 0),
+    # (N, U, T): clients, survivors that the server needs, clients that learn nothing together.
+    "lightsecagg (10, 7, 3)": ("lightsecagg", {"threshold": 7, "num_private": 3}, 0),
+    "lightsecagg (10, 7, 5)": ("lightsecagg", {"threshold": 7, "num_private": 5}, 0),
 }
-# Settings of the protocols in `lost`.
-PROTOCOLS: dict[str, dict[str, Any]] = {"secagg": {}}
+# Settings of the protocols in `lost`, whose largest share of lost clients is 0.3.
+PROTOCOLS: dict[str, dict[str, Any]] = {"secagg": {}, "secagg+": {"lost_share": 0.3}, "lightsecagg": {}}
 
 
 class MeasuredEngine(LocalEngine):
@@ -128,7 +132,9 @@ def run_round(
 
 def measure_round(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Compare a round of each side to a plain round."""
-    sides = {name: side for name, side in SIDES.items() if name == "plain" or options.sides in ([], [name])}
+    sides = {
+        name: side for name, side in SIDES.items() if name == "plain" or not options.sides or name in options.sides
+    }
     entries = []
     for num_steps in options.steps:
         workload = Workload(options.model, options.clients, 1, num_steps, 8, 64)
@@ -186,30 +192,35 @@ class Values(nn.Module):
 
 def measure_lost(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure server, clients and bytes by protocol, number of clients and share of lost clients."""
-    entries = []
-    arguments = training_arguments(Workload("tiny", 1, 1, batch_size=1), "") | {"optim": "sgd"}
-    for num_clients in options.lost_clients:
-        clients = {str(number): Dataset.from_dict({"inputs": [[1.0]]}) for number in range(num_clients)}
-        for share in options.lost_shares:
-            for protocol, settings in PROTOCOLS.items():
-                runs = [
-                    run_round(
-                        Values(options.values), arguments, clients, protocol, settings, round(share * num_clients)
-                    )
-                    for _ in range(options.repetitions)
-                ]
-                entries.append(_costs(protocol, num_clients, share, runs, 4 * options.values))
+    entries = [
+        costs(name, PROTOCOLS[name], num_clients, round(share * num_clients), options.values, options.repetitions)
+        for num_clients in options.lost_clients
+        for share in options.lost_shares
+        for name in options.protocols
+    ]
     print_table(
         f"CPU seconds without local training, {options.values} values",
-        ["protocol", "clients", "lost", "server s", "s a client", "bytes up, x float32"],
+        ["protocol", "clients", "partners", "lost", "server s", "s a client", "bytes up, x float32", "round s"],
         [[_shown(value) if isinstance(value, float) else value for value in entry.values()] for entry in entries],
     )
     return entries
 
 
-def _costs(
-    protocol: str, num_clients: int, share: float, runs: list[dict[str, Any]], num_bytes: int
+def costs(
+    protocol: str | None,
+    settings: Mapping[str, Any],
+    num_clients: int,
+    num_lost: int,
+    num_values: int,
+    repetitions: int,
 ) -> dict[str, Any]:
+    """Return the CPU seconds of the server and the mean of all clients, and the bytes that survivors send."""
+    arguments = training_arguments(Workload("tiny", 1, 1, batch_size=1), "") | {"optim": "sgd"}
+    clients = {str(number): Dataset.from_dict({"inputs": [[1.0]]}) for number in range(num_clients)}
+    runs = [
+        run_round(Values(num_values), arguments, clients, protocol, settings, num_lost) for _ in range(repetitions)
+    ]
+
     def client(run: dict[str, Any]) -> float:
         seconds: float = sum(value for kind, value in run["client_seconds"].items() if kind != "secure_fit")
         return seconds / num_clients
@@ -217,11 +228,22 @@ def _costs(
     return {
         "protocol": protocol,
         "clients": num_clients,
-        "lost": round(share * num_clients),
+        "partners": num_partners(protocol, settings, num_clients),
+        "lost": num_lost,
         "server_seconds": statistics.median(run["server_seconds"] for run in runs),
         "client_seconds": statistics.median(client(run) for run in runs),
-        "bytes_up": sum(runs[0]["bytes_up"].values()) / ((num_clients - round(share * num_clients)) * num_bytes),
+        "bytes_up": sum(runs[0]["bytes_up"].values()) / ((num_clients - num_lost) * 4 * num_values),
+        "round_seconds": statistics.median(run["cpu_seconds"] for run in runs),
     }
+
+
+def num_partners(protocol: str | None, settings: Mapping[str, Any], num_clients: int) -> int:
+    """Return the number of clients to which a client sends shares."""
+    if protocol is None:
+        return 0
+    names = [str(number) for number in range(num_clients)]
+    created = SECURE_AGGREGATIONS[protocol](max_weight=MAX_WEIGHT, **settings)
+    return len(created.neighbors_of(names[0], names, bytes(32)))
 
 
 def run_server(workload: Workload, protocol: str | None, results: Any) -> None:
@@ -299,7 +321,7 @@ def run_network(workload: Workload, protocol: str | None) -> dict[str, Any]:
 
 def measure_processes(options: argparse.Namespace, workload: Workload, field: str) -> dict[str, Any]:
     """Run plain and secure federations in turns, and return a number of each run."""
-    found: dict[str, list[float]] = {"plain": [], **{name: [] for name in PROTOCOLS}}
+    found: dict[str, list[float]] = {"plain": [], "secagg": []}
     for _ in range(options.repetitions):
         for name, values in found.items():
             values.append(run_network(workload, None if name == "plain" else name)[field])
@@ -321,6 +343,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--values", type=int, default=2_000_000, help="parameters of `lost`")
     parser.add_argument("--lost-clients", type=int, nargs="+", default=[10, 25, 50], help="clients of `lost`")
+    parser.add_argument("--protocols", nargs="+", default=list(PROTOCOLS), choices=list(PROTOCOLS), help="of `lost`")
     parser.add_argument("--lost-shares", type=float, nargs="+", default=[0, 0.1, 0.2, 0.3])
     parser.add_argument("--rounds", type=int, default=12, help="rounds of `network`")
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")
