@@ -6,16 +6,18 @@ The template is `model_card_template.md` in the folder of this module.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard
 
+from ..aggregation import lora_inexactness
 from .exchange_text import exchange_text
 from .run_record import FederatedRun, RunRecord
 from .sections import fill_template, format_call, metrics_table, model_origin, results_heading, settings_table
-from .tables import format_bytes, format_count, metric_name, plural, subsample, table
+from .tables import format_bytes, format_count, format_value, metric_name, plural, subsample, table
 
 
 TEMPLATE = Path(__file__).parent / "model_card_template.md"
@@ -65,6 +67,7 @@ def render(record: RunRecord) -> str:
         rounds_heading=_rounds_heading(record),
         rounds=_rounds(record),
         federation=_federation(record),
+        lora=_lora(record),
         exchanged=exchange_text(record),
     )
 
@@ -150,6 +153,19 @@ def _federation(record: RunRecord) -> str:
         ["Training time in seconds", None if federation["seconds"] is None else f"{federation['seconds']:.1f}"],
     ]
     return settings_table(rows)
+
+
+def _lora(record: RunRecord) -> str:
+    """Return how far the LoRA factors of the global model were from the mean of the clients' products."""
+    names = lora_inexactness.MEDIAN, lora_inexactness.MAXIMUM
+    medians, largest = ([logs[name] for logs in record.rounds if name in logs] for name in names)
+    if not medians:
+        return ""
+    return (
+        "The product `B A` of the averaged LoRA factors differs from the weighted mean of the clients' products by "
+        f"{format_value(statistics.median(medians))} of the change of a round (median over the modules and rounds), "
+        f"and by at most {format_value(max(largest))} in any module and round."
+    )
 
 
 def _clients_per_round(clients_per_round: int | float) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from transformers.utils import logging
 
+from ...aggregation import lora_inexactness
 from ...engines import Plan
 from ...messages import ClientUpdate, Message
 from ...messages.validation import InvalidUpdateError
-from ...methods import Round
+from ...methods import Accumulator, Round
 from ...utils.errors import RoundFailedError
 from ..bound_update import Group, GroupedAccumulator, Magnitude
 from ..client_metrics import RoundSummary
@@ -42,18 +44,24 @@ class ReceivedUpdates:
         self._round = round
         self._requests = requests
         self._methods = context.fit.methods
+        self._averaging: Any = self._methods[0]
         context.bound.begin_round(requests.expected_state, requests.averaged_extra, round.number)
-        self._sums = GroupedAccumulator(
-            lambda: self._methods[0].accumulator(requests.expected_state, requests.expected_extra),
-            round.cohort,
-            context.bound.max_ratio,
-        )
+        # A method that gives clients different states measures its own factors.
+        common = {} if requests.individual else requests.expected_state
+        self._pairs = lora_inexactness.exchanged_pairs(self._averaging, common)
+        self._sums = GroupedAccumulator(self._build_sums, round.cohort, context.bound.max_ratio)
         self._measured: dict[str, tuple[dict[str, float], Magnitude]] = {}
         # The round whose request each update answers.
         self._numbers: dict[str, int] = {}
         self._first_error: Exception | None = None
         self.outcomes: dict[str, Outcome] = {}
         self.num_failed = 0
+
+    def _build_sums(self) -> Accumulator:
+        requests = self._requests
+        sums = self._methods[0].accumulator(requests.expected_state, requests.expected_extra)
+        lora_inexactness.add_collection(sums, requests.expected_state, self._pairs)
+        return sums
 
     def add(self, reply: Message, receive: Callable[[Message], ClientUpdate]) -> None:
         """
@@ -77,6 +85,7 @@ class ReceivedUpdates:
         round.sums = sums
         for method in self._methods:
             method.accept(round, update)
+        lora_inexactness.add_factors(sums, update, self._averaging)
         round.sums = None
         self._measured[update.client_id] = (update.reported_metrics, magnitude)
         self._numbers[update.client_id] = update.round
@@ -127,6 +136,7 @@ class ReceivedUpdates:
             steps.accept({client_id: number for client_id, number in self._numbers.items() if client_id in accepted})
         sums = self._sums.settle(bound.is_accepted)
         engine.reduce(plan, sums)
+        round.logs.update(lora_inexactness.measure(sums, self._pairs))
         return Collected(sums, RoundSummary.from_clients(accepted, len(rejected), round.number), rejected)
 
     def _check_enough(self, asked: Sequence[str], rejected: dict[str, str], num_accepted: int) -> None:
