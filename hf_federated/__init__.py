@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from .aggregation import CoordinateMedian as CoordinateMedian
     from .aggregation import FedAvg as FedAvg
     from .aggregation import FedExP as FedExP
+    from .aggregation import FedIT as FedIT
     from .aggregation import FedNova as FedNova
     from .aggregation import FedOpt as FedOpt
     from .aggregation import FedPer as FedPer
     from .aggregation import FedProx as FedProx
+    from .aggregation import FedSVD as FedSVD
+    from .aggregation import FFALoRA as FFALoRA
     from .aggregation import FLTrust as FLTrust
     from .aggregation import GeometricMedian as GeometricMedian
     from .aggregation import Krum as Krum
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from .aggregation import MutualKD as MutualKD
     from .aggregation import NormBoundedMean as NormBoundedMean
     from .aggregation import RobustAggregation as RobustAggregation
+    from .aggregation import RoLoRA as RoLoRA
     from .aggregation import Scaffold as Scaffold
     from .aggregation import TrimmedMean as TrimmedMean
     from .clients import ClientSpec as ClientSpec
@@ -108,6 +112,7 @@ _MODULES = {
     "Distillation": ".distillation",
     "DistillationCallback": ".server.callbacks",
     "DistillationPart": ".distillation",
+    "FFALoRA": ".aggregation",
     "FLTrust": ".aggregation",
     "FeatureClusterPartitioner": ".data",
     "FedAUX": ".distillation",
@@ -119,10 +124,12 @@ _MODULES = {
     "FedID": ".distillation",
     "FedKD": ".distillation",
     "FedMD": ".distillation",
+    "FedIT": ".aggregation",
     "FedNova": ".aggregation",
     "FedOpt": ".aggregation",
     "FedPer": ".aggregation",
     "FedProx": ".aggregation",
+    "FedSVD": ".aggregation",
     "FederatedCallback": ".server.callbacks",
     "FederatedConfig": ".config",
     "FederatedDataset": ".data",
@@ -146,6 +153,7 @@ _MODULES = {
     "Postprocessor": ".postprocessing",
     "QuantityDirichletPartitioner": ".data",
     "QuantizeChanges": ".postprocessing",
+    "RoLoRA": ".aggregation",
     "RobustAggregation": ".aggregation",
     "Round": ".methods",
     "RoundFailedError": ".utils.errors",

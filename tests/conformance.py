@@ -264,10 +264,11 @@ SCENARIOS += [f"distillation {name}" for name in DISTILLATION_NAMES]
 SCENARIOS += [f"secure_aggregation {name}" for name in SECURE_AGGREGATIONS]
 
 # Algorithms that run in the slow tests only. The engines handle FedExP like `fednova`, which has a further mean too,
-# the robust aggregations like `median`, whose updates are on disk too, and these distillations like `dsfl`, whose
-# clients also send predictions only.
+# the robust aggregations like `median`, whose updates are on disk too, the LoRA methods like `rolora`, whose clients
+# send a part of the state, and these distillations like `dsfl`, whose clients also send predictions only.
 ROBUST_AGGREGATIONS = ("trimmed_mean", "geometric_median", "krum", "norm_bounded_mean", "centered_clipping", "fltrust")
-SLOW_AGGREGATIONS = ("fedexp", *ROBUST_AGGREGATIONS)
+LORA_AGGREGATIONS = ("fedit", "ffa_lora", "fedsvd")
+SLOW_AGGREGATIONS = ("fedexp", *ROBUST_AGGREGATIONS, *LORA_AGGREGATIONS)
 SLOW_DISTILLATIONS = ("cronus", "fedmd", "mhat")
 SLOW_SCENARIOS = {f"aggregation {name}" for name in SLOW_AGGREGATIONS}
 SLOW_SCENARIOS |= {f"distillation {name}" for name in SLOW_DISTILLATIONS}
@@ -292,6 +293,7 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
     # Each client evaluates with its own head.
     "fedper": {"evaluate_clients": True, "client_store": "disk"},
     "fednova": {"client_optimizer_state": "reset"},
+    "fedsvd": {"client_optimizer_state": "reset"},
     "median": {"report_anomalies": True},
     "secagg": {"aggregation": "scaffold"},
 }

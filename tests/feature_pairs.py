@@ -155,6 +155,11 @@ def adalora_model() -> Any:
     return get_peft_model(tiny_model(), AdaLoraConfig(task_type="SEQ_CLS", **config))
 
 
+def dora_model() -> Any:
+    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], use_dora=True)
+    return get_peft_model(tiny_model(), config)
+
+
 def quantized_model() -> Any:
     """A model in 8 bits with LoRA. With 4 bits, bitsandbytes cannot train on some CPUs after an evaluation."""
     config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["classifier", "pooler"])
@@ -233,6 +238,7 @@ AVERAGING = {
     "krum": {"federation": {"aggregation_kwargs": {"num_hostile": 0}}},
     "mutual_kd": {"trainer": OWN_MODELS},
     "fltrust": {"trainer": LABELED},
+    **{name: {"model": lora_model} for name, cls in AGGREGATIONS.items() if cls.needs_lora},
 }
 DISTILLATION = {name: {"trainer": PUBLIC} for name in DISTILLATIONS}
 SHORT = {"num_samples": 3, "sample_length": 4, "num_steps": 2}
@@ -267,6 +273,7 @@ add("model", "no adapter", model=tiny_model)
 add("model", "LoRA", model=lora_model)
 add("model", "LoRA with frozen factors", model=frozen_factors_model)
 add("model", "AdaLoRA", model=adalora_model)
+add("model", "DoRA", model=dora_model)
 add("model", "quantized", model=quantized_model)
 add("clients", "client_model_init", *KEEPS_MODELS, trainer=OWN_MODELS)
 specs = {name: ClientSpec(model=functools.partial(client_model, name)) for name in CLIENTS}

@@ -16,17 +16,22 @@ from .centered_clipping import CenteredClipping
 from .coordinate_median import CoordinateMedian
 from .fedavg import FedAvg
 from .fedexp import FedExP
+from .fedit import FedIT
 from .fednova import FedNova
 from .fedopt import FedOpt
 from .fedper import FedPer
 from .fedprox import FedProx
+from .fedsvd import FedSVD
+from .ffa_lora import FFALoRA
 from .fltrust import FLTrust
 from .geometric_median import GeometricMedian
 from .krum import Krum
 from .local_only import LocalOnly
+from .lora_method import LoraAggregation
 from .mutual_kd import LowRankUpdates, MutualKD
 from .norm_bounded_mean import NormBoundedMean
 from .robust import RobustAggregation
+from .rolora import RoLoRA
 from .scaffold import Scaffold
 from .server_optimizer import ServerOptimizer
 from .trimmed_mean import TrimmedMean
@@ -63,20 +68,25 @@ __all__ = [
     "Aggregation",
     "CenteredClipping",
     "CoordinateMedian",
+    "FFALoRA",
     "FLTrust",
     "FedAvg",
     "FedExP",
+    "FedIT",
     "FedNova",
     "FedOpt",
     "FedPer",
     "FedProx",
+    "FedSVD",
     "GeometricMedian",
     "Krum",
     "LocalHook",
     "LocalOnly",
+    "LoraAggregation",
     "LowRankUpdates",
     "MutualKD",
     "NormBoundedMean",
+    "RoLoRA",
     "RobustAggregation",
     "Scaffold",
     "ServerOptimizer",

@@ -24,7 +24,7 @@ from ..postprocessing import Postprocessor
 from ..utils.arguments import require_one_of
 from ..utils.errors import RoundFailedError
 from ..utils.selection import Selection
-from ..utils.weighted_mean import State
+from ..utils.weighted_mean import State, Tensors
 from .validation import check_aggregate
 
 
@@ -94,6 +94,11 @@ class Aggregation(Method):
     update_content: ClassVar[str] = "parameters"
     # Whether each client also trains a private model, which its client half opens.
     trains_private_models: ClassVar[bool] = False
+
+    # Whether the method needs a PEFT model with LoRA.
+    needs_lora: ClassVar[bool] = False
+    # Whether the server writes LoRA factors in another basis. The state of a client optimizer does not fit to it.
+    changes_basis: ClassVar[bool] = False
 
     # Name of the mean to which `accumulate` adds updates with the weight that `weight` returns.
     weighted_mean: ClassVar[str] = "state"
@@ -241,6 +246,18 @@ class Aggregation(Method):
                 "updates. Lower the learning rate of the server."
             )
         return aggregated
+
+    def whole_update(self, update: ClientUpdate, state: Tensors) -> ClientUpdate:
+        """
+        Return an update with the names and shapes of the global state, if clients send a part of it.
+
+        The server calls it for each update that passed all checks, before it counts or adds the update.
+
+        Args:
+            update ([`ClientUpdate`]): The update, with the names and shapes of [`~Method.expected_for`].
+            state (`Mapping[str, torch.Tensor]`): The global state.
+        """
+        return update
 
     # ---- Sums
 

@@ -64,6 +64,20 @@ class FactorPair:
         a, b = a.detach().cpu().double(), b.detach().cpu().double()
         return b.reshape(b.shape[0], -1), a.reshape(a.shape[0], -1)
 
+    def write(self, reference: Tensors, b: torch.Tensor, a: torch.Tensor) -> State:
+        """
+        Return two matrices as factors by name. Missing rows of `A` and columns of `B` are zero.
+
+        Args:
+            reference (`Mapping[str, torch.Tensor]`): A state with the shapes, dtypes and devices of the factors.
+            b (`torch.Tensor` of shape `(out, k)`): `B`, with at most `r` columns.
+            a (`torch.Tensor` of shape `(k, in)`): `A`.
+        """
+        missing = reference[self.a].shape[0] - a.shape[0]
+        b, a = torch.nn.functional.pad(b, (0, missing)), torch.nn.functional.pad(a, (0, 0, 0, missing))
+        values = {self.a: a, self.b: b}
+        return {name: value.reshape(reference[name].shape).to(reference[name]) for name, value in values.items()}
+
 
 def find_pairs(names: Iterable[str]) -> list[FactorPair]:
     """
@@ -205,10 +219,7 @@ def combined_factors(updates: UpdateCollection, pair: FactorPair, coefficients: 
     rank, num_out, num_in = a.shape[0], b.shape[0], a.shape[1]
     if num_terms * rank < min(num_out, num_in):
         lefts, rights = zip(*((coefficient * left, right) for left, right, coefficient in factors()), strict=True)
-        left_basis, left_rest = torch.linalg.qr(torch.cat(lefts, 1))
-        right_basis, right_rest = torch.linalg.qr(torch.cat(rights).T)
-        u, s, v = _truncated_svd(left_rest @ right_rest.T, rank)
-        u, v = left_basis @ u, right_basis @ v
+        u, s, v = factored_svd(torch.cat(lefts, 1), torch.cat(rights), rank)
     else:
         product = torch.zeros(num_out, num_in, dtype=torch.float64)
         for left, right, coefficient in factors():
@@ -240,6 +251,29 @@ def coordinate_wise_factors(updates: UpdateCollection, pair: FactorPair, statist
                 torch.mm(b_i[top : top + rows], a_i[:, left : left + columns], out=matrix)
             part.copy_(statistic(block.view(len(updates), -1)).view(part.shape))
     return _to_pair(updates, pair, *_truncated_svd(product, a.shape[0]))
+
+
+def factored_svd(
+    left: torch.Tensor, right: torch.Tensor, rank: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    Return the singular vectors and values of a product from its factors, without the product.
+
+    With the QR decompositions `L = Q_L R_L` and `Rᵀ = Q_R R_R`, they are those of the small matrix `R_L R_Rᵀ`,
+    multiplied by `Q_L` and `Q_R`.
+
+    Args:
+        left (`torch.Tensor` of shape `(out, k)`): The left factor.
+        right (`torch.Tensor` of shape `(k, in)`): The right factor.
+        rank (`int`, *optional*): Number of leading vectors. By default all of them.
+
+    Returns:
+        `tuple[torch.Tensor, torch.Tensor, torch.Tensor]`: `U`, the singular values in descending order, and `V`.
+    """
+    left_basis, left_rest = torch.linalg.qr(left)
+    right_basis, right_rest = torch.linalg.qr(right.T)
+    u, s, v = _truncated_svd(left_rest @ right_rest.T, left.shape[1] if rank is None else rank)
+    return left_basis @ u, s, right_basis @ v
 
 
 def _truncated_svd(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from peft import PeftModel
+from peft import PeftModel, PeftType
 from transformers.training_args import OptimizerNames
 
 from ..aggregation import AGGREGATIONS, Aggregation, FedAvg, FedNova, LocalOnly, RobustAggregation
@@ -96,6 +96,8 @@ NO_PARAMETERS = _averaging("A method that exchanges no parameters", lambda metho
 PRIVATE_MODELS = _averaging("A method with private models of the clients", lambda method: method.trains_private_models)
 KEEPS_TENSORS = _averaging("A method with local tensors", lambda method: method.keep_local is not None)
 TRAINS_ON_SERVER = _averaging("A method whose server trains", lambda method: method.trains_on_server)
+NEEDS_LORA = _averaging("A method for LoRA factors", lambda method: method.needs_lora)
+CHANGES_BASIS = _averaging("A method that factors LoRA products again", lambda method: method.changes_basis)
 NEEDS_GRADIENTS = _averaging("A method that reads gradients", lambda method: method.needs_gradients)
 OWN_STEPS = _averaging("A method with its own postprocessors", lambda method: method.postprocessors())
 OWN_ENCODING = _averaging(
@@ -238,6 +240,24 @@ MORE_FACTORS = Feature(
     "An adapter with more than two factors, such as AdaLoRA",
     lambda c: f"the adapter of {name!r}" if (name := find_other_factors(c.trained)) else "",
 )
+
+
+def _other_adapter(c: Combination) -> str:
+    config = c.model.active_peft_config if isinstance(c.model, PeftModel) else None
+    if config is None or (config.peft_type == PeftType.LORA and not config.use_dora):
+        return ""
+    return "an adapter of type " + ("DoRA" if config.peft_type == PeftType.LORA else config.peft_type.value)
+
+
+def _one_factor(c: Combination) -> str:
+    is_lora = isinstance(c.model, PeftModel) and not _other_adapter(c)
+    return "LoRA modules with a frozen factor" if is_lora and not find_pairs(c.trained) else ""
+
+
+OTHER_ADAPTER = Feature(
+    MODEL, "An adapter other than LoRA, such as DoRA, AdaLoRA, LoHa, LoKr, VeRA or OFT", _other_adapter
+)
+ONE_FACTOR = Feature(MODEL, "LoRA modules of which one factor is frozen", _one_factor)
 QUANTIZED = Feature(
     MODEL, "A quantized base model (QLoRA)", lambda c: "a quantized model" if is_quantized(c.model) else ""
 )
@@ -327,6 +347,7 @@ EVALUATE_CLIENTS = _setting("evaluate_clients", SETTING)
 LOG_CLIENTS = _setting("log_clients", SETTING)
 CLIENT_PARALLEL = _setting("parallelism", SETTING, "clients")
 DEADLINE = _setting("round_deadline", SETTING)
+CARRIED_OPTIMIZER = _setting("client_optimizer_state", SETTING, "carry")
 
 
 SECURE_AGGREGATION = Feature(

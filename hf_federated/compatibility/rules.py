@@ -108,6 +108,31 @@ RULES: tuple[Rule, ...] = (
         "Leave `server_optimizer` out.",
         checked_by="RobustAggregation.check_exchange",
     ),
+    Rule(
+        f.NEEDS_LORA,
+        f.NO_ADAPTER,
+        "the method combines LoRA factors",
+        "Wrap the model with `peft.get_peft_model`, or use aggregation='fedavg'.",
+    ),
+    Rule(
+        f.NEEDS_LORA,
+        f.OTHER_ADAPTER,
+        "the change of a module is not the scaled product of two factors",
+        "Use LoRA, or aggregation='fedavg'.",
+    ),
+    Rule(
+        f.NEEDS_LORA,
+        f.ONE_FACTOR,
+        "the method needs both factors",
+        "Train both factors and select them with `exchange`, or use aggregation='fedavg'.",
+        checked_by="LoraAggregation.check_exchange",
+    ),
+    Rule(
+        f.CHANGES_BASIS,
+        f.CARRIED_OPTIMIZER,
+        "the moments of the optimizer belong to the former factors",
+        "Set client_optimizer_state='reset'.",
+    ),
     # ---- Steps between local training and the aggregate
     Rule(
         f.ANY_STEP,

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from ..aggregation import Aggregation, build_aggregation
@@ -14,6 +15,7 @@ from ..distillation import Distillation, build_distillation
 from ..methods import Method
 from ..secure_aggregation import SecureAggregation
 from ..utils.algorithm_names import SECURE_AGGREGATION_NAMES, import_reference
+from ..utils.random import isolated_rng
 from .tiny import tiny_dataset, tiny_model
 
 
@@ -115,7 +117,9 @@ class Scenario:
                 others["server_dataset"] = tiny_dataset(6, seed=21)
             if keeps_models(method):
                 others["client_model_init"] = client_model
-        model = tiny_model(problem_type="single_label_classification")
+        model: nn.Module = tiny_model(problem_type="single_label_classification")
+        if isinstance(method, Aggregation) and method.needs_lora:
+            model = with_lora(model)
         return model, federation | self.federation, training | self.training, others
 
 
@@ -124,6 +128,13 @@ def keeps_models(method: Any) -> bool:
     if isinstance(method, Distillation):
         return not method.sends_parameters
     return isinstance(method, Aggregation) and method.trains_private_models
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    """Add LoRA modules of rank 2. The global generator does not change."""
+    config = LoraConfig(task_type="SEQ_CLS", r=2, lora_dropout=0.1, target_modules=["query", "value"])
+    with isolated_rng(1):
+        return get_peft_model(model, config)
 
 
 def client_model(client_id: str) -> nn.Module:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 from transformers.utils import logging
 
-from ...aggregation import lora_inexactness
+from ...aggregation import Aggregation, lora_inexactness
 from ...engines import Plan
 from ...messages import ClientUpdate, Message
 from ...messages.validation import InvalidUpdateError
@@ -44,7 +44,7 @@ class ReceivedUpdates:
         self._round = round
         self._requests = requests
         self._methods = context.fit.methods
-        self._averaging: Any = self._methods[0]
+        self._averaging = cast(Aggregation, self._methods[0])
         context.bound.begin_round(requests.expected_state, requests.averaged_extra, round.number)
         # A method that gives clients different states measures its own factors.
         common = {} if requests.individual else requests.expected_state
@@ -80,6 +80,7 @@ class ReceivedUpdates:
             self._reject(reply.client_id, str(error))
             self.num_failed += 1
             return
+        update = self._averaging.whole_update(update, self._requests.expected_state)
         sums = self._sums.add(update.client_id, context.bound.group_of(magnitude))
         context.fire("on_client_end", update=update)
         round.sums = sums
