@@ -691,6 +691,34 @@ def check_trl_splits_sft_trainer() -> None:
         )
 
 
+# Trainers of TRL that a federation does not support, with the reason.
+REFUSED_TRAINERS = {
+    "A2POTrainer": "its `train` generates for all examples before the first step. Use GRPOTrainer or RLOOTrainer",
+    "AsyncGRPOTrainer": "its vLLM server has one set of weights for all clients. Use GRPOTrainer",
+    "AsyncDistillationTrainer": "its vLLM server has one set of weights for all clients. Use DistillationTrainer",
+}
+
+
+def refusal_of_trainer(trainer_class: type) -> str:
+    """Why a federation does not support a trainer of TRL, or a subclass of it. Empty for all other trainers."""
+    names = [cls.__name__ for cls in trainer_class.__mro__ if cls.__module__.partition(".")[0] == "trl"]
+    return next((REFUSED_TRAINERS[name] for name in names if name in REFUSED_TRAINERS), "")
+
+
+def micro_steps_per_generation(args: TrainingArguments) -> int:
+    """Number of micro-batches for which a trainer of TRL uses the same completions; 1 for all other trainers."""
+    if (steps := vars(args).get("steps_per_generation")) is None:
+        return 1
+    return int(steps) * int(vars(args).get("num_iterations", 1))
+
+
+def num_repeats(args: TrainingArguments) -> int:
+    """How often a trainer reads each example in an epoch. Trainers of TRL repeat a prompt for each completion."""
+    if vars(args).get("steps_per_generation") is None:
+        return 1
+    return int(vars(args).get("num_generations", 1)) * int(vars(args).get("num_iterations", 1))
+
+
 def train_tokens(trainer: Trainer) -> int | None:
     """Number of training tokens that a trainer of TRL has counted; `None` for trainers that do not count them."""
     return vars(trainer).get("_total_train_tokens")

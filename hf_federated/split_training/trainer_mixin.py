@@ -137,14 +137,12 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         super().__init__(model=model, **given, **trainer_kwargs)
         self._preparations = None
         isolate_gradient_state(self.accelerator)
-        if self.train_dataset is not preparation.prepared:
+        if not preparation.take(self.train_dataset):
             raise constructor_data_error(type(self), "the constructor replaced `train_dataset`")
         check_forward(type(self), model)
         if clients is not None:
-            prepared = {first: preparation.prepared}
-            self._client_datasets = (
-                PreparedClients(self, preparation, clients, prepared) if preparation.calls else clients
-            )
+            prepared = {first: preparation.prepared} if self.prepares_data() else {}
+            self._client_datasets = PreparedClients(preparation, clients, prepared) if preparation.steps else clients
 
     def train(
         self,

@@ -6,15 +6,20 @@ dataset are recorded, and repeated for the dataset of every other client on firs
 constructed, because its constructor would change the shared model.
 
 The constructors of all other trainers get a placeholder instead of a dataset. A constructor may pass the placeholder
-on, but must not read examples from it, because a computation on the examples of one client cannot be repeated for the
-other clients.
+on, read its columns, and call methods such as `map`. These calls are recorded and repeated for the dataset of every
+client. A constructor must not read examples of the placeholder, because a computation on the examples of one client
+cannot be repeated for the other clients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset, IterableDataset
 
 from ..clients import UnsupportedTrainerError
 from ..data import FederatedDataset
@@ -27,10 +32,17 @@ else:
     _Base = object
 
 
-# Methods that take a dataset and return the prepared dataset.
+# Methods of a trainer that take a dataset and return the prepared dataset.
 PREPARATIONS = ("_prepare_dataset", "_precompute_ref_logps", "preprocess_dataset")
 # Preparations that depend on the weights of the model and must therefore run before any training.
 WEIGHT_DEPENDENT = {"_precompute_ref_logps"}
+# Methods of a dataset that return the prepared dataset.
+TRANSFORMS = {
+    *("map", "filter", "sort", "shuffle", "cast", "cast_column"),
+    *("select_columns", "remove_columns", "rename_column", "rename_columns"),
+}
+# What all clients have in common.
+METADATA = {"column_names", "features"}
 
 
 class Preparation:
@@ -39,29 +51,73 @@ class Preparation:
 
     Args:
         dataset (`Any`): The dataset that the constructor gets.
+
+    Attributes:
+        prepared (`Any`): The dataset that the constructor has prepared.
+        steps (`list[Callable[[Any], Any]]`): Functions that take the dataset of a client and return the prepared
+            dataset. They are called one after the other.
+        reads_weights (`bool`): Whether a step depends on the weights of the model.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.prepared = dataset
-        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.steps: list[Callable[[Any], Any]] = []
+        self.reads_weights = False
+
+    def __call__(self, dataset: Any) -> Any:
+        """Prepare the dataset of a client."""
+        for step in self.steps:
+            dataset = step(dataset)
+        return dataset
+
+    def take(self, dataset: Any, like: Preparation | None = None) -> bool:
+        """
+        Take over the recorded calls of a placeholder that the constructor has transformed.
+
+        Args:
+            dataset (`Any`): The dataset of the trainer after the construction.
+            like ([`Preparation`], *optional*): The preparation of the training examples. A constructor that
+                transforms its training examples transforms its evaluation examples in the same way.
+
+        Returns:
+            `bool`: Whether the dataset is the prepared dataset, so that the steps can be repeated.
+        """
+        # `isinstance` would see the type that the placeholder pretends to be.
+        if type(dataset) is DatasetPlaceholder and type(self.prepared) is DatasetPlaceholder:
+            self.prepared, self.steps = dataset, list(dataset.steps)
+        if dataset is self.prepared:
+            return True
+        if like is None or type(like.prepared) is not DatasetPlaceholder or not like.steps:
+            return False
+        repeated = like(self.prepared)
+        if (len(repeated), repeated[:1]) != (len(dataset), dataset[:1]):
+            return False
+        self.prepared, self.steps = dataset, like.steps
+        return True
 
 
 class DatasetPlaceholder:
     """
     Replaces the training dataset while a trainer is constructed.
 
-    It has the type and the number of examples of the clients' datasets, which `Trainer` reads. Every other access
-    raises [`UnsupportedTrainerError`].
+    It has the type, the columns and the number of examples of the clients' datasets. A call of a method in
+    `TRANSFORMS` returns another placeholder, which has recorded the call. Every other access raises
+    [`UnsupportedTrainerError`].
 
     Args:
         trainer_class (`type`): The class that is constructed.
         clients ([`FederatedDataset`]): The clients' training examples.
+        steps (`Sequence[Callable[[Any], Any]]`, *optional*): The recorded calls.
     """
 
-    def __init__(self, trainer_class: type, clients: FederatedDataset) -> None:
+    def __init__(
+        self, trainer_class: type, clients: FederatedDataset, steps: Sequence[Callable[[Any], Any]] = ()
+    ) -> None:
         self._trainer_class = trainer_class
-        self._type = type(clients[next(iter(clients))])
+        self._clients = clients
+        self._type = Dataset if clients.is_remote else type(clients[next(iter(clients))])
         self._num_examples = sum(number or 0 for number in clients.num_rows.values())
+        self.steps = list(steps)
 
     # A constructor that checks the type of its dataset would otherwise skip the preparation without an error.
     @property  # type: ignore[misc]  # `object` declares an attribute
@@ -78,7 +134,26 @@ class DatasetPlaceholder:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if issubclass(self._type, (Dataset, IterableDataset)):
+            if name == "cache_files":
+                return []  # The files of one client are not the files of the other clients.
+            if name in TRANSFORMS:
+                return functools.partial(self._record, name)
+            if name in METADATA and not self._clients.is_remote:
+                return getattr(self._first, name)
         raise constructor_data_error(self._trainer_class, f"it accesses {name!r}")
+
+    def _record(self, name: str, *args: Any, **kwargs: Any) -> DatasetPlaceholder:
+        step = operator.methodcaller(name, *args, **kwargs)
+        return DatasetPlaceholder(self._trainer_class, self._clients, [*self.steps, step])
+
+    @functools.cached_property
+    def _first(self) -> Any:
+        """The dataset of the first client after the recorded calls."""
+        dataset = self._clients[next(iter(self._clients))]
+        for step in self.steps:
+            dataset = step(dataset)
+        return dataset
 
     def __getitem__(self, key: Any) -> Any:
         raise constructor_data_error(self._trainer_class, f"it reads {key!r}")
@@ -147,15 +222,10 @@ class PreparingMixin(_Base):
         for preparation in self._preparations or ():
             if preparation.prepared is dataset:
                 preparation.prepared = result
-                preparation.calls.append((name, args, kwargs))
+                preparation.steps.append(lambda rows: getattr(self, name)(rows, *args, **kwargs))
+                preparation.reads_weights |= name in WEIGHT_DEPENDENT
                 break
         return result
-
-    def prepare_client(self, preparation: Preparation, dataset: Any) -> Any:
-        """Prepare the dataset of a client with the recorded calls."""
-        for name, args, kwargs in preparation.calls:
-            dataset = getattr(self, name)(dataset, *args, **kwargs)
-        return dataset
 
 
 class PreparedClients(Mapping[str, Any]):
@@ -163,7 +233,6 @@ class PreparedClients(Mapping[str, Any]):
     The prepared datasets of the clients. Each dataset is prepared once, on first access.
 
     Args:
-        trainer ([`PreparingMixin`]): The trainer that prepares the datasets.
         preparation ([`Preparation`]): The recorded preparation of the first client's dataset.
         clients ([`FederatedDataset`]): The datasets that the user passed.
         prepared (`Mapping[str, Any]`, *optional*): Prepared datasets by client id.
@@ -171,22 +240,20 @@ class PreparedClients(Mapping[str, Any]):
 
     def __init__(
         self,
-        trainer: PreparingMixin,
         preparation: Preparation,
         clients: FederatedDataset,
         prepared: Mapping[str, Any] | None = None,
     ) -> None:
-        self._trainer = trainer
         self._preparation = preparation
         self._clients = clients
         self._prepared = dict(prepared or {})
-        if any(name in WEIGHT_DEPENDENT for name, _, _ in preparation.calls):
+        if preparation.reads_weights:
             for client_id in clients:
                 self[client_id]
 
     def __getitem__(self, client_id: str) -> Any:
         if client_id not in self._prepared:
-            self._prepared[client_id] = self._trainer.prepare_client(self._preparation, self._clients[client_id])
+            self._prepared[client_id] = self._preparation(self._clients[client_id])
         return self._prepared[client_id]
 
     def __iter__(self) -> Iterator[str]:

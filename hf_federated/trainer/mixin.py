@@ -47,6 +47,7 @@ from ..tasks import Task
 from ..utils.gc import frozen_gc
 from ..utils.trainer_banner import trainer_banner
 from .checkpoint import checkpoint_to_resume, clear_staging, read_server_state, rotate
+from .checks.arguments import check_trainer_class
 from .checks.data import as_federated_dataset, check_without_examples, example_of_the_format
 from .dataset_preparation import (
     DatasetPlaceholder,
@@ -117,6 +118,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         participants: Participants,
     ) -> None:
         """Construct a trainer with a federation."""
+        check_trainer_class(type(self))
         user_arguments = dict(arguments)
         self._optimizer_factories = OptimizerFactories.take(arguments, accepts_instances=False)
         user_callbacks = list(arguments.get("callbacks") or [])
@@ -131,7 +133,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             encode_for_server(arguments, participants.task)
         train, evaluation = self._construct_parent(arguments, clients, eval_clients)
         self.train_dataset = clients
-        first = {next(iter(clients)): train.prepared}
+        first = {next(iter(clients)): train.prepared} if self.prepares_data() else {}
         self._setup = FederationSetup.build(
             trainer=self,
             config=federation,
@@ -165,7 +167,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         # the other clients.
         eval_dataset = arguments.get("eval_dataset")
         if not self.prepares_data():
-            train_dataset = None if clients.is_remote else DatasetPlaceholder(type(self), clients)
+            train_dataset = DatasetPlaceholder(type(self), clients)
         elif clients.is_remote:
             train_dataset = example_of_the_format(type(self), eval_dataset)
         else:
@@ -177,10 +179,11 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             super().__init__(**arguments)
         self._preparations = None
         isolate_gradient_state(self.accelerator)
-        names = ("train_dataset", "eval_dataset")
-        for name, preparation, dataset in zip(names, preparations, (clients, eval_clients), strict=True):
-            if dataset is not None and not clients.is_remote and getattr(self, name) is not preparation.prepared:
-                raise constructor_data_error(type(self), f"the constructor replaced `{name}`")
+        train, evaluation = preparations
+        if not clients.is_remote and not train.take(self.train_dataset):
+            raise constructor_data_error(type(self), "the constructor replaced `train_dataset`")
+        if eval_clients is not None and not clients.is_remote and not evaluation.take(self.eval_dataset, like=train):
+            raise constructor_data_error(type(self), "the constructor replaced `eval_dataset`")
         return preparations
 
     def _prepared_datasets(
@@ -195,7 +198,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             return clients
         if participants.task is not None:
             return EncodedClients(clients, participants, self.processing_class)
-        return PreparedClients(self, preparation, clients, prepared) if preparation.calls else clients
+        return PreparedClients(preparation, clients, prepared) if preparation.steps else clients
 
     def _server_datasets(self, preparation: Preparation, participants: Participants) -> Mapping[str, Any]:
         """The server's own examples, encoded or prepared like the examples of a client."""
@@ -446,8 +449,8 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             local.place_schedule(self.lr_scheduler, num_training_steps)
         return scheduler
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Count floating point operations. For a round, this is the sum over its clients."""
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Count floating point operations. For a round, this is the sum over its clients. A list of examples has 0."""
         if self._is_federating:
             # The parent class adds the counts of all processes. With `parallelism="data"` each process has the whole
             # count, so only one process reports it.
@@ -458,7 +461,8 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         running = None if self.local_training is None else self._running
         if running is not None and super().floating_point_ops.__func__ is Trainer.floating_point_ops:
             # `Trainer` counts proportionally to the tokens, but counts the parameters again for every batch.
-            tokens = inputs.get(getattr(self.model, "main_input_name", ""))
+            name = getattr(self.model, "main_input_name", "")
+            tokens = inputs.get(name) if isinstance(inputs, Mapping) else None
             return 0 if tokens is None else running.flos_per_token * tokens.numel()
         return super().floating_point_ops(inputs)
 

@@ -154,18 +154,51 @@ def test_custom_constructor_may_read_type_and_size_of_its_dataset(tmp_path, is_s
     assert trainer.dataset_size == (0 if is_stream else 18)
 
 
-class MapsDataset(Trainer):
-    def __init__(self, *args: Any, train_dataset: Any = None, **kwargs: Any) -> None:
-        if isinstance(train_dataset, Dataset):
-            train_dataset = train_dataset.map(lambda row: {"labels": 1 - row["labels"]})
-        super().__init__(*args, train_dataset=train_dataset, **kwargs)
+def flipped(row: dict[str, Any]) -> dict[str, Any]:
+    return {"labels": 1 - row["labels"]}
 
 
-class FiltersDataset(WithKeyword):
+def is_positive(row: dict[str, Any]) -> bool:
+    return row["labels"] == 1
+
+
+class MapsAndFiltersDataset(Trainer):
+    """Transforms the training and the evaluation examples before and after the constructor of the parent class."""
+
+    def __init__(self, *args: Any, train_dataset: Any = None, eval_dataset: Any = None, **kwargs: Any) -> None:
+        assert train_dataset.column_names == ["input_ids", "labels"] and not train_dataset.cache_files
+        train_dataset = train_dataset.map(flipped)
+        if eval_dataset is not None:
+            eval_dataset = eval_dataset.map(flipped).filter(is_positive)
+        super().__init__(*args, train_dataset=train_dataset, eval_dataset=eval_dataset, **kwargs)
+        self.train_dataset = self.train_dataset.filter(is_positive)
+
+
+def test_constructor_may_map_and_filter_its_dataset(tmp_path) -> None:
+    settings = {"federation": FederatedConfig(num_rounds=2, evaluate_clients=True)}
+    mapped = {name: data.map(flipped).filter(is_positive) for name, data in CLIENTS.items()}
+    in_constructor, before = (
+        factory(
+            tiny_model(),
+            arguments(tmp_path),
+            train_dataset=clients,
+            eval_dataset=FederatedDataset.from_dict({name: data.flatten_indices() for name, data in clients.items()}),
+            **settings,
+        )
+        for factory, clients in ((federate(MapsAndFiltersDataset), CLIENTS), (FederatedTrainer, mapped))
+    )
+    for trainer in (in_constructor, before):
+        trainer.train()
+        trainer.evaluate()
+    assert same_weights(in_constructor.model, before.model)
+    losses = [{name: each["eval_loss"] for name, each in t.client_metrics.items()} for t in (in_constructor, before)]
+    assert losses[0] == losses[1] and losses[0].keys() == CLIENTS.keys()
+
+
+class TakesExamples(WithKeyword):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.train_dataset is not None:
-            self.train_dataset = self.train_dataset.filter(lambda row: row["labels"] == 1)
+        self.train_dataset = self.train_dataset.select([0])
 
 
 class ComputesWeights(WithKeyword):
@@ -197,8 +230,7 @@ class MapsEvaluationDataset(Trainer):
 @pytest.mark.parametrize(
     ("base", "reason"),
     [
-        (MapsDataset, "accesses 'map'"),
-        (FiltersDataset, "accesses 'filter'"),
+        (TakesExamples, "accesses 'select'"),
         (ComputesWeights, "reads 'labels'"),
         (IteratesOverDataset, "iterates over the examples"),
         (ReplacesDataset, "the constructor replaced `train_dataset`"),

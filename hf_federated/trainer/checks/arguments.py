@@ -13,7 +13,9 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
+from ..._compat import micro_steps_per_generation, refusal_of_trainer
 from ...aggregation import Aggregation
+from ...clients import UnsupportedTrainerError
 from ...config import FederatedConfig
 
 
@@ -100,6 +102,14 @@ def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Ag
             bool(getattr(args, "sync_ref_model", False)),
             "set it to False; the reference model of one client would reach the next client",
         ),
+        "teacher_model_kind='ema'": (
+            getattr(args, "teacher_model_kind", None) == "ema",
+            "set it to 'base' or 'live'; the teacher of one client would reach the next client",
+        ),
+        "vllm_mode='server'": (
+            bool(getattr(args, "use_vllm", False)) and getattr(args, "vllm_mode", None) == "server",
+            "set vllm_mode='colocate'; the server has one set of weights for all clients",
+        ),
         "DeepSpeed": (bool(args.deepspeed) or trainer.is_deepspeed_enabled, alternative_to_sharding),
         "FSDP": (bool(args.fsdp) or trainer.is_fsdp_enabled, alternative_to_sharding),
         f"a launch of type {launch_type}": (
@@ -114,7 +124,46 @@ def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Ag
         **unsupported_float16(trainer),
     }
     refuse_settings(refused)
+    check_generations(args, federation)
     algorithm.check_setup(args, federation)
+
+
+def check_trainer_class(trainer_class: type) -> None:
+    """
+    Refuse a trainer that cannot train each client separately, before it is constructed.
+
+    Raises:
+        UnsupportedTrainerError: If the trainer is not supported. The message names the alternative.
+    """
+    if reason := refusal_of_trainer(trainer_class):
+        raise UnsupportedTrainerError(f"{trainer_class.__name__} does not work in a federation: {reason}.")
+
+
+def check_generations(args: TrainingArguments, federation: FederatedConfig) -> None:
+    """
+    Refuse a round that ends before a trainer of TRL has used all completions that it generated.
+
+    The trainer would discard these completions. A client starts each round with a new generation, from the new model.
+
+    Args:
+        args (`TrainingArguments`): The training arguments.
+        federation ([`FederatedConfig`]): The configuration.
+
+    Raises:
+        ValueError: If `local_steps` does not end a generation. The message has the nearest two values that do.
+    """
+    period, accumulation = micro_steps_per_generation(args), args.gradient_accumulation_steps
+    local_steps = federation.local_steps
+    if local_steps is None or local_steps * accumulation % period == 0:
+        return
+    unit = period // math.gcd(period, accumulation)
+    below = local_steps // unit * unit
+    first, second = (below or unit, (below or unit) + unit)
+    raise ValueError(
+        f"local_steps={local_steps} with gradient_accumulation_steps={accumulation} are {local_steps * accumulation} "
+        f"micro-batches, but the trainer uses its completions for steps_per_generation * num_iterations = {period} "
+        f"micro-batches. The client would discard completions. Set `local_steps` to {first} or {second}."
+    )
 
 
 def refuse_settings(settings: Mapping[str, tuple[bool, str]], owner: str = "") -> None:
