@@ -312,6 +312,7 @@ add("training", "optim='adamw_torch'", training={"optim": "adamw_torch"})
 carried = {"federation": {"client_optimizer_state": "carry"}}
 add("training", "carried momentum", training={"optim": "sgd", "optim_args": "momentum=0.9"}, **carried)
 add("training", "fp16", runs=False, training={"fp16": True})  # a GPU
+add("training", "batches that are lists", runs=False, trainer={"data_collator": list})  # a trainer that takes lists
 add("training", "lomo", runs=False, training={"optim": "lomo"})  # the package lomo-optim
 
 
@@ -377,6 +378,7 @@ def combination(parts: Parts) -> Combination:
         num_examples=num_examples,
         reports_anomalies=config.report_anomalies,
         model=_model_of(parts.model or tiny_model),
+        data_collator=trainer.get("data_collator"),
     )
 
 

@@ -21,6 +21,7 @@ def update_limits(
     local_steps: int | None,
     examples_per_step: int,
     max_length: int | None = None,
+    num_repeats: int = 1,
 ) -> UpdateLimits:
     """
     Compute the limits of a client from the examples that it announced and the settings of the federation.
@@ -32,6 +33,7 @@ def update_limits(
         examples_per_step (`int`): Largest number of examples in an optimizer step.
         max_length (`int`, *optional*): Largest number of tokens of a sequence. An example has up to two sequences. By
             default, tokens have no limit.
+        num_repeats (`int`, *optional*, defaults to `1`): How often a pass reads each example.
 
     Returns:
         [`~hf_federated.messages.validation.UpdateLimits`]: The limits.
@@ -47,7 +49,7 @@ def update_limits(
     """
     num_seen: int | None
     if local_steps is None:
-        num_seen = None if num_examples is None else num_examples * local_epochs
+        num_seen = None if num_examples is None else num_examples * local_epochs * num_repeats
     elif num_examples is not None:
         num_seen = local_steps * examples_per_step
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ class Combination:
         secure_aggregation ([`~hf_federated.secure_aggregation.SecureAggregation`], *optional*): The protocol.
         reports_anomalies (`bool`, *optional*, defaults to `False`): Whether there is an [`AnomalyReport`].
         model (`torch.nn.Module`, *optional*): The server's model.
+        data_collator (`Callable`, *optional*): Forms the batches. By default it is not known.
 
     Example:
 
@@ -67,6 +68,7 @@ class Combination:
     secure_aggregation: SecureAggregation | None = None
     reports_anomalies: bool = False
     model: nn.Module | None = None
+    data_collator: Callable[[list[Any]], Any] | None = None
 
     @property
     def averaging(self) -> Aggregation:

@@ -20,7 +20,7 @@ from ..aggregation.robust import ClippedMean
 from ..config import FederatedConfig
 from ..distillation import DISTILLATIONS, Distillation
 from ..engines import ClientEngine
-from ..methods import Method
+from ..methods import ClientPart, Method
 from ..postprocessing import GaussianNoise, Postprocessor
 from ..secure_aggregation import SECURE_AGGREGATIONS
 from ..server.collectors import COLLECTORS, SynchronousCollector
@@ -159,6 +159,21 @@ OWN_STATES = _averaging(
 READS_UPDATES = _averaging(
     "A method that overrides `accept`, `check` or `check_update`",
     lambda m: any(getattr(type(m), name) is not getattr(Aggregation, name) for name in _READERS),
+)
+# What a client half does with a batch.
+_BATCH_READERS = ("inputs", "loss", "on_batch")
+
+
+def _reads_batches(c: Combination) -> str:
+    for method in c.methods:
+        part = method.client_part
+        if any(getattr(part, name) is not getattr(ClientPart, name) for name in _BATCH_READERS):
+            return repr(method)
+    return ""
+
+
+READS_BATCHES = Feature(
+    AVERAGING, "A method whose client half overrides `inputs`, `loss` or `on_batch`", _reads_batches
 )
 REFUSED_ENGINE = Feature(
     AVERAGING,
@@ -386,3 +401,15 @@ CARRIED_MOMENTUM = _argument(
     "optim_args",
     lambda args, config: config.client_optimizer_state == "carry" and "momentum" in (args.optim_args or ""),
 )
+
+
+def _list_batches(c: Combination) -> str:
+    examples: list[Any] = [{}]
+    try:
+        is_list = c.data_collator is not None and isinstance(c.data_collator(examples), list)
+    except Exception:  # a collator of tensors needs their columns
+        is_list = False
+    return "a trainer whose batches are lists" if is_list else ""
+
+
+LIST_BATCHES = Feature(TRAINING, "Batches that are lists of examples (`GRPOTrainer`, `RLOOTrainer`)", _list_batches)

@@ -386,6 +386,19 @@ RULES: tuple[Rule, ...] = (
         "Use bf16=True.",
     ),
     Rule(
+        f.STREAM,
+        f.LIST_BATCHES,
+        "the trainers with such batches shuffle and repeat a stream themselves, so the position of a client in its "
+        "stream is unknown",
+        "Pass a Dataset.",
+    ),
+    Rule(
+        f.READS_BATCHES,
+        f.LIST_BATCHES,
+        "the method reads the tensors of a batch by name",
+        "Use a method that works on parameters or gradients, such as aggregation='fedavg' or 'fedprox'.",
+    ),
+    Rule(
         f.NO_GRADIENTS,
         f.NEEDS_GRADIENTS,
         "the optimizer keeps no gradients, which the method reads",

@@ -6,7 +6,7 @@ import dataclasses
 
 from transformers import TrainingArguments
 
-from .._compat import train_tokens
+from .._compat import num_repeats, train_tokens
 from ..clients.limits import examples_per_step, max_input_length, update_limits
 from ..clients.sampling import limit_examples
 from ..messages import Announcement
@@ -78,4 +78,5 @@ class ClaimLimits:
             config.local_steps,
             step_size,
             None if has_own_count else max_input_length(trainer),
+            num_repeats(trainer.args),
         )

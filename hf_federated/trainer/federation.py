@@ -315,7 +315,7 @@ class Federation:
         logs: dict[str, float] = dict(summary.other_metrics)
         if summary.grad_norm is not None:
             logs["grad_norm"] = summary.grad_norm
-        if (num_tokens := train_tokens(self._trainer)) is not None:
+        if num_tokens := train_tokens(self._trainer):
             logs["num_tokens"] = float(num_tokens)
         logs["federated/num_clients"] = summary.num_clients
         logs["federated/num_failed"] = summary.num_failed

@@ -149,6 +149,7 @@ class FederationSetup:
             secure_aggregation=secure,
             reports_anomalies=has_report or resolved.report_anomalies,
             model=trainer.model,
+            data_collator=trainer.data_collator,
         )
         check_combination(combination)
         aggregation = combination.averaging
