@@ -34,6 +34,7 @@ from .._compat import prepared_objects, set_prepared_objects, set_train_tokens
 from ..methods import ClientPart
 from ..utils.random import derived_seed, seed_generators
 from .gradient_scaler import ClientScaler
+from .sampler_position import SamplerPosition
 from .share_of_step import ShareOfStep
 from .streams import ClientStream
 
@@ -63,6 +64,8 @@ class LocalTraining:
         scaler ([`ClientScaler`], *optional*): The client's gradient scaler, if the training scales its loss.
         stream ([`~hf_federated.clients.streams.ClientStream`], *optional*): The client's examples, if they are a
             stream.
+        sampler_position ([`~hf_federated.clients.sampler_position.SamplerPosition`], *optional*): The position of the
+            client in its sampler, if the client trains on all of its examples.
     """
 
     round: int
@@ -74,6 +77,7 @@ class LocalTraining:
     optimizer_state: dict[str, Any] | None = None
     scaler: ClientScaler | None = None
     stream: ClientStream | None = None
+    sampler_position: SamplerPosition | None = None
 
     def __post_init__(self) -> None:
         self.share_of_step = ShareOfStep()
@@ -82,10 +86,10 @@ class LocalTraining:
         self._parts_with_gradients = [part for part in self.parts if part.changes_gradients]
         self._parts_with_batches = [part for part in self.parts if type(part).on_batch is not ClientPart.on_batch]
 
-    def on_batch(self, model: nn.Module, inputs: Mapping[str, Any], num_items: Any) -> None:
+    def on_batch(self, model: nn.Module, inputs: Any, num_items: Any) -> None:
         """Run before the loss of a micro-batch is computed."""
         for part in self._parts_with_batches:
-            part.on_batch(model, inputs, num_items)
+            part.on_batch(model, _mapping(inputs, part), num_items)
 
     def on_gradients(self, trainer: Trainer) -> None:
         """
@@ -107,9 +111,9 @@ class LocalTraining:
                 part.on_gradients(self.parameters)
                 part.on_step(groups)
 
-    def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def inputs(self, inputs: Any) -> dict[str, Any]:
         """Return the inputs of the model for a batch."""
-        changed = dict(inputs)
+        changed = dict(_mapping(inputs, next(part for part in self.parts if part.changes_loss)))
         for part in self.parts:
             changed = part.inputs(changed)
         return changed
@@ -133,7 +137,10 @@ class LocalTraining:
         if args.max_steps > 0:
             batches = args.max_steps * args.gradient_accumulation_steps
             epochs_per_round = math.ceil(batches / len(loader)) if has_length(loader) else 1
-        return EpochOffsetLoader(loader, self.round * epochs_per_round, self.stream)
+        source: ClientStream | SamplerPosition | None = self.stream
+        if self.sampler_position is not None and self.sampler_position.attach(loader):
+            source = self.sampler_position
+        return EpochOffsetLoader(loader, self.round * epochs_per_round, source)
 
     def num_schedule_steps(self, num_training_steps: int) -> int:
         """Length of the learning-rate schedule in optimizer steps of this client."""
@@ -174,6 +181,22 @@ class LocalTraining:
         num_skipped_steps = 0 if self.scaler is None else self.scaler.num_skipped_steps
         position = self.round * num_training_steps - num_skipped_steps
         place_schedule(scheduler, position if self.global_schedule else 0)
+
+
+def _mapping(inputs: Any, part: ClientPart) -> Mapping[str, Any]:
+    """
+    Check that a method can read a batch.
+
+    Raises:
+        UnsupportedTrainerError: If the batch is not a mapping.
+    """
+    if isinstance(inputs, Mapping):
+        return inputs
+    raise UnsupportedTrainerError(
+        f"{type(part).__name__} reads the tensors of a batch by name, but a batch of this trainer is a "
+        f"{type(inputs).__name__}. Use a method that works on parameters or gradients, such as aggregation='fedavg' "
+        "or 'fedprox'."
+    )
 
 
 def place_schedule(scheduler: LRScheduler, position: int) -> None:
@@ -220,17 +243,18 @@ class EpochOffsetLoader:
     Args:
         loader (`Any`): Result of `get_train_dataloader`.
         offset (`int`): Number of epochs of this client before this call.
-        stream ([`~hf_federated.clients.streams.ClientStream`], *optional*): The dataset of the loader, if it is a
-            stream. It counts the batches that the trainer uses.
+        source ([`~hf_federated.clients.streams.ClientStream`] or
+            [`~hf_federated.clients.sampler_position.SamplerPosition`], *optional*): Continues after the last batch of
+            the previous round, and counts the batches that the trainer uses.
     """
 
     # Hides a nested batch sampler, on which `Trainer` would set the epoch without the offset.
     batch_sampler = None
 
-    def __init__(self, loader: Any, offset: int, stream: ClientStream | None = None) -> None:
+    def __init__(self, loader: Any, offset: int, source: ClientStream | SamplerPosition | None = None) -> None:
         self._loader = loader
         self._offset = offset
-        self._stream = stream
+        self._source = source
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that seeds the shuffling."""
@@ -240,7 +264,7 @@ class EpochOffsetLoader:
                 set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader) if self._stream is None else self._stream.batches(self._loader)
+        return iter(self._loader) if self._source is None else self._source.batches(self._loader)
 
     def __len__(self) -> int:
         return len(self._loader)

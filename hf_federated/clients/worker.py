@@ -14,13 +14,12 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from .._compat import train_tokens
 from ..adapters import Exchange, ModelMismatchError
 from ..config import FederatedConfig
 from ..data.client_ids import similar_ids_hint
 from ..data.torch_datasets import is_map_style, is_stream, subset
 from ..distributed.process_group import PeerFailedError
-from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
+from ..messages import ClientFailure, Evaluate, Fit, Message, Metrics
 from ..messages.secure_aggregation import SecureFit
 from ..messages.validation import INVALID_CONTENT, RefusedRequestError, first_non_finite, refusal_of, refusing
 from ..methods import ClientContext, ClientPart, Method
@@ -43,15 +42,15 @@ from .local_training import (
     preserved_process_state,
 )
 from .models import ClientModel, ClientModels, OwnModel, diverged
+from .sampler_position import SamplerPosition
 from .sampling import draw_examples
 from .secure_answers import SecureAnswers
 from .streams import ClientStream
+from .update_contents import update_of
 
 
 logger = logging.get_logger(__name__)
 
-# Keys of log entries that are not metrics: the progress of training, and token counts, which have a separate field.
-NON_METRIC_KEYS = {"epoch", "step", "num_input_tokens_seen", "num_tokens"}
 # Opening a client's examples takes longer than a small training step, and an open client needs some kilobytes.
 MAX_OPEN_CLIENTS = 256
 
@@ -227,7 +226,7 @@ class ClientWorker:
             trainer = self._train(message, model, parts, before)
         model.exchange.check_unchanged(model.trainer.model)
         local = model.exchange.read_local()
-        update = _update(message, trainer, model.exchange.read() if message.returns_state else {})
+        update = update_of(message, trainer, model.exchange.read() if message.returns_state else {})
         for part in parts:
             update = part.send(update)
         state = self._state_after(trainer, contexts, local)
@@ -260,6 +259,9 @@ class ClientWorker:
             trainer.optimizer.state.clear()
         if stream is not None:
             state["stream"] = stream.position()
+        position = trainer.local_training.sampler_position
+        if position is not None and (kept := position.state()):
+            state["sampler"] = kept
         if memories := {key: context.memory for key, context in contexts.items() if context.memory}:
             state[MEMORIES] = memories
         return state
@@ -280,7 +282,7 @@ class ClientWorker:
         outer, args = model.trainer, self._arguments(model)
         has_scaler = outer.accelerator.scaler is not None and outer.accelerator.scaler.is_enabled()
         scaler = ClientScaler(outer.accelerator, kept.get("scaler")) if has_scaler else None
-        examples, is_streamed = self._select_examples(message)
+        examples, is_streamed, is_subset = self._select_examples(message)
         stream = ClientStream(message.client_id, examples, kept.get("stream")) if is_streamed else None
         local = LocalTraining(
             round=message.round,
@@ -292,6 +294,7 @@ class ClientWorker:
             optimizer_state=kept.get("optimizer"),
             scaler=scaler,
             stream=stream,
+            sampler_position=None if is_streamed or is_subset else SamplerPosition(kept.get("sampler")),
         )
         callbacks = [LocalTrainingCallback(message.seed if self.is_federation else None), *self._callbacks]
         callbacks += [callback for part in parts for callback in part.callbacks]
@@ -319,13 +322,13 @@ class ClientWorker:
             logger.warning_once(ALL_STEPS_SKIPPED)
         return trainer
 
-    def _select_examples(self, message: Fit) -> tuple[Any, bool]:
-        """Return the examples of this round, all examples or a random subset, and whether they are a stream."""
+    def _select_examples(self, message: Fit) -> tuple[Any, bool, bool]:
+        """Return the examples of this round, and whether they are a stream, and a random subset of all examples."""
         rows, is_streamed = self._open_examples(message.client_id)
         drawn = None if message.max_rows is None else draw_examples(len(rows), message.max_rows, message.seed)
         if drawn is None:
-            return rows, is_streamed
-        return subset(rows, drawn) if is_map_style(rows) else rows.select(drawn), is_streamed
+            return rows, is_streamed, False
+        return subset(rows, drawn) if is_map_style(rows) else rows.select(drawn), is_streamed, True
 
     def _open_examples(self, client_id: str) -> tuple[Any, bool]:
         """Return the examples of a client and whether they are a stream. They stay open in a small federation."""
@@ -366,35 +369,3 @@ class ClientWorker:
         metrics.pop("eval_num_tokens", None)
         values = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         return Metrics(message.round, message.client_id, num_examples=len(dataset), metrics=values)
-
-
-def _update(message: Fit, trainer: Any, state: State) -> ClientUpdate:
-    """Return the result of a local training."""
-    stream = trainer.local_training.stream
-    return ClientUpdate(
-        round=message.round,
-        client_id=message.client_id,
-        state=state,
-        num_examples=len(trainer.train_dataset) if stream is None else stream.num_examples,
-        num_tokens=_num_tokens(trainer),
-        num_steps=trainer.state.global_step,
-        metrics=_training_metrics(trainer),
-    )
-
-
-def _num_tokens(trainer: Trainer) -> int:
-    """Return the number of tokens of a local training, if `Trainer` or a trainer of TRL counts them."""
-    counted = train_tokens(trainer)
-    if counted is None or trainer.args.include_num_input_tokens_seen != "no":
-        return trainer.state.num_input_tokens_seen
-    return counted
-
-
-def _training_metrics(trainer: Trainer) -> dict[str, float]:
-    """Return the metrics of a local training: the last entry of the trainer's log that has a loss."""
-    metrics = {"total_flos": float(trainer.state.total_flos)}
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    for name, value in (entries[-1] if entries else {}).items():
-        if name not in NON_METRIC_KEYS and isinstance(value, (int, float)):
-            metrics[name] = float(value)
-    return metrics

@@ -1,0 +1,127 @@
+"""A client whose sampler cannot be set to an epoch continues in each round after its last batch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny import arguments, same_weights, tiny_model
+from transformers import Trainer
+
+from hf_federated import FederatedConfig, federate
+
+
+BATCH_SIZE = 2
+
+
+def numbered(start: int, num_rows: int) -> Dataset:
+    """Examples whose first token is their number."""
+    numbers = range(num_rows)
+    columns = {"labels": [i % 2 for i in numbers], "length": [1 + i % 3 for i in numbers]}
+    return Dataset.from_dict({"input_ids": [[start + i, 1, 2] for i in numbers], **columns})
+
+
+CLIENTS = {"north": numbered(5, 7), "south": numbered(20, 5)}
+
+
+class RecordingTrainer(Trainer):
+    """Records the number of each example that it trains on."""
+
+    read: list[list[int]]
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.read.append(inputs["input_ids"][:, 0].tolist())
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+class OwnSamplerTrainer(RecordingTrainer):
+    """Shuffles with a sampler that has a generator and no epochs, as GRPO does."""
+
+    def _get_train_sampler(self, train_dataset=None):
+        return OwnSampler(len(self.train_dataset))
+
+
+class OwnSampler(torch.utils.data.Sampler):
+    def __init__(self, num_examples: int) -> None:
+        self.num_examples = num_examples
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self):
+        yield from torch.randperm(self.num_examples, generator=self.generator).tolist()
+
+    def __len__(self) -> int:
+        return self.num_examples
+
+
+SEQUENTIAL = RecordingTrainer, {"train_sampling_strategy": "sequential"}
+BY_LENGTH = RecordingTrainer, {"train_sampling_strategy": "group_by_length"}
+UNSEEDED = RecordingTrainer, {"accelerator_config": {"use_seedable_sampler": False}}
+OWN = OwnSamplerTrainer, {}
+SAMPLERS = {"sequential": SEQUENTIAL, "by length": BY_LENGTH, "unseeded": UNSEEDED, "own": OWN}
+
+
+def build(folder: Path, sampler: Any, clients: Any = CLIENTS, federation: Any = None, **kwargs: Any) -> Any:
+    base, args = sampler
+    trainer = (base if federation is None else federate(base))(
+        model=tiny_model(),
+        args=arguments(folder, per_device_train_batch_size=BATCH_SIZE, **{**args, **kwargs}),
+        train_dataset=clients,
+        **({} if federation is None else {"federation": FederatedConfig(**federation)}),
+    )
+    trainer.read = []
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("name", "local_steps", "accumulation"), [*((name, 3, 1) for name in SAMPLERS), ("own", 1, 1), ("own", 1, 2)]
+)
+def test_every_example_is_read_before_a_client_starts_again(tmp_path, name, local_steps, accumulation) -> None:
+    num_batches = math.ceil(len(CLIENTS["north"]) / BATCH_SIZE)
+    num_rounds = math.ceil(num_batches / (local_steps * accumulation))
+    federation = {"num_rounds": num_rounds, "local_steps": local_steps}
+    trainer = build(tmp_path, SAMPLERS[name], federation=federation, gradient_accumulation_steps=accumulation)
+    trainer.train()
+    expected = {row["input_ids"][0] for client in CLIENTS.values() for row in client}
+    assert {number for batch in trainer.read for number in batch} == expected
+
+
+@pytest.mark.parametrize("name", ["unseeded", "own"])
+def test_one_client_equals_the_plain_trainer_if_rounds_end_within_epochs(tmp_path, name) -> None:
+    plain = build(tmp_path, SAMPLERS[name], CLIENTS["north"], num_train_epochs=3)
+    plain.train()
+    assert len(plain.read) == 12
+    federation = {"num_rounds": 4, "local_steps": 3, "client_optimizer_state": "carry"}
+    federated = build(tmp_path, SAMPLERS[name], {"north": CLIENTS["north"]}, federation)
+    federated.train()
+    assert federated.read == plain.read
+    assert same_weights(federated.model, plain.model)
+
+
+def test_one_client_shuffles_each_epoch_as_the_plain_trainer(tmp_path) -> None:
+    plain = build(tmp_path, OWN, CLIENTS["north"], num_train_epochs=3)
+    plain.train()
+    federated = build(tmp_path, OWN, {"north": CLIENTS["north"]}, {"num_rounds": 3})
+    federated.train()
+    assert federated.read == plain.read and len({str(plain.read[i : i + 4]) for i in (0, 4, 8)}) == 3
+
+
+@pytest.mark.parametrize("name", ["unseeded", "own"])
+def test_resumed_client_continues_at_its_position(tmp_path, name) -> None:
+    federation = {"num_rounds": 4, "local_steps": 3}
+    whole = build(tmp_path, SAMPLERS[name], federation=federation, save_strategy="epoch")
+    whole.train()
+    resumed = build(tmp_path, SAMPLERS[name], federation=federation, save_strategy="epoch")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.read == whole.read[12:]
+    assert same_weights(whole.model, resumed.model)
+
+
+def test_client_that_trains_on_a_part_of_its_examples_starts_anew(tmp_path) -> None:
+    trainer = build(tmp_path, SEQUENTIAL, federation={"num_rounds": 2, "local_steps": 1, "max_rows_per_round": 4})
+    trainer.train()
+    # The first two of the four examples of a round, in order.
+    assert len(trainer.read) == 4 and all(batch == sorted(batch) for batch in trainer.read)

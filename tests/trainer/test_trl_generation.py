@@ -1,0 +1,104 @@
+"""`federate()` with trainers of TRL that generate completions, and with constructors that map their dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from public_trainers import TRAINERS, preferences, prompts
+from tiny import same_weights
+
+from hf_federated import FederatedCallback, FederatedConfig, federate
+
+
+trl = pytest.importorskip("trl")
+
+
+@pytest.fixture(autouse=True)
+def without_ci(monkeypatch) -> None:
+    """TRL reads more of a dataset for its usage report, which it does not send from a CI."""
+    monkeypatch.delenv("CI", raising=False)
+
+
+class Updates(FederatedCallback):
+    def __init__(self) -> None:
+        self.received: list[Any] = []
+
+    def on_client_end(self, args, state, control, update, **kwargs) -> None:
+        self.received.append(update)
+
+
+def grpo(
+    folder: Path, clients: Any, name: str = "GRPOTrainer", args: Any = None, federation: Any = None, **kwargs: Any
+) -> Any:
+    spec = TRAINERS[name]
+    config = FederatedConfig(**{"num_rounds": 2, **(federation or {})})
+    return spec.build(federate(spec.trainer_class), folder, clients, args, federation=config, **kwargs)
+
+
+CLIENTS = {"north": prompts("north", 4), "south": prompts("south", 2)}
+
+
+@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer"])
+def test_generated_tokens_of_the_clients_are_counted(tmp_path, name) -> None:
+    updates = Updates()
+    trainer = grpo(
+        tmp_path, CLIENTS, name, federation={"aggregation_kwargs": {"weighting": "tokens"}}, callbacks=[updates]
+    )
+    trainer.train()
+    tokens = [update.num_tokens for update in updates.received]
+    assert len(tokens) == 4 and min(tokens) > 0
+    logged = [entry["num_tokens"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == [sum(tokens[:2]), sum(tokens)]
+    assert all("reward" in update.metrics for update in updates.received)
+
+
+def test_generations_of_a_client_do_not_reach_the_next_client(tmp_path) -> None:
+    seen: list[list[str]] = []
+
+    def reward(prompts: list[str], **columns: Any) -> list[float]:
+        seen.append(prompts)
+        return [float(i) for i in range(len(prompts))]
+
+    trainer = grpo(tmp_path, CLIENTS, args={"num_iterations": 2}, reward_funcs=reward)
+    trainer.train()
+    # A local epoch generates once for each prompt, and trains on the completions twice.
+    assert [words[0].split()[0][:4] for words in seen] == ["snow"] * 4 + ["sand"] * 2 + ["snow"] * 4 + ["sand"] * 2
+    assert (vars(trainer)["_step"], vars(trainer)["_buffered_inputs"]) == (0, None)
+
+
+def test_method_that_reads_batches_is_refused_for_batches_that_are_lists(tmp_path) -> None:
+    with pytest.raises(ValueError, match="lists.*reads the tensors of a batch by name.*'fedprox'"):
+        grpo(tmp_path, CLIENTS, federation={"distillation": "adafd"}, public_dataset=prompts("north", 2))
+    trainer = grpo(tmp_path, CLIENTS, federation={"num_rounds": 1, "aggregation": "fedprox"})
+    trainer.train()
+
+
+@pytest.mark.parametrize("name", ["ORPOTrainer", "CPOTrainer"])
+def test_constructor_that_maps_its_dataset_runs_once_for_each_client(tmp_path, name) -> None:
+    spec = TRAINERS[name]
+    rows: list[str] = []
+
+    class Counting(spec.trainer_class):
+        def tokenize_row(self, feature, *args, **kwargs):
+            rows.append(feature["prompt"].split()[0][:4])
+            return super().tokenize_row(feature, *args, **kwargs)
+
+    clients = {"north": preferences("north", 4), "south": preferences("south", 3)}
+    trainer = spec.build(federate(Counting), tmp_path, clients, federation=FederatedConfig(num_rounds=2))
+    assert not rows
+    trainer.train()
+    assert rows == ["snow"] * 4 + ["sand"] * 3
+    assert len([entry for entry in trainer.state.log_history if "log_odds_ratio" in entry or "loss" in entry]) >= 2
+
+
+def test_orpo_with_one_client_equals_the_plain_trainer(tmp_path) -> None:
+    spec = TRAINERS["ORPOTrainer"]
+    rows = preferences("north", 6)
+    plain = spec.build(spec.trainer_class, tmp_path, rows, {"num_train_epochs": 2})
+    plain.train()
+    config = FederatedConfig(num_rounds=2, client_optimizer_state="carry")
+    federated = spec.build(federate(spec.trainer_class), tmp_path, rows, federation=config)
+    federated.train()
+    assert same_weights(plain.model, federated.model)
