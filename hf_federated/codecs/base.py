@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..utils.constructor_settings import ConstructorSettings
 from ..utils.weighted_mean import Tensors
 
 
@@ -18,7 +19,7 @@ Shapes = Mapping[str, Sequence[int]]
 Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-class Codec(ABC):
+class Codec(ConstructorSettings, ABC):
     """
     Encoding of floating-point tensors for sending: updates, predictions, hidden states and gradients.
 
@@ -64,6 +65,11 @@ class Codec(ABC):
     # What the tensors are, for error messages.
     content: ClassVar[str] = "tensors"
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether float32 values are sent without a loss. `exchange_codec` then changes no message."""
+        return False
+
     @abstractmethod
     def layout(self, shapes: Shapes) -> Layout:
         """
@@ -76,6 +82,16 @@ class Codec(ABC):
     @abstractmethod
     def compress(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """Encode tensors without a memory. The arguments are those of [`~Codec.encode`]."""
+
+    def compress_next(self, tensors: Tensors, memory: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """
+        Encode tensors without feedback, with what earlier calls left in `memory`. Calls `compress` by default.
+
+        Args:
+            tensors (`Mapping[str, torch.Tensor]`): As for [`~Codec.encode`].
+            memory (`dict`): Changed by assignment. The key `residual` belongs to [`~Codec.encode`].
+        """
+        return self.compress(tensors)
 
     @abstractmethod
     def decode(self, encoded: Tensors, reference: Tensors) -> dict[str, torch.Tensor]:
@@ -113,7 +129,7 @@ class Codec(ABC):
             return self.compress(tensors)
         residual = memory.get("residual", {})
         wanted = {name: value + residual[name] if name in residual else value for name, value in tensors.items()}
-        encoded = self.compress(wanted)
+        encoded = self.compress_next(wanted, memory)
         decoded = self.decode(encoded, wanted)
         memory["residual"] = {name: value - decoded[name] for name, value in wanted.items()}
         return encoded

@@ -1,10 +1,11 @@
-"""Names of algorithms, collectors and protocols of secure aggregation, and the classes that they name.
+"""Names of algorithms, collectors, protocols of secure aggregation and codecs, and the classes that they name.
 
 An algorithm has a name in one of three forms:
 
 - a built-in name, such as `fedavg`;
 - the name of an entry point of an installed package, in the group `hf_federated.aggregations`,
-  `hf_federated.distillations`, `hf_federated.collectors` or `hf_federated.secure_aggregations`;
+  `hf_federated.distillations`, `hf_federated.collectors`, `hf_federated.secure_aggregations` or
+  `hf_federated.codecs`;
 - a reference to a class, `my_package.module:MyClass`.
 
 This module imports no torch, so that a configuration can check names quickly. [`AlgorithmNames.load`] imports a class.
@@ -269,5 +270,17 @@ SECURE_AGGREGATION_NAMES = AlgorithmNames(
         "secagg": "hf_federated.secure_aggregation.secagg:SecAgg",
         "secagg+": "hf_federated.secure_aggregation.secagg_plus:SecAggPlus",
         "lightsecagg": "hf_federated.secure_aggregation.lightsecagg:LightSecAgg",
+    },
+)
+
+EXCHANGE_CODEC_NAMES = AlgorithmNames(
+    "exchange_codec",
+    "Codec",
+    "hf_federated.codecs",
+    {
+        "int8": "hf_federated.codecs.scaled_integers:Int8",
+        "int4": "hf_federated.codecs.scaled_integers:Int4",
+        "topk": "hf_federated.codecs.top_k:TopK",
+        "powersgd": "hf_federated.codecs.power_sgd:PowerSGD",
     },
 )
