@@ -18,6 +18,7 @@ from .utils.algorithm_names import (
     AGGREGATION_NAMES,
     COLLECTOR_NAMES,
     DISTILLATION_NAMES,
+    EXCHANGE_CODEC_NAMES,
     SECURE_AGGREGATION_NAMES,
 )
 from .utils.arguments import require, require_one_of
@@ -32,7 +33,13 @@ EXCHANGES = ("auto", "trainable", "adapter", "all")
 HEAD = "head"
 
 # The fields that contain the name or an instance of an algorithm. Each has a field of its arguments.
-_NAMES = (COLLECTOR_NAMES, AGGREGATION_NAMES, DISTILLATION_NAMES, SECURE_AGGREGATION_NAMES)
+_NAMES = (
+    COLLECTOR_NAMES,
+    AGGREGATION_NAMES,
+    DISTILLATION_NAMES,
+    SECURE_AGGREGATION_NAMES,
+    EXCHANGE_CODEC_NAMES,
+)
 # The allowed values of fields that are `None` or at least 1.
 _COUNTS = {
     "num_rounds": "at least 1",
@@ -191,6 +198,15 @@ class FederatedConfig(SavedConfig):
             Dtype of the exchanged floating tensors in both directions: `"float32"`, `"bfloat16"` or `"float16"`. By
             default tensors keep their dtypes. The server keeps its values unrounded. Clients start from the rounded
             values and send back their changes, so that small changes are not lost.
+        exchange_codec (`str` or [`~hf_federated.codecs.Codec`], *optional*):
+            Codec of the exchanged floating tensors. The clients send their changes with error feedback
+            ([`~hf_federated.postprocessing.EncodeUpdate`]), and the server sends the change since the last round
+            ([`~hf_federated.postprocessing.EncodeState`]): `"int8"`, `"int4"`, `"topk"`
+            ([`~hf_federated.codecs.TopK`]) or `"powersgd"` ([`~hf_federated.codecs.PowerSGD`]). Also the name of an
+            entry point `hf_federated.codecs`, a reference to a class, or an instance.
+        exchange_codec_kwargs (`dict`, *optional*):
+            Arguments of the codec if `exchange_codec` is a name, such as `{"share": 0.1}`, and `direction`: `"both"`
+            (the default), `"up"` or `"down"`. On a command line, a JSON text.
         client_optimizer_state (`str`, *optional*, defaults to `"reset"`):
             `"reset"`: a client starts each round with a fresh optimizer. `"carry"`: a client keeps its optimizer state
             between rounds. With `fp16=True`, this also applies to the client's gradient scaler.
@@ -292,6 +308,12 @@ class FederatedConfig(SavedConfig):
         "Dtype of the exchanged tensors (default: the dtypes of the model).",
         choices=["float32", "bfloat16", "float16"],
     )
+    exchange_codec: str | None = option(
+        None, "Codec of the exchanged tensors: 'int8', 'int4', 'topk', 'powersgd', or my_package.module:MyCodec."
+    )
+    exchange_codec_kwargs: dict | str | None = option(
+        None, "Arguments of the codec, and 'direction' ('both', 'up' or 'down'), as JSON on a command line."
+    )
     client_optimizer_state: str = option(
         "reset", "Whether a client keeps its optimizer state between rounds.", choices=["reset", "carry"]
     )
@@ -369,7 +391,8 @@ class FederatedConfig(SavedConfig):
             algorithm: Any = values[names.field]
             if algorithm is not None and not isinstance(algorithm, str):
                 values[names.field] = names.name_of(algorithm)
-                values[f"{names.field}_kwargs"] = algorithm.non_default_settings()
+                # `direction` of a codec is no setting of the instance.
+                values[f"{names.field}_kwargs"] |= algorithm.non_default_settings()
         values["distillation_kwargs"] = name_functions(values["distillation_kwargs"])
         selections = {name: values[name] for name in ("exchange", "keep_local") if callable(values[name])}
         values |= {name: SAVED_FUNCTION + text for name, text in name_functions(selections).items()}

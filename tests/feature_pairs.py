@@ -111,6 +111,7 @@ class Feature:
 EXCLUSIVE = (
     "averaging",
     "distillation",
+    "codec",
     "exchange",
     "keep_local",
     "model",
@@ -262,6 +263,11 @@ for step in (ClipUpdate(1.0), GaussianNoise(1e-3), QuantizeChanges(), OnTheWayDo
     add("step", type(step).__name__, trainer={"postprocessors": [step]})
 add("step", "reproducible noise", trainer={"postprocessors": [GaussianNoise(1e-3, reproducible=True)]})
 add("step", "exchange_dtype", federation={"exchange_dtype": "bfloat16"})
+add("codec", "exchange_codec", federation={"exchange_codec": "int8"})
+for name, direction in {"topk": "up", "powersgd": "down"}.items():
+    settings = {"exchange_codec": name, "exchange_codec_kwargs": {"direction": direction}}
+    add("codec", f"exchange_codec {direction}", federation=settings)
+add("step", "noise after a codec", trainer={"postprocessors": [QuantizeChanges(), GaussianNoise(1e-3)]})
 add("exchange", "exchange='trainable'", federation={"exchange": "trainable"})
 add("exchange", "exchange='adapter'", LORA, federation={"exchange": "adapter"})
 add("exchange", "exchange='all'", federation={"exchange": "all"})

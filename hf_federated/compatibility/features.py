@@ -190,7 +190,7 @@ def decodes(step: Postprocessor) -> bool:
     return type(step).server_receive is not Postprocessor.server_receive
 
 
-def _step(name: str, has: Callable[[Postprocessor], Any], with_own: bool = False) -> Feature:
+def step_feature(name: str, has: Callable[[Postprocessor], Any], with_own: bool = False) -> Feature:
     """A feature of a step that the user passed, or also of a step of the averaging algorithm."""
 
     def find(c: Combination) -> str:
@@ -200,10 +200,12 @@ def _step(name: str, has: Callable[[Postprocessor], Any], with_own: bool = False
     return Feature(STEP, name, find)
 
 
-ANY_STEP = _step("Any postprocessor", lambda step: True)
-ENCODES = _step("A postprocessor with `server_receive`, such as `QuantizeChanges`", decodes)
-ADDS_NOISE = _step("A postprocessor with `adds_noise`, such as `GaussianNoise`", lambda step: step.adds_noise, True)
-DIFFERENT_NOISE = _step(
+ANY_STEP = step_feature("Any postprocessor", lambda step: True)
+ENCODES = step_feature("A postprocessor with `server_receive`, such as `QuantizeChanges`", decodes)
+ADDS_NOISE = step_feature(
+    "A postprocessor with `adds_noise`, such as `GaussianNoise`", lambda step: step.adds_noise, True
+)
+DIFFERENT_NOISE = step_feature(
     "`GaussianNoise` without `reproducible=True`",
     lambda step: isinstance(step, GaussianNoise) and not step.reproducible,
     with_own=True,

@@ -6,6 +6,7 @@ Checks of a single value are not in the list.
 from __future__ import annotations
 
 from . import features as f
+from .codec_rules import CODEC_RULES
 from .rule import Rule
 
 
@@ -171,6 +172,7 @@ RULES: tuple[Rule, ...] = (
         "the report compares parameters, but clients keep their parameters",
         "Leave `report_anomalies` and AnomalyReport out.",
     ),
+    *CODEC_RULES,
     # ---- Collectors
     Rule(
         f.NOT_LATE,

@@ -1,4 +1,4 @@
-"""Steps between local training and aggregation: clipping, noise, narrower dtypes, quantization, custom steps."""
+"""Steps between local training and aggregation: clipping, noise, narrower dtypes, codecs, custom steps."""
 
 from .base import (
     Memories,
@@ -11,6 +11,9 @@ from .base import (
     run_server_send,
 )
 from .clipping import ClipUpdate
+from .encode_state import EncodeState
+from .encode_update import EncodeUpdate
+from .exchange_codec import codec_direction, exchange_codec_steps
 from .exchange_dtype import SendChanges, cast_floating, exchange_dtype
 from .gaussian_noise import GaussianNoise
 from .quantize_changes import QuantizeChanges
@@ -18,6 +21,8 @@ from .quantize_changes import QuantizeChanges
 
 __all__ = [
     "ClipUpdate",
+    "EncodeState",
+    "EncodeUpdate",
     "GaussianNoise",
     "Memories",
     "Memory",
@@ -25,6 +30,8 @@ __all__ = [
     "QuantizeChanges",
     "SendChanges",
     "cast_floating",
+    "codec_direction",
+    "exchange_codec_steps",
     "exchange_dtype",
     "run_client_receive",
     "run_client_send",

@@ -35,7 +35,7 @@ class Postprocessor:
 
     | method | where | steps of the list |
     |---|---|---|
-    | `server_send` | server, before a [`Fit`] message is sent | in order |
+    | `server_send` or `server_send_shared` | server, before a [`Fit`] message is sent | in order |
     | `client_receive` | client, before the message is used | in reverse order |
     | `client_send` | client, after local training | in order |
     | `server_receive` | server, when the update arrives | in reverse order |
@@ -82,9 +82,13 @@ class Postprocessor:
 
     @property
     def changes_requests(self) -> bool:
-        """Whether the step overrides `server_send` or `client_receive`. Each client then gets its own message."""
+        """Whether the step overrides a method for the messages to clients. Each client then gets its own message."""
         cls, base = type(self), Postprocessor
-        return cls.server_send is not base.server_send or cls.client_receive is not base.client_receive
+        return (
+            cls.server_send is not base.server_send
+            or cls.server_send_shared is not base.server_send_shared
+            or cls.client_receive is not base.client_receive
+        )
 
     @property
     def keeps_server_memory(self) -> bool:
@@ -104,6 +108,22 @@ class Postprocessor:
             [`Fit`]: The changed message.
         """
         return message
+
+    def server_send_shared(self, message: Fit, memory: Memory, shared: Memory) -> Fit:
+        """
+        Change a message before it leaves the server, with a memory for all clients. Calls `server_send` by default.
+
+        Args:
+            message ([`Fit`]): As for `server_send`.
+            memory (`dict`): The server's memory of this step for the client.
+            shared (`dict`): The memory of `on_sums`. In a launch of several processes, each process has one. What the
+                messages of a round leave in it must not depend on the client, and `on_sums` must leave the same in a
+                process that sent no message.
+
+        Returns:
+            [`Fit`]: The changed message.
+        """
+        return self.server_send(message, memory)
 
     def client_receive(self, message: Fit, memory: Memory) -> Fit:
         """
@@ -188,13 +208,27 @@ def matching(values: Tensors, state: Tensors) -> State:
     }
 
 
-def run_server_send(steps: Sequence[Postprocessor], message: Fit, memories: Memories) -> Fit:
-    """Run `server_send` of all steps in order. `memories` are the server's for this client, changed in place."""
+def run_server_send(
+    steps: Sequence[Postprocessor], message: Fit, memories: Memories, shared: Memories | None = None
+) -> Fit:
+    """
+    Run `server_send_shared` of all steps in order.
+
+    Args:
+        steps (`Sequence[Postprocessor]`): The steps.
+        message ([`Fit`]): The message.
+        memories (`dict`): The server's memories for this client, changed in place.
+        shared (`dict`, *optional*): The server's memories for all clients together, changed in place.
+    """
     if not any(step.changes_requests for step in steps):
         return message
-    with _opened(steps, memories, message.seed, "server send") as opened:
-        for step, memory in opened:
-            message = step.server_send(message, memory)
+    shared = {} if shared is None else shared
+    with (
+        _opened(steps, memories, message.seed, "server send") as opened,
+        _opened(steps, shared, message.seed, "server send") as opened_shared,
+    ):
+        for (step, memory), (_, of_all) in zip(opened, opened_shared, strict=True):
+            message = step.server_send_shared(message, memory, of_all)
     return message
 
 

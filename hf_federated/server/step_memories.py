@@ -32,16 +32,15 @@ class StepMemories:
         self.steps = steps
         self.store = MemoryStore() if store is None else store
         self.changes_requests = any(step.changes_requests for step in steps)
-        # The memories of `on_sums`.
-        self._of_sums: Memories = {}
+        # The memories of `on_sums` and `server_send_shared`.
+        self._of_all: Memories = {}
 
     def send(self, message: Fit) -> Fit:
         """Change a message before it leaves the server."""
         entry = self.store.get(message.client_id)
         memories = entry.setdefault("memories", {})
-        sent = run_server_send(
-            self.steps, dataclasses.replace(message, accepted_round=entry.get("accepted_round")), memories
-        )
+        message = dataclasses.replace(message, accepted_round=entry.get("accepted_round"))
+        sent = run_server_send(self.steps, message, memories, self._of_all)
         self.store.set(message.client_id, entry)
         return sent
 
@@ -68,12 +67,12 @@ class StepMemories:
 
     def on_sums(self, sums: Accumulator, round: Round, seed: int) -> Accumulator:
         """Change the sums of the accepted updates."""
-        return run_on_sums(self.steps, sums, round, seed, self._of_sums)
+        return run_on_sums(self.steps, sums, round, seed, self._of_all)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the memories of `on_sums`. `store` has the memories of clients."""
-        return dict(self._of_sums)
+        """Return the memories for all clients together. `store` has the memories of clients."""
+        return dict(self._of_all)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the memories that `state_dict` returned."""
-        self._of_sums = dict(state)
+        self._of_all = dict(state)

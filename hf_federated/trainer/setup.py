@@ -25,7 +25,7 @@ from ..distributed.launch import check_launch
 from ..distributed.process_group import ProcessGroup, process_group
 from ..engines import Engine, LocalEngine, RankEngine
 from ..methods import Method
-from ..postprocessing import Postprocessor, SendChanges, exchange_dtype
+from ..postprocessing import Postprocessor, SendChanges, exchange_codec_steps, exchange_dtype
 from ..secure_aggregation import SecureAggregation
 from ..secure_aggregation.credentials import Credentials
 from ..server import AggregationCallback, AnomalyReport, DistillationCallback, UpdateCollector
@@ -274,9 +274,9 @@ def _find_aggregation(user_callbacks: Sequence[TrainerCallback], config: Federat
 
 
 def algorithm_postprocessors(algorithm: Aggregation, config: FederatedConfig) -> list[Postprocessor]:
-    """Return the postprocessors of the algorithm, or of `exchange_dtype`. They follow the user's postprocessors."""
-    dtype = exchange_dtype(config.exchange_dtype)
+    """Return the postprocessors of the algorithm, `exchange_dtype` and `exchange_codec`, which follow the user's."""
+    dtype, steps = exchange_dtype(config.exchange_dtype), exchange_codec_steps(config)
     if config.secure_aggregation is not None:
         # A client sends integers, which no further step encodes.
-        return [step for step in algorithm.postprocessors() if not decodes(step)]
-    return algorithm.postprocessors() if dtype is None else [SendChanges(dtype)]
+        return [step for step in algorithm.postprocessors() if not decodes(step)] + steps
+    return [*algorithm.postprocessors(), *steps] if dtype is None else [SendChanges(dtype)]

@@ -111,8 +111,9 @@ def section_fields(task: str = DEFAULT_TASK) -> dict[str, dict[str, RecipeField]
 def _federation_fields() -> dict[str, RecipeField]:
     """The fields of `FederatedConfig`, with types for YAML in place of the types for a command line."""
     fields = dataclass_fields(FederatedConfig)
-    for name in ("aggregation_kwargs", "distillation_kwargs", "collector_kwargs", "secure_aggregation_kwargs"):
-        fields[name] = dataclasses.replace(fields[name], annotation=dict[str, Any] | None)
+    for name, item in fields.items():
+        if name.endswith("_kwargs"):
+            fields[name] = dataclasses.replace(item, annotation=dict[str, Any] | None)
     return fields
 
 

@@ -56,6 +56,7 @@ from hf_federated.experiments.recipe.sections import (
     TopLevelFields,
 )
 from hf_federated.experiments.recipe.yaml_file import DEFAULT_TASK, apply_changes, read_values
+from hf_federated.postprocessing import exchange_codec_steps
 from hf_federated.secure_aggregation import SecureAggregation
 from hf_federated.split_training import SplitConfig
 from hf_federated.tasks import TASKS, Seq2Seq, SuperGlueSeq2Seq
@@ -328,6 +329,11 @@ def _check_methods(checked: Mapping[str, dict[str, Any]], mistakes: Mistakes) ->
         with mistakes.collect(), recipe_errors("federation"):
             kwargs = federation.get("secure_aggregation_kwargs")
             SECURE_AGGREGATION_NAMES.build(name, kwargs, SecureAggregation)
+    with mistakes.collect(), recipe_errors("federation"):
+        kwargs = federation.get("exchange_codec_kwargs")
+        exchange_codec_steps(
+            FederatedConfig(exchange_codec=federation.get("exchange_codec"), exchange_codec_kwargs=kwargs)
+        )
 
 
 def partitioner_has_seed(partition: Mapping[str, Any]) -> bool:

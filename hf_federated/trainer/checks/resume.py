@@ -71,6 +71,7 @@ def check_resumed(saved: Mapping[str, Any], current: Mapping[str, Any], checkpoi
     # A checkpoint of version 0.1.0 has neither of these fields.
     later: dict[str, Any] = {"collector": "synchronous", "collector_kwargs": {}}
     later |= {"secure_aggregation": None, "secure_aggregation_kwargs": {}}
+    later |= {"exchange_codec": None, "exchange_codec_kwargs": {}}
     saved = {**later, **saved}
     # A dataset that only the checkpoint has is missing in `current`.
     names = [*current, *(name for name in saved if name not in current and name.startswith(("rows of", "content of")))]

@@ -141,6 +141,12 @@ def test_overrides_replace_and_add_fields_and_sections(tmp_path):
         (["partition.clients=3"], ["partition.clients", "did you mean num_clients?"]),
         (["federation.aggregation=fedprx"], ["federation: `aggregation` is 'fedprx'; did you mean 'fedprox'?"]),
         (["federation.aggregation_kwargs={nu: 1}"], ["federation: Invalid `aggregation_kwargs`", "nu", "weighting"]),
+        (["federation.exchange_codec=int9"], ["`exchange_codec` is 'int9'", "did you mean 'int8'?"]),
+        (
+            ["federation.exchange_codec=topk", "federation.exchange_codec_kwargs={share: 3}"],
+            ["federation: `share` is 3", "at most 1"],
+        ),
+        (["federation.exchange_codec_kwargs={share: 0.1}"], ["federation: exchange_codec_kwargs=", "'int8'"]),
         (["federation.secure_aggregation=secag"], ["`secure_aggregation` is 'secag'", "did you mean 'secagg'?"]),
         (
             ["federation.secure_aggregation=secagg", "federation.secure_aggregation_kwargs={limit: 1}"],
