@@ -142,7 +142,8 @@ class SplitMixin(NetworkedClientMixin, PreparingMixin):
         check_forward(type(self), model)
         if clients is not None:
             prepared = {first: preparation.prepared} if self.prepares_data() else {}
-            self._client_datasets = PreparedClients(preparation, clients, prepared) if preparation.steps else clients
+            prepared_clients = PreparedClients(self.args, preparation, clients, prepared)
+            self._client_datasets = prepared_clients if preparation.steps else clients
 
     def train(
         self,

@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, IterableDataset
+from transformers import TrainingArguments
+from transformers.utils import logging
 
 from ..clients import UnsupportedTrainerError
 from ..data import FederatedDataset
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+
+logger = logging.get_logger(__name__)
 
 # Methods of a trainer that take a dataset and return the prepared dataset.
 PREPARATIONS = ("_prepare_dataset", "_precompute_ref_logps", "preprocess_dataset")
@@ -228,11 +232,45 @@ class PreparingMixin(_Base):
         return result
 
 
+def check_dropped(client_id: str, dataset: Any, prepared: Any, args: TrainingArguments) -> None:
+    """
+    Name a client whose examples the preparation has dropped.
+
+    The trainers of TRL drop examples of which `max_length` would cut off all tokens that have a loss. Packing also
+    reduces the number of examples, so only a client without any example is named then.
+
+    Args:
+        client_id (`str`): Id of the client.
+        dataset (`Any`): The examples of the client.
+        prepared (`Any`): The prepared examples.
+        args (`TrainingArguments`): The training arguments.
+
+    Raises:
+        ValueError: If no example is left.
+    """
+    if is_stream(dataset) or is_stream(prepared) or len(prepared) >= len(dataset):
+        return
+    max_length = getattr(args, "max_length", None)
+    reason = "the trainer filters its examples" if max_length is None else f"they are too long for {max_length=}"
+    if not len(prepared):
+        advice = "Change the filter" if max_length is None else "Set a larger `max_length`"
+        raise ValueError(
+            f"Client {client_id!r}: all {len(dataset)} examples were dropped, because {reason}. {advice}, or leave "
+            "this client out."
+        )
+    if not getattr(args, "packing", False):
+        logger.warning(
+            f"Client {client_id!r}: {len(dataset) - len(prepared)} of {len(dataset)} examples were dropped, because "
+            f"{reason}. They do not count for the weight of the client."
+        )
+
+
 class PreparedClients(Mapping[str, Any]):
     """
     The prepared datasets of the clients. Each dataset is prepared once, on first access.
 
     Args:
+        args (`TrainingArguments`): The training arguments.
         preparation ([`Preparation`]): The recorded preparation of the first client's dataset.
         clients ([`FederatedDataset`]): The datasets that the user passed.
         prepared (`Mapping[str, Any]`, *optional*): Prepared datasets by client id.
@@ -240,20 +278,27 @@ class PreparedClients(Mapping[str, Any]):
 
     def __init__(
         self,
+        args: TrainingArguments,
         preparation: Preparation,
         clients: FederatedDataset,
         prepared: Mapping[str, Any] | None = None,
     ) -> None:
+        self._args = args
         self._preparation = preparation
         self._clients = clients
         self._prepared = dict(prepared or {})
+        for client_id, dataset in self._prepared.items():
+            check_dropped(client_id, clients[client_id], dataset, args)
         if preparation.reads_weights:
             for client_id in clients:
                 self[client_id]
 
     def __getitem__(self, client_id: str) -> Any:
         if client_id not in self._prepared:
-            self._prepared[client_id] = self._preparation(self._clients[client_id])
+            dataset = self._clients[client_id]
+            prepared = self._preparation(dataset)
+            check_dropped(client_id, dataset, prepared, self._args)
+            self._prepared[client_id] = prepared
         return self._prepared[client_id]
 
     def __iter__(self) -> Iterator[str]:

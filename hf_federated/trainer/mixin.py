@@ -198,7 +198,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             return clients
         if participants.task is not None:
             return EncodedClients(clients, participants, self.processing_class)
-        return PreparedClients(preparation, clients, prepared) if preparation.steps else clients
+        return PreparedClients(self.args, preparation, clients, prepared) if preparation.steps else clients
 
     def _server_datasets(self, preparation: Preparation, participants: Participants) -> Mapping[str, Any]:
         """The server's own examples, encoded or prepared like the examples of a client."""

@@ -13,7 +13,7 @@ from language import SPECIAL, WORDS, language_model, preferences, texts, tokeniz
 from peft import LoraConfig, PeftModel
 from tiny import same_weights
 
-from hf_federated import FederatedConfig, FederatedDataset, federate
+from hf_federated import FederatedConfig, FederatedDataset, RoundFailedError, federate
 
 
 trl = pytest.importorskip("trl")
@@ -138,6 +138,36 @@ def test_packing_does_not_mix_examples_of_clients(tmp_path) -> None:
         assert len(dataset) < len(CLIENTS[client_id])
         trained.append(client_id)
     assert sorted(trained) == sorted([*CLIENTS] * 2)  # in two rounds
+
+
+def questions(client_id: str, lengths: list[int]) -> Dataset:
+    """Examples whose prompts have the given numbers of words."""
+    words = WORDS[client_id]
+    prompts = [" ".join(words[i % 12] for i in range(length)) for length in lengths]
+    return Dataset.from_dict({"prompt": prompts, "completion": [f" {words[0]}" for _ in lengths]})
+
+
+def test_examples_that_the_trainer_drops_are_named_for_each_client(tmp_path, caplog) -> None:
+    clients = {"north": questions("north", [2, 9, 3]), "south": questions("south", [2, 2])}
+    trainer = sft(tmp_path, clients, max_length=6)
+    trainer.train()
+    (dropped,) = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
+    assert dropped.startswith(
+        "Client 'north': 1 of 3 examples were dropped, because they are too long for max_length=6."
+    )
+
+
+def test_client_whose_examples_are_all_dropped_is_refused_with_max_length(tmp_path) -> None:
+    too_long = questions("north", [9, 9])
+    with pytest.raises(ValueError, match="'north': all 2 examples were dropped.*max_length=6. Set a larger"):
+        sft(tmp_path, {"north": too_long, "south": questions("south", [2])}, max_length=6)
+    # The examples of the other clients are prepared when they train.
+    trainer = sft(
+        tmp_path, {"east": questions("south", [2]), "north": too_long}, max_length=6, federation={"min_clients": 2}
+    )
+    with pytest.raises(RoundFailedError) as raised:
+        trainer.train()
+    assert "'north': all 2 examples were dropped" in str(raised.value.__cause__)
 
 
 @pytest.mark.parametrize("peft_config", [None, LORA], ids=["full", "lora"])

@@ -10,6 +10,8 @@ from public_trainers import TRAINERS, preferences, prompts
 from tiny import same_weights
 
 from hf_federated import FederatedCallback, FederatedConfig, federate
+from hf_federated.clients import UnsupportedTrainerError
+from hf_federated.trainer.checks.arguments import check_arguments
 
 
 trl = pytest.importorskip("trl")
@@ -40,7 +42,7 @@ def grpo(
 CLIENTS = {"north": prompts("north", 4), "south": prompts("south", 2)}
 
 
-@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer"])
+@pytest.mark.parametrize("name", ["GRPOTrainer", pytest.param("RLOOTrainer", marks=pytest.mark.slow)])
 def test_generated_tokens_of_the_clients_are_counted(tmp_path, name) -> None:
     updates = Updates()
     trainer = grpo(
@@ -75,7 +77,46 @@ def test_method_that_reads_batches_is_refused_for_batches_that_are_lists(tmp_pat
     trainer.train()
 
 
-@pytest.mark.parametrize("name", ["ORPOTrainer", "CPOTrainer"])
+@pytest.mark.parametrize(
+    ("local_steps", "accumulation", "iterations", "allowed"),
+    [(1, 1, 2, "2 or 4"), (5, 1, 2, "4 or 6"), (1, 2, 3, "3 or 6"), (4, 4, 3, "3 or 6")],
+)
+def test_round_that_would_discard_completions_is_refused_with_the_next_values(
+    tmp_path, local_steps, accumulation, iterations, allowed
+) -> None:
+    args = {"num_iterations": iterations, "gradient_accumulation_steps": accumulation}
+    with pytest.raises(ValueError, match=f"local_steps={local_steps}.* Set `local_steps` to {allowed}"):
+        grpo(tmp_path, CLIENTS, args=args, federation={"local_steps": local_steps})
+    for number in allowed.split(" or "):
+        grpo(tmp_path, CLIENTS, args=args, federation={"local_steps": int(number)})
+
+
+def test_moving_teacher_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="teacher_model_kind='ema' does not work in a federation: set it to 'base'"):
+        grpo(tmp_path, CLIENTS, "SDPOTrainer", args={"teacher_model_kind": "ema"})
+
+
+def test_vllm_server_is_refused(tmp_path) -> None:
+    trainer = grpo(tmp_path, CLIENTS)
+    # TRL connects to the server in the constructor.
+    trainer.args.use_vllm, trainer.args.vllm_mode = True, "server"
+    with pytest.raises(ValueError, match="vllm_mode='server' does not work in a federation: set vllm_mode='colocate'"):
+        check_arguments(trainer, trainer.federation, trainer.aggregation)
+
+
+@pytest.mark.parametrize("name", ["A2POTrainer", "AsyncGRPOTrainer", "AsyncDistillationTrainer"])
+def test_trainer_that_does_not_train_each_client_separately_is_refused(tmp_path, name) -> None:
+    with pytest.raises(UnsupportedTrainerError, match=f"Federated{name} does not work in a federation: .* Use "):
+        federate(TRAINERS[name].trainer_class)(train_dataset=CLIENTS)
+
+
+def test_stream_of_prompts_is_refused(tmp_path) -> None:
+    streams = {name: rows.to_iterable_dataset() for name, rows in CLIENTS.items()}
+    with pytest.raises(ValueError, match="stream.*shuffle and repeat a stream themselves.*Pass a Dataset"):
+        grpo(tmp_path, streams, federation={"local_steps": 1})
+
+
+@pytest.mark.parametrize("name", ["ORPOTrainer", pytest.param("CPOTrainer", marks=pytest.mark.slow)])
 def test_constructor_that_maps_its_dataset_runs_once_for_each_client(tmp_path, name) -> None:
     spec = TRAINERS[name]
     rows: list[str] = []
@@ -91,6 +132,19 @@ def test_constructor_that_maps_its_dataset_runs_once_for_each_client(tmp_path, n
     trainer.train()
     assert rows == ["snow"] * 4 + ["sand"] * 3
     assert len([entry for entry in trainer.state.log_history if "log_odds_ratio" in entry or "loss" in entry]) >= 2
+
+
+def test_grpo_with_one_client_equals_the_plain_trainer(tmp_path) -> None:
+    """Also if rounds end within an epoch, because a client keeps its position in the sampler."""
+    spec, args = TRAINERS["GRPOTrainer"], {"beta": 0.1, "num_iterations": 2}
+    rows = prompts("north", 4)
+    plain = spec.build(spec.trainer_class, tmp_path, rows, {**args, "num_train_epochs": 2})
+    plain.train()
+    federated = {}
+    for name, config in {"epochs": {}, "steps": {"num_rounds": 4, "local_steps": 4}}.items():
+        federated[name] = grpo(tmp_path, rows, args=args, federation={**config, "client_optimizer_state": "carry"})
+        federated[name].train()
+        assert same_weights(plain.model, federated[name].model)
 
 
 def test_orpo_with_one_client_equals_the_plain_trainer(tmp_path) -> None:
