@@ -21,6 +21,7 @@ from hf_federated import (
     Round,
 )
 from hf_federated.aggregation import Accumulator, WeightedMean
+from hf_federated.codecs import EXCHANGE_CODECS
 from hf_federated.distillation import Requirements
 from hf_federated.messages import ClientUpdate, Fit, Message
 from hf_federated.postprocessing import ClipUpdate, Postprocessor
@@ -262,6 +263,7 @@ DISTILLATION_NAMES = [*DISTILLATIONS, EveryDistillationHook.name]
 SCENARIOS = [f"aggregation {name}" for name in AGGREGATION_NAMES]
 SCENARIOS += [f"distillation {name}" for name in DISTILLATION_NAMES]
 SCENARIOS += [f"secure_aggregation {name}" for name in SECURE_AGGREGATIONS]
+SCENARIOS += [f"exchange_codec {name}" for name in EXCHANGE_CODECS]
 
 # Algorithms that run in the slow tests only. The engines handle FedExP like `fednova`, which has a further mean too,
 # the robust aggregations like `median`, whose updates are on disk too, the LoRA methods like `rolora`, whose clients
@@ -272,6 +274,8 @@ SLOW_AGGREGATIONS = ("fedexp", *ROBUST_AGGREGATIONS, *LORA_AGGREGATIONS)
 SLOW_DISTILLATIONS = ("cronus", "fedmd", "mhat")
 SLOW_SCENARIOS = {f"aggregation {name}" for name in SLOW_AGGREGATIONS}
 SLOW_SCENARIOS |= {f"distillation {name}" for name in SLOW_DISTILLATIONS}
+# PowerSGD keeps the most between rounds.
+SLOW_SCENARIOS |= {f"exchange_codec {name}" for name in EXCHANGE_CODECS if name != "powersgd"}
 SLOW_SCENARIOS |= {f"secure_aggregation {name}" for name in ("secagg+", "lightsecagg")}
 
 # Arguments, fields of the configuration and training arguments without which an algorithm does not run, or too long.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..aggregation import Aggregation
+from ..codecs import Codec
 from ..distillation import Distillation
 from ..engines import Engine, LocalEngine, NetworkEngine, RankEngine
 from ..postprocessing import Postprocessor
@@ -39,6 +40,7 @@ FAMILIES: Mapping[type, str] = {
     UpdateCollector: "collector",
     Postprocessor: "postprocessors",
     SecureAggregation: "secure_aggregation",
+    Codec: "exchange_codec",
 }
 
 
@@ -87,8 +89,9 @@ def check_method(
 
     Args:
         method (`type` or `Any`): A subclass of [`Aggregation`], [`Distillation`],
-            [`~hf_federated.server.collectors.UpdateCollector`], [`SecureAggregation`] or [`Postprocessor`], or an
-            instance of one of the first four. The class must be in a module that other processes can import.
+            [`~hf_federated.server.collectors.UpdateCollector`], [`SecureAggregation`],
+            [`~hf_federated.codecs.Codec`] or [`Postprocessor`], or an instance of another one than the last. The class
+            must be in a module that other processes can import.
         arguments (`Mapping[str, Any]`, *optional*): Constructor arguments of a class, as JSON values.
         engines (`Sequence[str]`, *optional*, defaults to `("local", "serialized", "ranks", "network")`):
             The engines to check. The checks on `"local"` always run.
@@ -195,7 +198,7 @@ def scenario_of(
     if family is None or (family == "postprocessors" and not isinstance(method, type)):
         raise TypeError(
             f"`method` is {method!r}. Pass a subclass of Aggregation, Distillation, UpdateCollector, "
-            "SecureAggregation or Postprocessor, or an instance of one of the first four."
+            "SecureAggregation, Codec or Postprocessor, or an instance of another one than the last."
         )
     if not isinstance(method, type):
         if arguments is not None:

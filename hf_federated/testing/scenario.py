@@ -10,11 +10,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from ..aggregation import Aggregation, build_aggregation
+from ..codecs import Codec
 from ..data import FederatedDataset
 from ..distillation import Distillation, build_distillation
 from ..methods import Method
 from ..secure_aggregation import SecureAggregation
-from ..utils.algorithm_names import SECURE_AGGREGATION_NAMES, import_reference
+from ..utils.algorithm_names import EXCHANGE_CODEC_NAMES, SECURE_AGGREGATION_NAMES, import_reference
 from ..utils.random import isolated_rng
 from .tiny import tiny_dataset, tiny_model
 
@@ -31,8 +32,9 @@ class Scenario:
     A federation of five clients, of which a round asks four, with a method.
 
     Args:
-        family (`str`): Where the method is passed: the field `"aggregation"`, `"distillation"`, `"collector"` or
-            `"secure_aggregation"` of [`FederatedConfig`], or the argument `"postprocessors"` of the trainer.
+        family (`str`): Where the method is passed: the field `"aggregation"`, `"distillation"`, `"collector"`,
+            `"secure_aggregation"` or `"exchange_codec"` of [`FederatedConfig`], or the argument `"postprocessors"` of
+            the trainer.
         method (`str`): Name of the method, or a reference `module:Class`.
         arguments (`dict[str, Any]`, *optional*): Constructor arguments of the method, as JSON values.
         federation (`dict[str, Any]`, *optional*): Further fields of [`FederatedConfig`].
@@ -67,6 +69,8 @@ class Scenario:
             return build_distillation(self.method, self.arguments)
         if self.family == "secure_aggregation":
             return SECURE_AGGREGATION_NAMES.build(self.method, self.arguments, SecureAggregation)
+        if self.family == "exchange_codec":
+            return EXCHANGE_CODEC_NAMES.build(self.method, self.arguments, Codec)
         return import_reference(self.method)(**self.arguments)
 
     @property

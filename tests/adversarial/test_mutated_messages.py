@@ -12,13 +12,28 @@ from mutations import mutate
 from hf_federated import FederatedConfig
 from hf_federated.aggregation import build_aggregation
 from hf_federated.clients import ClientSampler
+from hf_federated.codecs import Codec, Int4, Int8, PowerSGD, TopK
 from hf_federated.distillation import Cohort, PredictionCodec
 from hf_federated.distillation.codec import rows_of
 from hf_federated.distillation.public_rows import PublicRows
 from hf_federated.engines import Engine, Plan
 from hf_federated.messages import ClientUpdate, Metrics, Predictions
 from hf_federated.messages.validation import UpdateLimits
-from hf_federated.server import CollectorContext, FitSettings, RoundLoop, RoundProgress, SynchronousCollector
+from hf_federated.postprocessing import (
+    EncodeState,
+    EncodeUpdate,
+    Memories,
+    run_client_receive,
+    run_client_send,
+)
+from hf_federated.server import (
+    CollectorContext,
+    FitSettings,
+    RoundLoop,
+    RoundProgress,
+    StepMemories,
+    SynchronousCollector,
+)
 from hf_federated.server.bound_update import BoundUpdate
 
 
@@ -50,25 +65,40 @@ class MutatingEngine(Engine):
 # ---- Averaging
 
 
-def run_rounds(aggregation: str, num_rounds: int, seed: int) -> tuple[dict[str, torch.Tensor], set[str]]:
+START = {"w": torch.ones(5), "v": torch.zeros(2, 3), "n": torch.tensor(3)}
+# With blocks of several scales, indices as places, and factors of rank 2.
+LARGE_START = {"w": torch.ones(600), "v": torch.zeros(12, 10), "n": torch.tensor(3)}
+
+
+def run_rounds(
+    aggregation: str, num_rounds: int, seed: int, codec: Codec | None = None
+) -> tuple[dict[str, torch.Tensor], set[str]]:
     """Run rounds with a client whose replies are mutated. Return the weights and the names of all rejected clients."""
     draw, noise = random.Random(seed), torch.Generator().manual_seed(seed)
+    steps = [] if codec is None else [EncodeState(codec), EncodeUpdate(codec)]
+    memories: dict[str, Memories] = {client_id: {} for client_id in COHORT}
     method = build_aggregation(aggregation)
     method.setup(num_rounds, len(COHORT))
     rejected: set[str] = set()
 
     def train(request):
+        request = run_client_receive(steps, request, memories[request.client_id])
         changes = {
             name: value + 0.01 * torch.randn(value.shape, generator=noise)
             for name, value in request.state.items()
             if value.is_floating_point()
         }
         metrics = {"loss": 1.0, "grad_norm": 2.0, "total_flos": 1e9}
-        return ClientUpdate(request.round, request.client_id, {**request.state, **changes}, 8, 40, 2, metrics=metrics)
+        update = ClientUpdate(
+            request.round, request.client_id, {**request.state, **changes}, 8, 40, 2, metrics=metrics
+        )
+        return run_client_send(steps, update, request, memories[request.client_id])
 
     context = CollectorContext(
         MutatingEngine(draw, train),
-        FitSettings([method], seed=0, limits=lambda client_id, max_rows: UpdateLimits(8, 2, 80)),
+        FitSettings(
+            [method], seed=0, steps=StepMemories(steps), limits=lambda client_id, max_rows: UpdateLimits(8, 2, 80)
+        ),
         RoundProgress(lambda: (), num_rounds),
         BoundUpdate(30.0),
     )
@@ -79,7 +109,7 @@ def run_rounds(aggregation: str, num_rounds: int, seed: int) -> tuple[dict[str, 
         collector,
         ClientSampler(COHORT, clients_per_round=1.0, seed=0),
         FederatedConfig(num_rounds=num_rounds, min_clients=len(COHORT) - 1),
-        {"w": torch.ones(5), "v": torch.zeros(2, 3), "n": torch.tensor(3)},
+        START if codec is None else LARGE_START,
     )
     for round in range(num_rounds):
         summary = loop.run(round)
@@ -106,6 +136,27 @@ def test_mutated_updates_are_failures_of_their_client(aggregation, num_rounds, c
     assert rejected == {HOSTILE}
     assert any(HOSTILE in text for text in caplog.messages)
     # The honest clients walk randomly with steps of 0.01, and the bound limits what the mutated updates add.
+    assert all(bool(value.isfinite().all()) for value in weights.values())
+    assert max(float((weights[name] - start).abs().max()) for name, start in {"w": 1.0, "v": 0.0}.items()) < 5
+
+
+@pytest.mark.parametrize(
+    ("codec", "num_rounds"),
+    [
+        (Int4(), 40),
+        (TopK(0.02), 40),
+        (PowerSGD(2), 40),
+        pytest.param(Int8(), 2000, marks=pytest.mark.slow),
+        pytest.param(Int4(), 2000, marks=pytest.mark.slow),
+        pytest.param(TopK(0.2), 2000, marks=pytest.mark.slow),
+        pytest.param(TopK(0.02), 2000, marks=pytest.mark.slow),
+        pytest.param(PowerSGD(2), 2000, marks=pytest.mark.slow),
+    ],
+    ids=repr,
+)
+def test_mutated_encoded_updates_are_failures_of_their_client(codec, num_rounds):
+    weights, rejected = run_rounds("fedavg", num_rounds, seed=3, codec=codec)
+    assert rejected == {HOSTILE}
     assert all(bool(value.isfinite().all()) for value in weights.values())
     assert max(float((weights[name] - start).abs().max()) for name, start in {"w": 1.0, "v": 0.0}.items()) < 5
 

@@ -18,12 +18,14 @@ from hf_federated.clients.request_record import RequestRecord
 from hf_federated.messages import ClientFailure, Message, read_message
 
 
-METHODS = ("fedavg", "fedprox", "scaffold", "mutual_kd", "dsfl", "fedid", "feddrs")
+# Averaging with encoded parameters in both directions.
+CODECS = ("topk",)
+METHODS = ("fedavg", "fedprox", "scaffold", "mutual_kd", *CODECS, "dsfl", "fedid", "feddrs")
 SETTINGS: dict[str, dict[str, Any]] = {
     "feddrs": {"num_samples": 6, "sample_length": 5, "num_steps": 3},
     "fedid": {"feedback": "mpl"},
 }
-AVERAGING = METHODS[:4]
+AVERAGING = METHODS[:5]
 
 
 def recorded(directory: Path, method: str) -> tuple[Any, list[Message]]:
@@ -37,7 +39,8 @@ def recorded(directory: Path, method: str) -> tuple[Any, list[Message]]:
             "num_rounds": 2,
             **plain,
         }
-        federation = {"aggregation": method, "evaluate_clients": True}
+        named = {"exchange_codec": method} if method in CODECS else {"aggregation": method}
+        federation = {**named, "evaluate_clients": True}
         trainer = build_federation(directory, CLIENTS, federation=federation, eval_strategy="steps", **options)
     else:
         trainer = distillation_trainer(directory, method, SETTINGS.get(method, {}), record=recorder)
@@ -77,7 +80,7 @@ def check_requests(directory: Path, method: str, number: int, seed: int) -> None
         assert reply.kind == request.answered_by and reply.round < worker.agreement.num_rounds, where
         state = getattr(reply, "state", {})
         assert not state or worker.agreement.returns_state, where
-        if method != "mutual_kd":  # Its clients send compressed changes.
+        if method not in ("mutual_kd", *CODECS):  # Their clients send compressed changes.
             assert all(state[name].shape == shapes[name] for name in state), where
     assert num_refused > number / 10
 
@@ -90,5 +93,5 @@ def test_client_answers_or_refuses_each_of_30_mutated_requests(tmp_path, method)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_client_answers_or_refuses_each_of_1500_mutated_requests(tmp_path, method):
-    """10,500 requests in all."""
+    """12,000 requests in all."""
     check_requests(tmp_path, method, 1500, seed=48)

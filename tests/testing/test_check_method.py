@@ -181,7 +181,7 @@ def test_script_checks_a_class_of_its_folder(tmp_path):
     ("arguments", "error"),
     [
         ({"method": 3}, "`method` is 3. Pass a subclass of Aggregation"),
-        ({"method": QuantizeChanges()}, "or an instance of one of the first four"),
+        ({"method": QuantizeChanges()}, "or an instance of another one than the last"),
         (
             {"method": Counting(), "arguments": {"weighting": "uniform"}},
             "`arguments` is set, but `method` is an instance",
