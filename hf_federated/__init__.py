@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .aggregation import RobustAggregation as RobustAggregation
     from .aggregation import RoLoRA as RoLoRA
     from .aggregation import Scaffold as Scaffold
+    from .aggregation import StackedLora as StackedLora
     from .aggregation import TrimmedMean as TrimmedMean
     from .clients import ClientSpec as ClientSpec
     from .config import FederatedConfig as FederatedConfig
@@ -163,6 +164,7 @@ _MODULES = {
     "SplitConfig": ".split_training",
     "SplitFederatedTrainer": ".split_training",
     "SplitModel": ".split",
+    "StackedLora": ".aggregation",
     "TrimmedMean": ".aggregation",
     "federate": ".trainer.federate",
     "freeze_layers": ".adapters",

@@ -269,7 +269,7 @@ SCENARIOS += [f"exchange_codec {name}" for name in EXCHANGE_CODECS]
 # the robust aggregations like `median`, whose updates are on disk too, the LoRA methods like `rolora`, whose clients
 # send a part of the state, and these distillations like `dsfl`, whose clients also send predictions only.
 ROBUST_AGGREGATIONS = ("trimmed_mean", "geometric_median", "krum", "norm_bounded_mean", "centered_clipping", "fltrust")
-LORA_AGGREGATIONS = ("fedit", "ffa_lora", "fedsvd")
+LORA_AGGREGATIONS = ("fedit", "ffa_lora", "fedsvd", "stacked_lora")
 SLOW_AGGREGATIONS = ("fedexp", *ROBUST_AGGREGATIONS, *LORA_AGGREGATIONS)
 SLOW_DISTILLATIONS = ("cronus", "fedmd", "mhat")
 SLOW_SCENARIOS = {f"aggregation {name}" for name in SLOW_AGGREGATIONS}
@@ -298,6 +298,7 @@ FEDERATIONS: dict[str, dict[str, Any]] = {
     "fedper": {"evaluate_clients": True, "client_store": "disk"},
     "fednova": {"client_optimizer_state": "reset"},
     "fedsvd": {"client_optimizer_state": "reset"},
+    "stacked_lora": {"client_optimizer_state": "reset"},
     "median": {"report_anomalies": True},
     "secagg": {"aggregation": "scaffold"},
 }

@@ -284,6 +284,10 @@ add("model", "quantized", model=quantized_model)
 add("clients", "client_model_init", *KEEPS_MODELS, trainer=OWN_MODELS)
 specs = {name: ClientSpec(model=functools.partial(client_model, name)) for name in CLIENTS}
 add("clients", "clients", *KEEPS_MODELS, trainer={"clients": specs})
+ranks = {"north": ClientSpec(peft_config=LoraConfig(r=1))}
+add(
+    "clients", "ranks", Parts(federation={"aggregation": "stacked_lora"}, model=lora_model), trainer={"clients": ranks}
+)
 add("clients", "shared model", trainer={"client_model_init": None})
 streams = {name: dataset.to_iterable_dataset() for name, dataset in CLIENTS.items()}
 add("examples", "streams", trainer={"train_dataset": streams}, federation={"local_steps": 1})

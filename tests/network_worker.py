@@ -164,6 +164,7 @@ def train(number: int, request: dict[str, Any]) -> None:
     client_id = list(clients)[number - 1]
     # Clients do not have the examples of the server.
     common.pop("server_dataset", None)
+    common["clients"] = {name: spec for name, spec in common.get("clients", {}).items() if name == client_id}
     if isinstance(eval_clients, FederatedDataset):
         common["eval_dataset"] = eval_clients.select_clients([client_id])
     if is_killed and kill.get("before_reply"):

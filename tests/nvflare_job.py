@@ -59,6 +59,9 @@ def build(
         trainer_args["train_dataset"] = FederatedDataset.from_dict(clients)
     elif party != "server":
         trainer_args["train_dataset"] = {party: clients[party]}
+        trainer_args["clients"] = {
+            name: spec for name, spec in trainer_args.get("clients", {}).items() if name == party
+        }
     return FederatedTrainer(
         model=model,
         args=arguments(os.path.join(folder, name, party), save_strategy="steps", **args),

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from ..config import EXCHANGES, HEAD
 from ..utils.selection import Selection, select
+from .lora_modules import find_lora_modules
 
 
 class ModelMismatchError(ValueError):
@@ -47,11 +48,16 @@ class Exchange:
             The exchanged tensors, as `exchange` of [`FederatedConfig`].
         keep_local (`str`, `Sequence[str]` or `Callable`, *optional*):
             The local tensors, as `keep_local` of [`FederatedConfig`].
+        with_base (`bool`, *optional*, defaults to `False`):
+            Whether the base weights of LoRA modules are exchanged too, for a method that changes them.
 
     Attributes:
         kind (`str`): `"adapter"`, `"trainable"`, `"all"`, or `"selected"` for patterns and functions.
         parameters (`dict[str, torch.nn.Parameter]`): The exchanged parameters by name.
         local_parameters (`dict[str, torch.nn.Parameter]`): The trainable local parameters by name.
+        base_parameters (`dict[str, torch.nn.Parameter]`): The base weights of LoRA modules by name. Empty unless
+            `with_base` is set.
+        initial_base (`dict[str, torch.Tensor]`): Copies of the base weights before any client trained.
         has_local (`bool`): Whether there are local parameters or buffers.
 
     Raises:
@@ -75,7 +81,13 @@ class Exchange:
     ```
     """
 
-    def __init__(self, model: nn.Module, mode: Selection = "auto", keep_local: Selection | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mode: Selection = "auto",
+        keep_local: Selection | None = None,
+        with_base: bool = False,
+    ) -> None:
         self.kind = _kind_of(model, mode)
         self._model = model
         parameters = dict(model.named_parameters())
@@ -96,6 +108,10 @@ class Exchange:
         kept = set(local)
         exchanged = [name for name in candidates if name not in kept]
         self.parameters: dict[str, nn.Parameter] = {name: parameters[name] for name in exchanged if name in parameters}
+        base = [module.base for module in find_lora_modules(model).values()] if with_base else []
+        self.base_parameters = {name: parameters[name] for name in base}
+        self.initial_base = {name: value.detach().clone() for name, value in self.base_parameters.items()}
+        self.parameters |= self.base_parameters
         self.local_parameters = {name: self._trained[name] for name in local if name in self._trained}
         self._buffers = [name for name in exchanged if name in buffers]
         self._local_buffers = [name for name in local if name in buffers]
@@ -158,8 +174,8 @@ class Exchange:
 
     @property
     def num_values(self) -> int:
-        """The number of scalars exchanged in one direction."""
-        return sum(tensor.numel() for tensor in self.tensors.values())
+        """The number of scalars exchanged in one direction, without base weights of LoRA modules."""
+        return sum(tensor.numel() for name, tensor in self.tensors.items() if name not in self.base_parameters)
 
     def check_unchanged(self, model: nn.Module) -> None:
         """
@@ -189,7 +205,8 @@ class Exchange:
         # PEFT stores the tensors of an adapter in dictionaries with the adapter name as key. The adapter name is
         # therefore one part of the dotted path: `lora_A.default.weight`, `modules_to_save.default.bias`.
         adapters = set(model.active_adapters)
-        outside = [name for name in self.parameters if adapters.isdisjoint(name.split("."))]
+        others = (name for name in self.parameters if name not in self.base_parameters)
+        outside = [name for name in others if adapters.isdisjoint(name.split("."))]
         if outside:
             raise ValueError(
                 f"{len(outside)} parameters outside the adapter are trainable but not exchanged, for example "

@@ -34,6 +34,7 @@ from .robust import RobustAggregation
 from .rolora import RoLoRA
 from .scaffold import Scaffold
 from .server_optimizer import ServerOptimizer
+from .stacked_lora import StackedLora
 from .trimmed_mean import TrimmedMean
 
 
@@ -90,6 +91,7 @@ __all__ = [
     "RobustAggregation",
     "Scaffold",
     "ServerOptimizer",
+    "StackedLora",
     "TrimmedMean",
     "UpdateCollection",
     "WeightedMean",

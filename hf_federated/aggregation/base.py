@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
+
+from torch import nn
 
 from ..messages import ClientUpdate
 from ..messages.validation import first_non_finite
@@ -97,6 +99,10 @@ class Aggregation(Method):
 
     # Whether the method needs a PEFT model with LoRA.
     needs_lora: ClassVar[bool] = False
+    # Whether clients may have LoRA configurations with other ranks than the server.
+    supports_ranks: ClassVar[bool] = False
+    # Whether the server averages both LoRA factors, so that the log has the inexactness of the mean.
+    averages_both_factors: ClassVar[bool] = True
     # Whether the server writes LoRA factors in another basis. The state of a client optimizer does not fit to it.
     changes_basis: ClassVar[bool] = False
 
@@ -105,6 +111,8 @@ class Aggregation(Method):
 
     # Tensors that clients train and keep, as `keep_local` of `FederatedConfig`. The federation then uses this value.
     keep_local: Selection | None = None
+    # Whether the server changes the base weights of LoRA modules, which the global state then contains.
+    changes_base: bool = False
     max_weight: float = math.inf
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -134,6 +142,20 @@ class Aggregation(Method):
 
         Raises:
             ValueError: If a value is not supported. The message names a supported value.
+        """
+
+    def check_model(self, model: nn.Module, peft_configs: Mapping[str, Any]) -> None:
+        """
+        Read what the server half needs of the model, and check that the algorithm supports the model.
+
+        It is called once, when the trainer is built.
+
+        Args:
+            model (`torch.nn.Module`): The server's model.
+            peft_configs (`Mapping[str, peft.LoraConfig]`): LoRA configurations of clients, by client id.
+
+        Raises:
+            ValueError: If the model or a configuration is not supported. The message names an alternative.
         """
 
     def check_exchange(self, state: State, num_sampled: int) -> None:

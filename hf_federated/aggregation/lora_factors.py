@@ -64,6 +64,19 @@ class FactorPair:
         a, b = a.detach().cpu().double(), b.detach().cpu().double()
         return b.reshape(b.shape[0], -1), a.reshape(a.shape[0], -1)
 
+    def resized(self, state: Tensors, rank: int) -> State:
+        """
+        Return the factors with the first rows of `A` and columns of `B`, or with further ones that are zero.
+
+        Args:
+            state (`Mapping[str, torch.Tensor]`): The factors.
+            rank (`int`): Number of rows and columns.
+        """
+        a, b = state[self.a][:rank], state[self.b][:, :rank]
+        missing = rank - a.shape[0]
+        rows, columns = a.new_zeros(missing, *a.shape[1:]), b.new_zeros(b.shape[0], missing, *b.shape[2:])
+        return {self.a: torch.cat([a, rows]), self.b: torch.cat([b, columns], 1)}
+
     def write(self, reference: Tensors, b: torch.Tensor, a: torch.Tensor) -> State:
         """
         Return two matrices as factors by name. Missing rows of `A` and columns of `B` are zero.
@@ -292,14 +305,34 @@ def _truncated_svd(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch
 
 
 def _to_pair(updates: UpdateCollection, pair: FactorPair, u: torch.Tensor, s: torch.Tensor, v: torch.Tensor) -> State:
+    """Return `B` and `A` with the product `U diag(s) Vᵀ`, close to the global factors."""
+    return pair_with_product(pair, updates.reference, u, s, v, keeps_dtype=False)
+
+
+def pair_with_product(
+    pair: FactorPair,
+    reference: Tensors,
+    u: torch.Tensor,
+    s: torch.Tensor,
+    v: torch.Tensor,
+    keeps_dtype: bool = True,
+) -> State:
     """
     Return `B` and `A` with the product `U diag(s) Vᵀ`.
 
-    `A = α Q Vᵀ` has orthogonal rows with the mean norm `α` of the rows of the global `A`, and the rotation `Q` brings
-    `A` as close as possible to the global `A` (orthogonal Procrustes problem). Directions with the singular value 0
+    `A = α Q Vᵀ` has orthogonal rows with the mean norm `α` of the rows of the reference, and the rotation `Q` brings
+    `A` as close as possible to the reference (orthogonal Procrustes problem). Directions with the singular value 0
     therefore stay trainable.
+
+    Args:
+        pair ([`FactorPair`]): The module.
+        reference (`Mapping[str, torch.Tensor]`): The former factors, with the shapes of the new factors.
+        u (`torch.Tensor` of shape `(out, k)`): `U`, with `k` of at most the rank.
+        s (`torch.Tensor` of shape `(k,)`): The singular values.
+        v (`torch.Tensor` of shape `(in, k)`): `V`.
+        keeps_dtype (`bool`, *optional*, defaults to `True`): Whether the result has the dtype and the device of the
+            reference, or float64 on the CPU.
     """
-    reference = updates.reference
     a = pair.matrices(reference)[1]
     rank = a.shape[0]
     missing = rank - len(s)
@@ -310,5 +343,7 @@ def _to_pair(updates: UpdateCollection, pair: FactorPair, u: torch.Tensor, s: to
     scale = torch.where(scale > 0, scale, 1.0)
     x, _, yh = torch.linalg.svd(a @ v)
     rotation = x @ yh
-    factors = {pair.a: scale * rotation @ v.T, pair.b: (u * s) @ rotation.T / scale}
-    return {name: value.reshape(reference[name].shape) for name, value in factors.items()}
+    new_b, new_a = (u * s) @ rotation.T / scale, scale * rotation @ v.T
+    if keeps_dtype:
+        return pair.write(reference, new_b, new_a)
+    return {name: value.reshape(reference[name].shape) for name, value in ((pair.a, new_a), (pair.b, new_b))}

@@ -43,7 +43,8 @@ def exchanged_pairs(method: Aggregation, expected: Tensors) -> list[FactorPair]:
     """
     # The tensors of a dry round have no values.
     floating = [name for name, value in expected.items() if value.is_floating_point() and not value.is_meta]
-    return find_pairs(floating) if method.update_content == "parameters" else []
+    is_averaged = method.averages_both_factors and method.update_content == "parameters"
+    return find_pairs(floating) if is_averaged else []
 
 
 def add_collection(sums: Accumulator, state: Tensors, pairs: list[FactorPair]) -> None:

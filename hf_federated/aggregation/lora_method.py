@@ -57,6 +57,7 @@ class OneFactorAggregation(LoraAggregation):
     """
 
     client_part: ClassVar[type[ClientPart]] = OneFactorPart
+    averages_both_factors: ClassVar[bool] = False
     # Number of the current round, from 0.
     _round = 0
 

@@ -84,7 +84,12 @@ class Participants:
     @property
     def differ(self) -> bool:
         """Whether clients may have other models than the server."""
-        return bool(self.clients) or self.client_model_init is not None
+        return self.client_model_init is not None or any(spec.has_own_model for spec in self.clients.values())
+
+    @property
+    def peft_configs(self) -> dict[str, Any]:
+        """The LoRA configurations of the clients that have their own, by client id."""
+        return {name: spec.peft_config for name, spec in self.clients.items() if spec.peft_config is not None}
 
     def tokenizer_of(self, client_id: str, default: Any) -> Any:
         """Return the tokenizer of a client, or `default` if the client has no own tokenizer."""

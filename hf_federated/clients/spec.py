@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from peft import LoraConfig
 from transformers import PreTrainedModel, TrainingArguments
 
 
 @dataclass
 class ClientSpec:
     """
-    A client with its own model, tokenizer or training arguments.
+    A client with its own model, tokenizer, training arguments or LoRA configuration.
 
     Fields that are not set default to the server's values.
 
@@ -26,6 +27,9 @@ class ClientSpec:
         args (`TrainingArguments`, *optional*):
             The client's training arguments: batch size, learning rate, optimizer. The federation sets the length of
             local training.
+        peft_config (`peft.LoraConfig`, *optional*):
+            The client's LoRA configuration, of which `r`, `lora_alpha` and `use_rslora` are used. The rank is at most
+            the rank of the server's model. It requires `aggregation="stacked_lora"`.
 
     Example:
 
@@ -40,3 +44,9 @@ class ClientSpec:
     model: str | PreTrainedModel | Callable[[], PreTrainedModel] | None = None
     processing_class: Any = None
     args: TrainingArguments | None = None
+    peft_config: LoraConfig | None = None
+
+    @property
+    def has_own_model(self) -> bool:
+        """Whether the client may have another model, tokenizer or training arguments than the server."""
+        return any(value is not None for value in (self.model, self.processing_class, self.args))

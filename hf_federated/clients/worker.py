@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -73,6 +74,7 @@ class ClientWorker:
             whether there are several clients.
         agreement ([`Agreement`], *optional*): What requests may contain. By default, they are not checked.
         secure ([`SecureAnswers`], *optional*): Encodes updates, and answers the requests of secure aggregation.
+        peft_configs (`Mapping[str, peft.LoraConfig]`, *optional*): The LoRA configurations of clients, by client id.
     """
 
     def __init__(
@@ -88,9 +90,10 @@ class ClientWorker:
         is_federation: bool | None = None,
         agreement: Agreement | None = None,
         secure: SecureAnswers | None = None,
+        peft_configs: Mapping[str, Any] | None = None,
     ) -> None:
         self.models = models
-        self.secure = secure
+        self.secure, self._peft_configs = secure, peft_configs or {}
         self.agreement = agreement
         self.last_error: Exception | None = None
         self.last_metrics: dict[str, float] | None = None  # of an update that the reply does not contain
@@ -201,7 +204,22 @@ class ClientWorker:
         kept = self.models.get_state(message.client_id)
         before = state_before(kept, message) if isinstance(message, SecureFit) else kept
         contexts = {key: self._context(message.client_id, model, before, key) for key in self._methods}
-        parts = [method.client(contexts[key]) for key, method in self._methods.items()]
+        with ExitStack() as stack:
+            parts = [method.client(contexts[key]) for key, method in self._methods.items()]
+            for part in parts:
+                stack.callback(part.close)
+            return self._fit_parts(message, model, kept, before, contexts, parts)
+
+    def _fit_parts(
+        self,
+        message: Fit,
+        model: ClientModel,
+        kept: Mapping[str, Any],
+        before: Mapping[str, Any],
+        contexts: Mapping[str, ClientContext],
+        parts: Sequence[ClientPart],
+    ) -> tuple[Message, dict[str, Any] | None]:
+        """Train a client with the client halves of the methods."""
         step_memories = dict(before.get(STEP_MEMORIES, {}))
         if self._postprocessors:
             with refusing(message, "state"):
@@ -215,12 +233,13 @@ class ClientWorker:
         try:
             for part in parts:
                 part.receive(message)
+            state = reduce(lambda placed, part: part.place(placed), parts, message.state)
         except ModelMismatchError:
             raise
         except INVALID_CONTENT as error:
             raise refusal_of(error, message, "extra") from error
-        if message.state:
-            model.exchange.write(message.state)
+        if state:
+            model.exchange.write(state)
         model.exchange.write_local(before.get(LOCAL), message.client_id)
         with model.restore_on_failure():
             trainer = self._train(message, model, parts, before)
@@ -229,7 +248,7 @@ class ClientWorker:
         update = update_of(message, trainer, model.exchange.read() if message.returns_state else {})
         for part in parts:
             update = part.send(update)
-        state = self._state_after(trainer, contexts, local)
+        after = self._state_after(trainer, contexts, local)
         # The server rejects the update of a diverged client. The client then keeps its last finite state.
         is_finite = first_non_finite(update.state) is None
         if local and is_finite and (name := first_non_finite(local)) is not None:
@@ -238,13 +257,13 @@ class ClientWorker:
         if self._postprocessors:
             update = run_client_send(self._postprocessors, update, message, step_memories)
         if step_memories:
-            state[STEP_MEMORIES] = step_memories
+            after[STEP_MEMORIES] = step_memories
         if secure is None:
-            return update, state if is_finite else None
+            return update, after if is_finite else None
         self.last_metrics = update.reported_metrics
         # The training has changed the tensors of an optimizer that the client carries.
-        state = with_note(state, message.round, state_before(self.models.get_state(message.client_id), message))
-        return secure.begin(message, update, leaves_state=bool(state)), state
+        after = with_note(after, message.round, state_before(self.models.get_state(message.client_id), message))
+        return secure.begin(message, update, leaves_state=bool(after)), after
 
     def _state_after(self, trainer: Any, contexts: Mapping[str, ClientContext], local: State) -> dict[str, Any]:
         """Return the state of a client after a local training, without the memories of the postprocessors."""
@@ -276,6 +295,7 @@ class ClientWorker:
             dict(kept.get(MEMORIES, {}).get(key, {})),
             lambda: self._open_examples(client_id)[0],
             None if private is None else lambda: private(client_id)[:2],
+            peft_config=self._peft_configs.get(client_id),
         )
 
     def _train(self, message: Fit, model: ClientModel, parts: Sequence[ClientPart], kept: Mapping[str, Any]) -> Any:

@@ -97,6 +97,8 @@ PRIVATE_MODELS = _averaging("A method with private models of the clients", lambd
 KEEPS_TENSORS = _averaging("A method with local tensors", lambda method: method.keep_local is not None)
 TRAINS_ON_SERVER = _averaging("A method whose server trains", lambda method: method.trains_on_server)
 NEEDS_LORA = _averaging("A method for LoRA factors", lambda method: method.needs_lora)
+ONE_RANK = _averaging("A method whose clients have one LoRA rank", lambda method: not method.supports_ranks)
+CHANGES_BASE = _averaging("A method that changes the base weights of LoRA modules", lambda m: m.changes_base)
 CHANGES_BASIS = _averaging("A method that factors LoRA products again", lambda method: method.changes_basis)
 NEEDS_GRADIENTS = _averaging("A method that reads gradients", lambda method: method.needs_gradients)
 OWN_STEPS = _averaging("A method with its own postprocessors", lambda method: method.postprocessors())
@@ -202,6 +204,10 @@ def step_feature(name: str, has: Callable[[Postprocessor], Any], with_own: bool 
 
 ANY_STEP = step_feature("Any postprocessor", lambda step: True)
 ENCODES = step_feature("A postprocessor with `server_receive`, such as `QuantizeChanges`", decodes)
+SENDS_DOWN = step_feature(
+    "A postprocessor with `server_send`, such as `QuantizeChanges`",
+    lambda step: type(step).server_send is not Postprocessor.server_send,
+)
 ADDS_NOISE = step_feature(
     "A postprocessor with `adds_noise`, such as `GaussianNoise`", lambda step: step.adds_noise, True
 )
@@ -224,6 +230,7 @@ def _setting(name: str, group: str, *values: Any) -> Feature:
 
 
 EXCHANGE_DTYPE = _setting("exchange_dtype", STEP)
+ALL_EXCHANGE = _setting("exchange", EXCHANGE, "all")
 ADAPTER_EXCHANGE = _setting("exchange", EXCHANGE, "adapter")
 FREEZE = _setting("freeze", EXCHANGE)
 KEEP_LOCAL = Feature(
@@ -291,6 +298,11 @@ def _models_of_clients(c: Combination) -> str:
 
 
 OWN_MODELS = Feature(CLIENTS, "Clients with their own models (`clients`, `client_model_init`)", _models_of_clients)
+OWN_RANKS = Feature(
+    CLIENTS,
+    "Clients with their own LoRA ranks (`peft_config` of `ClientSpec`)",
+    lambda c: "`peft_config` of a ClientSpec" if c.participants is not None and c.participants.peft_configs else "",
+)
 SHARED_MODEL = Feature(
     CLIENTS,
     "Clients that share the server's model",

@@ -129,6 +129,12 @@ RULES: tuple[Rule, ...] = (
         checked_by="LoraAggregation.check_exchange",
     ),
     Rule(
+        f.ONE_RANK,
+        f.OWN_RANKS,
+        "the factors of all clients must have the same shapes",
+        "Use aggregation='stacked_lora', or leave `peft_config` out.",
+    ),
+    Rule(
         f.CHANGES_BASIS,
         f.CARRIED_OPTIMIZER,
         "the moments of the optimizer belong to the former factors",

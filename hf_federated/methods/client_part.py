@@ -31,6 +31,8 @@ class ClientContext:
             the first round.
         trainer (`transformers.Trainer`, *optional*): The trainer of the local training, while it runs and in
             [`~ClientPart.send`].
+        peft_config (`peft.LoraConfig`, *optional*): The LoRA configuration of the client, if it differs from that of
+            the model.
     """
 
     client_id: str
@@ -40,6 +42,7 @@ class ClientContext:
     open_dataset: Callable[[], Any] = field(default_factory=lambda: lambda: None)
     open_private_model: Callable[[], tuple[Trainer, Any]] | None = None
     trainer: Trainer | None = None
+    peft_config: Any = None
 
     @property
     def student(self) -> Any:
@@ -129,6 +132,20 @@ class ClientPart:
             ValueError: If the server half does not send such a message, for example because a tensor is missing. The
                 client then refuses the request.
         """
+
+    def place(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """
+        Return the values that are written into the client's model.
+
+        A part whose server half sends other names or shapes (`state_for`) returns a value for each exchanged tensor.
+
+        Args:
+            state (`dict[str, torch.Tensor]`): The state of the message.
+        """
+        return state
+
+    def close(self) -> None:
+        """Called after the local training, also after an error. Undo changes of objects that clients share."""
 
     def inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of the model for a batch of a training step."""

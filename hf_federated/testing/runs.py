@@ -174,6 +174,7 @@ def build_trainer(
             others["eval_dataset"] = own
         if client_id is not None:
             others["train_dataset"] = {client_id: clients[client_id]}
+            others["clients"] = {name: spec for name, spec in others.get("clients", {}).items() if name == client_id}
             others.pop("server_dataset", None)
     recorder = RoundRecorder()
     callbacks: list[TrainerCallback] = [] if client_id is not None else [recorder]

@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from ..aggregation import Aggregation, build_aggregation
+from ..clients import ClientSpec
 from ..codecs import Codec
 from ..data import FederatedDataset
 from ..distillation import Distillation, build_distillation
@@ -124,6 +125,8 @@ class Scenario:
         model: nn.Module = tiny_model(problem_type="single_label_classification")
         if isinstance(method, Aggregation) and method.needs_lora:
             model = with_lora(model)
+        if isinstance(method, Aggregation) and method.supports_ranks:
+            others["clients"] = {CLIENTS[0]: ClientSpec(peft_config=LoraConfig(r=1, lora_alpha=6))}
         return model, federation | self.federation, training | self.training, others
 
 

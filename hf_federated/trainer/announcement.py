@@ -68,7 +68,7 @@ def _lines(setup: FederationSetup, args: TrainingArguments, round: int, row_limi
         yield f"  Num clients with their own training arguments = {own_arguments:,}"
     yield f"  Number of trainable parameters = {get_model_param_count(trainer.model, trainable_only=True):,}"
     if setup.aggregation.exchanges_parameters:
-        yield f"  Number of exchanged values = {sum(value.numel() for value in setup.exchange.tensors.values()):,}"
+        yield f"  Number of exchanged values = {setup.exchange.num_values:,}"
     if setup.exchange.has_local:
         yield f"  Number of trained values that each client keeps = {setup.exchange.num_local_values:,}"
 

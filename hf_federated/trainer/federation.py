@@ -83,7 +83,8 @@ class Federation:
             setup.processes.broadcast_([*model.parameters(), *model.buffers()], source=0)
         self.engine = setup.engine
         saved = {} if checkpoint is None else read_server_state(checkpoint)
-        self.exchange = Exchange(model, setup.config.exchange, setup.config.keep_local)
+        changes_base = setup.aggregation.changes_base
+        self.exchange = Exchange(model, setup.config.exchange, setup.config.keep_local, changes_base)
         # The exchanged parameters before the first round, if clients need them when they first train: clients with
         # their own models may start from a copy, and some distillation algorithms compute features with them.
         has_other_models = not setup.aggregation.exchanges_parameters or setup.aggregation.trains_private_models

@@ -147,7 +147,7 @@ class JoinedClient:
     def describe_agreement(self) -> dict[str, str]:
         """Return what the client agrees to, without a connection: limits of the requests, and the shared settings."""
         setup, config = self.setup, self.setup.config
-        exchange = Exchange(setup.trainer.model, config.exchange, config.keep_local)
+        exchange = Exchange(setup.trainer.model, config.exchange, config.keep_local, setup.aggregation.changes_base)
         workers = Workers(setup, self._args, exchange, None, RoundProgress(lambda: (), setup.num_rounds))
         settings = NetworkSettings.of(setup, self._args, self.client_id)
         known = {} if setup.credentials is None else {"fingerprints of other clients": setup.credentials.describe()}

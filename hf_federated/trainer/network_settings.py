@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
+from ..adapters.lora_modules import find_lora_modules, scaling_of
 from ..utils.weighted_mean import State
 from .checks.resume import CHANGEABLE_FIELDS
 from .launch_consistency import describe_setup, shortened
@@ -181,12 +182,19 @@ def _model_settings(setup: FederationSetup, layout: str, initial: State | None) 
     if not setup.sends_parameters:
         return settings
     settings["model"] = layout
+    modules = find_lora_modules(model).values()
+    if kinds := sorted({(module.rank, module.scaling) for module in modules}):
+        scales = ", ".join(f"rank {rank} with scale {scaling:g}" for rank, scaling in kinds)
+        settings["ranks and scales of the LoRA modules"] = scales
+    for client_id, config in setup.participants.peft_configs.items():
+        # A client knows its own configuration only.
+        settings[f"LoRA of client {client_id!r}"] = f"rank {config.r} with scale {scaling_of(config):g}"
     # A client receives the exchanged parameters from the server. It must already have all others, except for its local
     # tensors, whose values may differ between clients.
     if local := setup.exchange.local_names:
         digest = _digest(json.dumps(local).encode())
         settings["names of the tensors that clients keep"] = f"{len(local)} (SHA-256 {digest})"
-    received = {*setup.exchange.names, *local}
+    received = {*setup.exchange.names, *local} - setup.exchange.base_parameters.keys()
     values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     kept = {name: value for name, value in values.items() if name not in received}
     settings["values of the parameters that are not exchanged"] = f"SHA-256 {digest_of(kept)}"

@@ -194,10 +194,11 @@ class FederationSetup:
             sampler=sampler,
             processes=launched,
             # A wrong `exchange` fails here instead of in the first round.
-            exchange=Exchange(trainer.model, resolved.exchange, resolved.keep_local),
+            exchange=Exchange(trainer.model, resolved.exchange, resolved.keep_local, aggregation.changes_base),
             deferred_errors=deferred_errors,
             **fields,
         )
+        aggregation.check_model(trainer.model, participants.peft_configs)
         check_server(lambda: aggregation.check_exchange(setup.exchange.tensors, sampler.num_sampled), None)
         setup.collector.check(engine, setup.methods, resolved, resolved.min_clients_of(sampler.num_sampled))
         for method in setup.methods:

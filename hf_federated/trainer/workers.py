@@ -118,6 +118,7 @@ class Workers:
             callbacks=[*setup.client_callbacks, *self._watch_peers, *self._progress.client_callbacks()],
             agreement=self.agreement(),
             secure=self._secure_answers(),
+            peft_configs=setup.participants.peft_configs,
         )
 
     def agreement(self) -> Agreement:

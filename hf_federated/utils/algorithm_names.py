@@ -221,6 +221,7 @@ AGGREGATION_NAMES = AlgorithmNames(
         "ffa_lora": "hf_federated.aggregation.ffa_lora:FFALoRA",
         "rolora": "hf_federated.aggregation.rolora:RoLoRA",
         "fedsvd": "hf_federated.aggregation.fedsvd:FedSVD",
+        "stacked_lora": "hf_federated.aggregation.stacked_lora:StackedLora",
         "local_only": "hf_federated.aggregation.local_only:LocalOnly",
         "mutual_kd": "hf_federated.aggregation.mutual_kd:MutualKD",
         "median": "hf_federated.aggregation.coordinate_median:CoordinateMedian",

@@ -51,12 +51,18 @@ def with_labels(*names: str) -> nn.Module:
     return tiny_model(num_labels=len(names), id2label=dict(enumerate(names)), label2id=label2id)
 
 
-def tiny_lora(shift: float = 0.0) -> nn.Module:
+def tiny_lora(shift: float = 0.0, **kwargs: Any) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = get_peft_model(tiny_model(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+        model = get_peft_model(tiny_model(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], **kwargs))
     model.base_model.model.bert.pooler.dense.weight.data += shift
     return model
+
+
+def with_rank(**kwargs: Any) -> dict[str, Any]:
+    """A client with its own LoRA configuration."""
+    spec = ClientSpec(peft_config=LoraConfig(**kwargs))
+    return {"model": tiny_lora(), "federation": {"aggregation": "stacked_lora"}, "clients": {"north": spec}}
 
 
 def classification(*label_names: str) -> dict[str, Any]:
@@ -184,6 +190,20 @@ DIFFERENCES: dict[str, tuple[str, Arguments, Arguments, str, str]] = {
         lambda: {"model": tiny_lora(0.1)},
         "SHA-256",
         "SHA-256",
+    ),
+    "scale of LoRA modules": (
+        "ranks and scales of the LoRA modules",
+        lambda: {"model": tiny_lora(lora_alpha=8)},
+        lambda: {"model": tiny_lora(lora_alpha=16)},
+        "rank 2 with scale 4",
+        "rank 2 with scale 8",
+    ),
+    "LoRA configuration of a client": (
+        "LoRA of client 'north'",
+        lambda: with_rank(r=1, lora_alpha=4),
+        lambda: with_rank(r=1, lora_alpha=8),
+        "rank 1 with scale 4",
+        "rank 1 with scale 8",
     ),
     "tensors that clients keep": (
         "names of the tensors that clients keep",

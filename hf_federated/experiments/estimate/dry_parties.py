@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,6 +72,7 @@ class DryFederation:
         num_positions (`int`, *optional*, defaults to `0`): Number of predictions for all public examples.
         num_classes (`int`, *optional*, defaults to `0`): Number of classes of a prediction.
         secure_aggregation ([`SecureAggregation`], *optional*): The protocol of secure aggregation.
+        peft_configs (`Mapping[str, peft.LoraConfig]`, *optional*): LoRA configurations of clients, by client id.
     """
 
     config: FederatedConfig
@@ -86,10 +87,11 @@ class DryFederation:
     num_positions: int = 0
     num_classes: int = 0
     secure_aggregation: SecureAggregation | None = None
+    peft_configs: Mapping[str, Any] = field(default_factory=dict)
 
     def exchange(self) -> Exchange:
         """Return an exchange of the tensors of the model."""
-        return Exchange(self.model, self.config.exchange, self.config.keep_local)
+        return Exchange(self.model, self.config.exchange, self.config.keep_local, self.aggregation.changes_base)
 
     @property
     def methods(self) -> tuple[Method, ...]:
@@ -253,7 +255,7 @@ class DryWorker(ClientWorker):
         if federation.aggregation.exchanges_parameters:
             models = SharedModel(self.trainer, exchange, federation.args, store, self.student, exchange.read())
         settings = federation.methods, federation.config, open_model, federation.postprocessors
-        super().__init__(models, self._num_examples, None, *settings)
+        super().__init__(models, self._num_examples, None, *settings, peft_configs=federation.peft_configs)
         if federation.secure_aggregation is not None:
             identity = simulated_identity()
             self.secure = DryAnswers(

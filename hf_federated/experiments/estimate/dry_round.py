@@ -119,6 +119,7 @@ def describe_trainer(trainer: Any, has_values: bool = False) -> DryFederation:
         distillation=None if setup.distillation is None else setup.distillation.on_client(),
         postprocessors=copy.deepcopy(setup.postprocessors),
         num_examples=setup.clients.num_rows,
+        peft_configs=setup.participants.peft_configs,
         num_public=num_public,
         num_positions=num_public,
         num_classes=0 if setup.distillation is None else model.config.num_labels,
@@ -260,6 +261,7 @@ def _start_methods(
     """Start the methods as for a run. Return the model of the server of a distillation."""
     config, num_clients, server = federation.config, len(federation.num_examples), None
     num_rounds = config.num_rounds or 1
+    federation.aggregation.check_model(federation.model, federation.peft_configs)
     federation.aggregation.setup(num_rounds, num_clients)
     if federation.distillation is not None:
         server, exchange = DryStudent(worker.trainer, federation), federation.exchange()

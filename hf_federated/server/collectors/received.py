@@ -46,8 +46,9 @@ class ReceivedUpdates:
         self._methods = context.fit.methods
         self._averaging = cast(Aggregation, self._methods[0])
         context.bound.begin_round(requests.expected_state, requests.averaged_extra, round.number)
-        # A method that gives clients different states measures its own factors.
-        common = {} if requests.individual else requests.expected_state
+        # A method of a user can send factors of other shapes.
+        is_known = self._averaging.needs_lora or not requests.individual
+        common = requests.expected_state if is_known else {}
         self._pairs = lora_inexactness.exchanged_pairs(self._averaging, common)
         self._sums = GroupedAccumulator(self._build_sums, round.cohort, context.bound.max_ratio)
         self._measured: dict[str, tuple[dict[str, float], Magnitude]] = {}
