@@ -10,7 +10,7 @@ from .payloads import PAYLOAD_ATTACKS, PayloadAttack
 from .payloads.attention_probe import NoSpanError
 from .payloads.canary import CanaryExposure
 from .payloads.dager import Dager
-from .payloads.evidence import AttackResult, Evidence, Payload, PayloadRecorder, ShadowLosses
+from .payloads.evidence import AttackResult, Evidence, Payload, PayloadRecorder, ShadowLosses, SumRecorder
 from .payloads.membership import LiRA, LossThreshold
 from .payloads.results import PayloadAudit
 from .payloads.token_set import TokenSet
@@ -40,6 +40,7 @@ __all__ = [
     "PseudoSampleAudit",
     "SampleOverlap",
     "ShadowLosses",
+    "SumRecorder",
     "TargetRecovery",
     "TokenRecovery",
     "TokenSet",

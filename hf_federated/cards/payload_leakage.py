@@ -44,6 +44,12 @@ _COLUMNS = {
     "Canary, had": ("canary", "exposure"),
     "Canary, had not": ("canary", "absent"),
 }
+# Further columns of a table with sums: what the server learns of all clients together.
+_SUM_COLUMNS = {
+    "All clients, tokens: precision": ("token_set", "union_precision"),
+    "All clients, tokens: recall": ("token_set", "union_recall"),
+    "All clients, sequences: one SGD step": ("dager_step", "union_tokens"),
+}
 
 
 def payload_table(audit: PayloadAudit) -> str:
@@ -64,9 +70,18 @@ def payload_table(audit: PayloadAudit) -> str:
     '| full | 100.0 | 50.0 | 20.0 | – | – | – | – | – | – | – |'
     ```
     """
-    cells = _COLUMNS.values()
-    rows = [[name, *(_cell(audit.find(name, attack), metric) for attack, metric in cells)] for name in audit.results]
-    return table(["Setting", *_COLUMNS], rows, numeric=True)
+    found = {
+        (result.attack, metric)
+        for results in audit.results.values()
+        for result in results
+        for metric in result.metrics
+    }
+    columns = {**_COLUMNS, **(_SUM_COLUMNS if found & set(_SUM_COLUMNS.values()) else {})}
+    rows = [
+        [name, *(_cell(audit.find(name, attack), metric) for attack, metric in columns.values())]
+        for name in audit.results
+    ]
+    return table(["Setting", *columns], rows, numeric=True)
 
 
 def _cell(result: AttackResult | None, metric: str) -> str:
@@ -100,6 +115,11 @@ def payload_section(audit: PayloadAudit) -> str:
             f" {plural(settings['num_inversion_examples'], 'example')}."
         )
     notes = [
+        f"- {name}: the payload is the weighted mean of the updates of {plural(number, 'client')}. The scores are"
+        " those of one of these clients, except in the columns of all clients."
+        for name, number in settings.get("num_summed", {}).items()
+    ]
+    notes += [
         f"- {name}, {result.attack}: {result.note}"
         for name, results in audit.results.items()
         for result in results
@@ -108,8 +128,8 @@ def payload_section(audit: PayloadAudit) -> str:
     on = f" on `{audit.model_name}`" if audit.model_name else ""
     data = f" with examples of {audit.data_name}" if audit.data_name else ""
     parts = [
-        f"{HEADING}\n\nAn audit attacked what a client sends in one round{on}{data}, as an honest-but-curious server"
-        f" that knows the model.{setting} Shares are percentages.",
+        f"{HEADING}\n\nAn audit attacked what the server receives in one round{on}{data}, as an honest-but-curious"
+        f" server that knows the model.{setting} Shares are percentages.",
         payload_table(audit),
         "\n".join(SOURCES),
         *(["\n".join(notes)] if notes else []),

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
 from hf_federated import ClipUpdate, GaussianNoise
-from hf_federated.audits import Evidence, PayloadRecorder, TokenSet
+from hf_federated.audits import Evidence, PayloadRecorder, SumRecorder, TokenSet
 
 
 IDS = np.random.default_rng(0).integers(1, 100, size=(8, 6)).tolist()
@@ -86,3 +86,24 @@ def test_recorder_keeps_what_the_client_received_and_sent(tmp_path):
         assert torch.equal(recorder.payload.before[name], before[name])
         assert torch.equal(recorder.payload.after[name], value.detach())
     assert recorder.payload.num_steps == 2
+
+
+def test_sum_names_the_tokens_of_all_clients_and_assigns_none(tmp_path):
+    """The server names the union. The precision for one client is its share of the union."""
+    other_ids = np.random.default_rng(1).integers(80, 180, size=(8, 6)).tolist()
+    clients = {**CLIENTS, "south": Dataset.from_dict({"input_ids": other_ids, "labels": [0, 1] * 4})}
+    recorder = SumRecorder(IDS, other_ids)
+    trainer = build_federation(
+        tmp_path,
+        clients,
+        federation={"local_epochs": 3},
+        trainer={"model": tiny_model(vocab_size=400), "callbacks": [recorder]},
+    )
+    trainer.train()
+    (result,) = TokenSet().run(Evidence(trainer.model, payload=recorder.payload, public_token_ids=PUBLIC))
+    own, union = set(np.unique(IDS).tolist()), set(np.unique([IDS, other_ids]).tolist())
+    payload = recorder.payload
+    name = "bert.embeddings.word_embeddings.weight"
+    assert set(TokenSet.changed_rows(payload.before[name], payload.after[name], payload.num_steps).tolist()) == union
+    assert result.metrics["precision"] == len(own) / len(union) < 0.7
+    assert result.metrics["recall"] == result.metrics["union_precision"] == result.metrics["union_recall"] == 1.0

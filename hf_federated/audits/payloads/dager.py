@@ -98,7 +98,9 @@ class Dager:
 
         Returns:
             `list[AttackResult]`: `dager_step` and `dager_run`, with the share of the tokens that were recovered at
-            their position (`tokens`), and the share of the examples that were recovered completely (`examples`).
+            their position (`tokens`), and the share of the examples that were recovered completely (`examples`). For a
+            sum, these are the shares of one client, and `union_tokens` and `union_examples` the shares of all clients
+            in the sum.
         """
         results = []
         for name, payload in (("dager_step", evidence.step_payload), ("dager_run", evidence.small_payload)):
@@ -111,7 +113,11 @@ class Dager:
                     found = self.recover(evidence.model, payload, evidence.end_token, evidence.max_length)
                 except NoSpanError as error:
                     note = str(error)
-            results.append(AttackResult(name, score_sequences(found, payload.token_ids), note=note))
+            metrics = score_sequences(found, payload.token_ids)
+            if payload.other_token_ids:
+                union = score_sequences(found, [*payload.token_ids, *payload.other_token_ids])
+                metrics |= {f"union_{metric}": value for metric, value in union.items()}
+            results.append(AttackResult(name, metrics, note=note))
         return results
 
     def recover(
@@ -131,12 +137,12 @@ class Dager:
                 Maximum number of tokens of an example.
 
         Returns:
-            `list[list[int]]`: Token ids of the recovered examples, at most as many as the client has.
+            `list[list[int]]`: Token ids of the recovered examples, at most as many as the clients of the payload have.
 
         Raises:
             NoSpanError: If the payload does not contain the change of an attention layer, or if the change is zero.
         """
-        num_examples = len(payload.token_ids)
+        num_examples = payload.num_examples
         probe = AttentionProbe(model, payload)
         candidates = self._candidates(probe, num_examples, max_length)
         if not candidates or not candidates[0]:

@@ -1,4 +1,4 @@
-"""What an attacker receives from one client, and what the audit knows in addition to score the attacker.
+"""What an attacker receives in a round, and what the audit knows in addition to score the attacker.
 
 The attacker is an honest-but-curious server. It knows the model, the tokenizer, the state that it sent and the payload
 that it received. The audit runs in a simulation, so it also has the client's examples, to which it compares the
@@ -24,6 +24,9 @@ class Payload:
     """
     The parameters that a client received and sent in one round, and the client's true examples.
 
+    With secure aggregation, the server receives a sum in place of the update of the client. The payload then contains
+    the weighted mean of the updates in the sum.
+
     Args:
         before (`dict[str, torch.Tensor]`):
             The state that the server sent.
@@ -33,7 +36,9 @@ class Payload:
         token_ids (`list[list[int]]`):
             The token ids of the client's examples, without padding. The attacker does not know them.
         num_steps (`int`, *optional*, defaults to `1`):
-            Number of optimizer steps of the client in the round.
+            Number of optimizer steps of the client in the round. In a sum, the largest known number.
+        other_token_ids (`list[list[int]]`, *optional*):
+            The token ids of the examples of the other clients in the sum. Empty if the payload is one update.
 
     Example:
 
@@ -51,9 +56,15 @@ class Payload:
     after: dict[str, torch.Tensor]
     token_ids: list[list[int]]
     num_steps: int = 1
+    other_token_ids: list[list[int]] = field(default_factory=list)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples of all clients whose updates are in the payload."""
+        return len(self.token_ids) + len(self.other_token_ids)
 
     def change(self, name: str) -> torch.Tensor:
-        """Return how the client changed a parameter, as float64."""
+        """Return how the client, or the mean of the clients, changed a parameter, as float64."""
         return self.after[name].double() - self.before[name].double()
 
 
@@ -190,6 +201,52 @@ class PayloadRecorder(FederatedCallback):
         if update.client_id == self.client_id:
             before, after = _copy(round.state), _copy(update.state)
             self.payload = Payload(before, after, self._token_ids, update.num_steps)
+
+
+class SumRecorder(FederatedCallback):
+    """
+    Callback that keeps the last sum of the updates of a round, as the server receives it with secure aggregation.
+
+    The payload contains the weighted mean of the states of all clients, before a server optimizer changes it.
+
+    Args:
+        token_ids (`list[list[int]]`):
+            The token ids of the examples of one client.
+        other_token_ids (`list[list[int]]`):
+            The token ids of the examples of all other clients.
+
+    Raises:
+        ValueError: During the training, if the method does not sum the parameters of the clients.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.audits import SumRecorder
+
+    >>> recorder = SumRecorder(token_ids=[[3, 5]], other_token_ids=[[7, 5]])
+    >>> recorder.payload is None
+    True
+    ```
+    """
+
+    def __init__(self, token_ids: Sequence[Sequence[int]], other_token_ids: Sequence[Sequence[int]]) -> None:
+        self.payload: Payload | None = None
+        self._token_ids = [list(ids) for ids in token_ids]
+        self._other_token_ids = [list(ids) for ids in other_token_ids]
+
+    def on_aggregate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, round: Round, **kwargs: Any
+    ) -> None:
+        sums = round.collected
+        if not sums.is_linear or not sums.mean.num_updates:
+            raise ValueError(
+                "The method does not sum the parameters of the clients, so the server cannot receive a sum in place "
+                "of the updates. Use an averaging method such as fedavg, or audit single updates."
+            )
+        # With secure aggregation, the server knows no number of one client.
+        num_steps = max((int(metrics["num_steps"]) for metrics in round.metrics.values()), default=1)
+        before, after = _copy(round.state), sums.mean.finalize()
+        self.payload = Payload(before, _copy(after), self._token_ids, num_steps, self._other_token_ids)
 
 
 def _copy(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

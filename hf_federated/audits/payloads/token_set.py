@@ -36,6 +36,8 @@ class TokenSet:
     If the payload has no word embeddings (frozen embeddings, LoRA, predictions), the attacker names the most frequent
     tokens of public texts instead. The result is then the chance level.
 
+    A sum of updates names the tokens of all its clients. The attack does not assign a token to a client.
+
     Relations:
         - [`Dager`] recovers the order of the tokens, and needs the attention layers in place of the embeddings.
 
@@ -64,13 +66,15 @@ class TokenSet:
 
         Returns:
             `list[AttackResult]`: `precision` and `recall` of the named tokens, and `chance`, the recall of naming the
-            same number of frequent tokens.
+            same number of frequent tokens. For a sum, these are scores for the tokens of one client, and
+            `union_precision` and `union_recall` are scores for the tokens of all clients in the sum.
         """
         payload = evidence.payload
         if payload is None:
             return []
         true = {token for ids in payload.token_ids for token in ids}
-        guess = self._frequent_tokens(evidence.public_token_ids, len(true))
+        union = true.union(*payload.other_token_ids)
+        guess = self._frequent_tokens(evidence.public_token_ids, len(union))
         chance = len(guess & true) / len(true)
         weight = evidence.model.get_input_embeddings().weight
         name = next((name for name, value in evidence.model.named_parameters() if value is weight), None)
@@ -79,9 +83,10 @@ class TokenSet:
             named = set(self.changed_rows(payload.before[name], payload.after[name], payload.num_steps).tolist())
         else:
             named, note = guess, "The payload has no word embeddings. The attacker guesses frequent tokens."
-        num_correct = len(named & true)
-        precision = {"precision": num_correct / len(named)} if named else {}
-        return [AttackResult(self.name, {**precision, "recall": num_correct / len(true), "chance": chance}, note=note)]
+        metrics = {**_scores(named, true), "chance": chance}
+        if payload.other_token_ids:
+            metrics |= {f"union_{metric}": value for metric, value in _scores(named, union).items()}
+        return [AttackResult(self.name, metrics, note=note)]
 
     @staticmethod
     def changed_rows(before: torch.Tensor, after: torch.Tensor, num_steps: int = 1) -> torch.Tensor:
@@ -117,3 +122,10 @@ class TokenSet:
     def _frequent_tokens(token_ids: Sequence[Sequence[int]], num_tokens: int) -> set[int]:
         counts = Counter(token for ids in token_ids for token in ids)
         return {token for token, _ in counts.most_common(num_tokens)}
+
+
+def _scores(named: set[int], true: set[int]) -> dict[str, float]:
+    """Return precision and recall. The precision of no tokens is missing."""
+    num_correct = len(named & true)
+    precision = {"precision": num_correct / len(named)} if named else {}
+    return {**precision, "recall": num_correct / len(true)}

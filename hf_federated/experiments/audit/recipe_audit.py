@@ -3,6 +3,10 @@
 Every simulated client trains in a separate federation of one client, so the server's model after the run is what
 this client's payload teaches the server: the client's parameters, or the model that the server distilled from the
 client's predictions. The clients share examples: each example belongs to half of the clients.
+
+With secure aggregation, a server receives no single update. The simulated client then trains in a federation with
+other clients, and the attacked payload is the weighted mean of their updates. The other clients have examples that
+neither the simulated clients nor the attacker have, drawn anew for each federation.
 """
 
 from __future__ import annotations
@@ -24,8 +28,17 @@ from torch import nn
 from transformers import PrinterCallback, TrainingArguments
 
 from hf_federated.adapters import copy_model
-from hf_federated.audits import PAYLOAD_ATTACKS, AttackResult, Evidence, Payload, PayloadAudit, PayloadRecorder
+from hf_federated.audits import (
+    PAYLOAD_ATTACKS,
+    AttackResult,
+    Evidence,
+    Payload,
+    PayloadAudit,
+    PayloadRecorder,
+    SumRecorder,
+)
 from hf_federated.audits.payloads.evidence import ShadowLosses
+from hf_federated.clients import ClientSampler
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
 from hf_federated.experiments.baselines import WITHOUT_OUTPUTS
@@ -38,6 +51,7 @@ from hf_federated.experiments.trainer_arguments import dataset_arguments
 from hf_federated.postprocessing import ClipUpdate, GaussianNoise, Postprocessor
 from hf_federated.tasks import LanguageModeling, TextClassification
 from hf_federated.trainer import federate
+from hf_federated.trainer.checks.secure_aggregation import build_secure_aggregation
 from hf_federated.utils.optional_packages import require_packages
 
 
@@ -88,15 +102,21 @@ def audit_recipe(recipe: Recipe, echo: Callable[[str], None] = print) -> Payload
     if section is None:
         raise RecipeError("audit: the recipe has no such section. Add the section audit, which can be empty ({}).")
     check_packages()
-    results = {}
+    results, sums = {}, {}
     for name, variant in recipe.variants.items():
         with without_head_warnings():
             audited = _Variant(variant, section, name)
             results[name] = audited.attack()
+        if audited.num_summed > 1:
+            sums[name] = audited.num_summed
         echo(f"Audited {name}: {', '.join(_summary(result) for result in results[name])}.")
     return PayloadAudit(
         results,
-        {**dataclasses.asdict(section), "num_examples": audited.num_examples},
+        {
+            **dataclasses.asdict(section),
+            "num_examples": audited.num_examples,
+            **({"num_summed": sums} if sums else {}),
+        },
         model_name=public_name(recipe.model.name_or_path),
         data_name=public_name(recipe.data.path),
         versions={package: importlib.metadata.version(package) for package in ("torch", "transformers")},
@@ -137,35 +157,62 @@ class _Variant:
         self.model = load_model(recipe.model, task, self.tokenizer, seed)
         generator = np.random.default_rng(self.section.seed)
         rows, tokenized = self.data.raw.train.to_dataset(), self.data.train.to_dataset()
-        # A third of the examples stays with the attacker.
+        self.num_summed = self._count_summed(where)
+        # A third of the examples stays with the attacker, or with the other clients of a sum.
         self.num_examples = min(self.section.num_examples, 2 * len(rows) // 3)
         order = generator.permutation(len(rows))
         self.pool = tokenized.select(order[: self.num_examples])
-        self.public = tokenized.select(order[self.num_examples :][:_MAX_PUBLIC])
+        rest = order[self.num_examples :]
+        num_public = _MAX_PUBLIC if self.num_summed == 1 else min(_MAX_PUBLIC, len(rest) // 2)
+        self.public = tokenized.select(rest[:num_public])
+        self._reserve = tokenized.select(rest[num_public:])
         num_random = self.section.num_canaries + self.section.num_references
         canaries = task.prepare(_random_texts(rows, task, num_random, generator), self.tokenizer)
         canaries = canaries.cast(self.pool.features) if canaries.features != self.pool.features else canaries
         self.canaries = canaries.select(range(self.section.num_canaries))
         self.references = canaries.select(range(self.section.num_canaries, num_random))
 
+    def _count_summed(self, where: str) -> int:
+        """Return the number of clients whose updates the attacked payload sums."""
+        federation, given = self.variant.recipe.federation, self.variant.num_summed
+        config: FederatedConfig = build("federation", FederatedConfig, copy.deepcopy(federation))
+        if given is not None and given > 1 and config.distillation is not None:
+            raise RecipeError(
+                f"{where}num_summed={given} is set, but with distillation={config.distillation!r} the server receives "
+                "the predictions of each client and no sum. Remove num_summed."
+            )
+        with recipe_errors("federation"):
+            protocol = build_secure_aggregation(config)
+            if protocol is None:
+                return given or 1
+            in_round = ClientSampler(list(self.data.train), config.clients_per_round, 0).num_sampled
+        number = given or in_round
+        if number < protocol.min_survivors:
+            raise RecipeError(
+                f"{where}num_summed={number}, but with secure_aggregation={protocol.name!r} the server receives sums "
+                f"of at least {protocol.min_survivors} clients (min_survivors). Raise num_summed."
+            )
+        return number
+
     def attack(self) -> list[AttackResult]:
         """Collect the evidence that the attacks read, and run them."""
         attacks = [PAYLOAD_ATTACKS[name]() for name in self.section.attacks]
-        evidence = self._evidence(set(self.section.attacks))
+        evidence = self.evidence(set(self.section.attacks))
         return [result for attack in attacks for result in attack.run(evidence)]
 
-    def _evidence(self, attacks: set[str]) -> Evidence:
+    def evidence(self, attacks: set[str]) -> Evidence:
+        """Train the simulated clients, and return what the attacks with these names read."""
         payload = small_payload = step_payload = shadows = None
         if attacks & {"loss_threshold", "lira", "canary"}:
             shadows, payload = self._shadows()
         elif "token_set" in attacks:
-            payload, _ = self._train(self.pool, self.section.num_rounds)
+            payload, _ = self._train(self.pool, self.section.num_rounds, self.draw_others(len(self.pool)))
         if "dager" in attacks:
             few = self.pool.select(range(min(self.section.num_inversion_examples, len(self.pool))))
-            small_payload, _ = self._train(few, self.section.num_rounds)
-            step_payload, _ = self._train(
-                few, _STEP_ROUNDS, {**_SGD, "per_device_train_batch_size": len(few)}, {"local_steps": 1}, dropout=False
-            )
+            others = self.draw_others(len(few))
+            small_payload, _ = self._train(few, self.section.num_rounds, others)
+            sgd = {**_SGD, "per_device_train_batch_size": len(few)}
+            step_payload, _ = self._train(few, _STEP_ROUNDS, others, sgd, {"local_steps": 1}, dropout=False)
         ends = {ids[-1] for ids in self.public["input_ids"]}
         return Evidence(
             model=self.model,
@@ -187,10 +234,11 @@ class _Variant:
         scored = concatenate_datasets([self.pool, self.canaries, self.references])
         losses: list[torch.Tensor] = []
         payloads: list[Payload] = []
-        for included, included_canaries in zip(members, canary_members, strict=True):
+        for number, (included, included_canaries) in enumerate(zip(members, canary_members, strict=True)):
             examples = self.pool.select(np.flatnonzero(included))
             inserted = self.canaries.select(np.flatnonzero(included_canaries))
-            payload, trainer = self._train(concatenate_datasets([examples, inserted]), self.section.num_rounds)
+            others = self.draw_others(len(self.pool) // 2, number)
+            payload, trainer = self._train(concatenate_datasets([examples, inserted]), self.section.num_rounds, others)
             losses.append(_example_losses(trainer, scored))
             payloads = payloads or [payload]
         pool, canaries, references = torch.stack(losses).split(
@@ -198,6 +246,17 @@ class _Variant:
         )
         of_canaries = (canaries, torch.from_numpy(canary_members), references) if len(self.canaries) else ()
         return ShadowLosses(pool, torch.from_numpy(members), *of_canaries), payloads[0]
+
+    def draw_others(self, size: int, draw: int = 0) -> dict[str, Dataset]:
+        """Draw the examples of the other clients of a sum, without an example of the pool and of the attacker."""
+        number = self.num_summed - 1
+        if number * size > len(self._reserve):
+            raise RecipeError(
+                f"audit.variants.{self.name}: a sum of {self.num_summed} clients needs {number * size} examples of "
+                f"other clients, but {len(self._reserve)} are left. Lower num_summed or audit.num_examples."
+            )
+        order = np.random.default_rng([self.section.seed, 2, draw]).permutation(len(self._reserve))
+        return {f"other {i + 1}": self._reserve.select(order[i * size : (i + 1) * size]) for i in range(number)}
 
     @cached_property
     def _postprocessors(self) -> list[Postprocessor]:
@@ -212,11 +271,12 @@ class _Variant:
         self,
         examples: Dataset,
         num_rounds: int,
+        others: dict[str, Dataset],
         training: dict[str, Any] | None = None,
         federation: dict[str, Any] | None = None,
         dropout: bool = True,
     ) -> tuple[Payload, Any]:
-        """Train a federation of one client, and return its last payload and the trainer of the server."""
+        """Train a federation of the client and of others, and return the last payload and the server's trainer."""
         recipe, task = self.variant.recipe, self.data.task
         trainer_class: Any = task.trainer_class
         model = copy_model(self.model)
@@ -227,18 +287,25 @@ class _Variant:
         with tempfile.TemporaryDirectory() as folder:
             values = {**recipe.training, **_QUIET, **(training or {}), "output_dir": folder}
             args: TrainingArguments = build("training", recipe.task.cls.arguments_class, values)
-            settings = {**recipe.federation, "num_rounds": num_rounds, "clients_per_round": 1.0, "min_clients": 1}
-            settings |= {"evaluate_clients": False, **(federation or {})}
+            settings = {**recipe.federation, "num_rounds": num_rounds, "clients_per_round": 1.0}
+            settings |= {"min_clients": 1.0, "evaluate_clients": False, **(federation or {})}
+            config: FederatedConfig = build("federation", FederatedConfig, copy.deepcopy(settings))
+            if config.secure_aggregation is not None:
+                # The sum has the same bytes with masks.
+                kwargs: Any = config.secure_aggregation_kwargs
+                config = dataclasses.replace(config, secure_aggregation_kwargs={**kwargs, "masks": False})
             shared = {"processing_class": self.tokenizer, "data_collator": task.data_collator(self.tokenizer)}
-            data = dataclasses.replace(
-                self.data, train=FederatedDataset.from_dict({CLIENT_ID: examples}), test_clients=None
-            )
-            recorder = PayloadRecorder(CLIENT_ID, examples["input_ids"])
+            clients = FederatedDataset.from_dict({CLIENT_ID: examples, **others})
+            data = dataclasses.replace(self.data, train=clients, test_clients=None)
+            recorder: PayloadRecorder | SumRecorder = PayloadRecorder(CLIENT_ID, examples["input_ids"])
+            if others:
+                other_ids = [ids for dataset in others.values() for ids in dataset["input_ids"]]
+                recorder = SumRecorder(examples["input_ids"], other_ids)
             with recipe_errors(f"audit.variants.{self.name}"):
                 trainer: Any = federate(trainer_class)(
                     model=model,
                     args=args,
-                    federation=build("federation", FederatedConfig, copy.deepcopy(settings)),
+                    federation=config,
                     postprocessors=self._postprocessors,
                     callbacks=[recorder],
                     **dataset_arguments(recipe, data, self.tokenizer, args, shared),
@@ -248,7 +315,7 @@ class _Variant:
         if recorder.payload is None:
             raise RecipeError(f"audit.variants.{self.name}: the server received no update of the simulated client.")
         if recorder.payload.after:
-            # The server has the client's parameters, before a server optimizer changes them.
+            # The server has the client's parameters, or their mean, before a server optimizer changes them.
             trainer.exchange.write(recorder.payload.after)
         return recorder.payload, trainer
 

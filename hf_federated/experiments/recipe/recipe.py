@@ -114,11 +114,14 @@ class AuditVariant:
         recipe ([`Recipe`]): The recipe with the changes of the variant.
         clip (`float`, *optional*): `max_norm` of [`ClipUpdate`].
         noise (`float`, *optional*): `std` of [`GaussianNoise`].
+        num_summed (`int`, *optional*): Number of clients whose updates the attacked payload sums. Defaults to the
+            clients of a round with secure aggregation, and to 1 without it.
     """
 
     recipe: Recipe
     clip: float | None = None
     noise: float | None = None
+    num_summed: int | None = None
 
 
 @dataclass

@@ -15,7 +15,7 @@ DEFAULT_TEST_EXAMPLES = 0.1
 # The attacks of `hf_federated.audits.payloads`. The names are listed here, so that a check imports no torch.
 PAYLOAD_ATTACKS = ("token_set", "dager", "loss_threshold", "lira", "canary")
 # Fields of a variant of `audit.variants` that are not sections of a recipe.
-VARIANT_FIELDS = ("clip", "noise")
+VARIANT_FIELDS = ("clip", "noise", "num_summed")
 
 
 @dataclass
@@ -203,8 +203,9 @@ class AuditSection(Section):
     """The section `audit`: attacks on what a client sends, which run after training."""
 
     variants: dict[str, Any] = documented(
-        "Settings to compare, by name: changes of the recipe, and clip (max_norm of ClipUpdate) and noise"
-        " (std of GaussianNoise); default: the recipe itself.",
+        "Settings to compare, by name: changes of the recipe, and clip (max_norm of ClipUpdate), noise (std of"
+        " GaussianNoise) and num_summed (number of clients whose updates the attacked payload sums); default: the"
+        " recipe itself.",
         dict,
     )
     attacks: list[str] = documented(f"Attacks to run: {', '.join(PAYLOAD_ATTACKS)}.", lambda: list(PAYLOAD_ATTACKS))
@@ -230,6 +231,8 @@ class AuditSection(Section):
                 value = (changes or {}).get(key)
                 if value is not None and not (isinstance(value, (int, float)) and value > 0):
                     yield f"audit.variants.{name}.{key} is {value!r}; it must be a positive number."
+                elif key == "num_summed" and isinstance(value, float):
+                    yield f"audit.variants.{name}.{key} is {value!r}; it must be a number of clients, such as 3."
 
 
 @dataclass(kw_only=True)

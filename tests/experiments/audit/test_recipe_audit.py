@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from recipe_model_fixtures import WORDS
 
 from hf_federated.audits import PayloadAudit
+from hf_federated.cards.payload_leakage import payload_report
 from hf_federated.cli.main import main
 from hf_federated.experiments.audit.recipe_audit import _halves, _Variant, audit_recipe
 from hf_federated.experiments.recipe.recipe import parse_recipe
@@ -64,6 +66,11 @@ def test_variants_change_the_recipe_and_the_postprocessors(values):
         ({"num_canaries": -1}, "audit.num_canaries is -1; it must be at least 0"),
         ({"num_models": "many"}, "audit.num_models"),
         ({"variants": {"a": {"clip": -1}}}, "audit.variants.a.clip is -1; it must be a positive number"),
+        ({"variants": {"a": {"num_summed": 0}}}, "audit.variants.a.num_summed is 0; it must be a positive number"),
+        (
+            {"variants": {"a": {"num_summed": 2.5}}},
+            "audit.variants.a.num_summed is 2.5; it must be a number of clients",
+        ),
         ({"variants": {"a": 3}}, "audit.variants.a is 3; it must be a mapping of changes"),
         ({"variants": {"a": {"federation": {"freez": 1}}}}, "audit.variants.a: federation.freez"),
     ],
@@ -94,18 +101,86 @@ def test_each_example_belongs_to_half_of_the_models():
 def test_simulated_client_trains_on_its_half_and_the_canaries(values):
     recipe = recipe_with(values)
     variant = _Variant(recipe.variants["as configured"], recipe.audit, "as configured")
-    evidence = variant._evidence({"lira", "canary"})
+    evidence = variant.evidence({"lira", "canary"})
     assert evidence.shadows.losses.shape == evidence.shadows.members.shape == (4, 12)
     assert evidence.shadows.canaries.shape == (4, 2) and evidence.shadows.references.shape == (4, 3)
     num_examples = int(evidence.shadows.members[0].sum() + evidence.shadows.canary_members[0].sum())
     assert len(evidence.payload.token_ids) == num_examples
 
 
+def audited(values, name="as configured", **audit):
+    recipe = recipe_with(values, **audit)
+    return _Variant(recipe.variants[name], recipe.audit, name)
+
+
+@pytest.fixture
+def secure_values(values, tmp_path):
+    """A recipe with secure aggregation, whose clients have 60 different texts."""
+    words = [word for word in WORDS if not word.startswith("##")]
+    texts = [f"{words[number // 9]} {words[number % 9]},{number % 3}" for number in range(72)]
+    for name, rows in (("train", texts[:60]), ("test", texts[60:])):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["text,label", *rows]))
+    values["data"] = {"path": str(tmp_path / "train.csv"), "test_path": str(tmp_path / "test.csv")}
+    values["federation"] |= {"secure_aggregation": "secagg", "secure_aggregation_kwargs": {"max_weight": 20}}
+    return values
+
+
+def test_audit_of_secure_aggregation_attacks_the_sum_of_a_round(secure_values):
+    variant = audited(secure_values)
+    assert variant.num_summed == 3
+    payload = variant.evidence({"token_set"}).payload
+    assert len(payload.token_ids) == 12 and len(payload.other_token_ids) == 24
+    own, others, attackers = (
+        {tuple(ids) for ids in part}
+        for part in (payload.token_ids, payload.other_token_ids, variant.public["input_ids"])
+    )
+    assert len(own | others | attackers) == len(own) + len(others) + len(attackers)
+
+
+def test_other_clients_of_a_sum_have_new_examples_in_each_federation(secure_values):
+    variant = audited(secure_values)
+    first, second = (variant.draw_others(6, draw) for draw in (0, 1))
+    assert list(first) == ["other 1", "other 2"]
+    assert first["other 1"]["input_ids"] != second["other 1"]["input_ids"]
+    assert first["other 1"]["input_ids"] == variant.draw_others(6, 0)["other 1"]["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_summed", "message"),
+    [
+        ({}, 2, "num_summed=2, but with secure_aggregation='secagg' the server receives sums of at least 3 clients"),
+        ({}, 8, "a sum of 8 clients needs 84 examples of other clients, but 24 are left"),
+        (
+            {"federation": {"secure_aggregation": None, "secure_aggregation_kwargs": {}, "distillation": "fedid"}},
+            2,
+            "num_summed=2 is set, but with distillation='fedid' the server receives the predictions of each client",
+        ),
+    ],
+)
+def test_sum_that_no_server_receives_is_refused_by_name(secure_values, changes, num_summed, message):
+    if changes:
+        changes = {**changes, "public": PUBLIC["public"]}
+    variants = {"a": {**changes, "num_summed": num_summed}}
+    with pytest.raises(RecipeError) as error:
+        audited(secure_values, "a", variants=variants).evidence({"token_set"})
+    assert message in str(error.value)
+
+
+def test_report_of_a_sum_has_the_scores_of_all_clients(secure_values):
+    audit = audit_recipe(recipe_with(secure_values, attacks=["token_set"]), lambda line: None)
+    assert audit.settings["num_summed"] == {"as configured": 3}
+    metrics = audit.find("as configured", "token_set").metrics
+    assert metrics["recall"] == metrics["union_recall"] == metrics["union_precision"] == 1.0
+    report = payload_report(audit)
+    assert "| All clients, tokens: precision |" in report
+    assert "- as configured: the payload is the weighted mean of the updates of 3 clients." in report
+
+
 @pytest.mark.slow
 def test_audit_is_reproducible(values):
     recipe = recipe_with(values, variants={"noise": {"noise": 0.01}})
     first, second = (
-        _Variant(recipe.variants["noise"], recipe.audit, "noise")._evidence({"lira"}).shadows for _ in range(2)
+        _Variant(recipe.variants["noise"], recipe.audit, "noise").evidence({"lira"}).shadows for _ in range(2)
     )
     assert torch.equal(first.losses, second.losses) and torch.equal(first.members, second.members)
 
