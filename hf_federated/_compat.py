@@ -34,7 +34,14 @@ if TYPE_CHECKING:
     from datasets.table import Table
     from torch import nn
     from torch.optim.lr_scheduler import LRScheduler
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+    from transformers import (
+        GenerationConfig,
+        PretrainedConfig,
+        PreTrainedModel,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
 
 
 CHECKED_VERSIONS = {
@@ -671,6 +678,15 @@ def reads_all_columns(trainer: Trainer) -> bool:
     """
     modules = (cls.__module__.partition(".")[0] for cls in type(trainer).__mro__)
     return not trainer.args.remove_unused_columns or "sentence_transformers" in modules
+
+
+def follows_steps_of_run(callback: TrainerCallback) -> bool:
+    """
+    Whether a callback follows a schedule over all steps of the training.
+
+    `SparseEncoderTrainer` increases the weights of the regularizers of `SpladeLoss` over the first third of its steps.
+    """
+    return any(cls.__name__ == "SpladeRegularizerWeightSchedulerCallback" for cls in type(callback).__mro__)
 
 
 def check_trl_splits_sft_trainer() -> None:

@@ -122,6 +122,7 @@ class PublicTrainer:
         rows (`Callable[[str, int], Dataset]`): Builds the examples of a client.
         args (`Mapping[str, Any]`): Training arguments in addition to the common ones.
         parts (`Callable[[Path], Mapping[str, Any]]`): Builds further arguments of the trainer, in a folder.
+        needs (`Mapping[str, Any]`): Training arguments that a federation needs and the trainer alone does not.
     """
 
     library: str
@@ -130,6 +131,12 @@ class PublicTrainer:
     rows: Callable[[str, int], Dataset]
     args: Mapping[str, Any] = field(default_factory=dict)
     parts: Callable[[Path], Mapping[str, Any]] = lambda folder: {}
+    needs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_changed_lines(self) -> int:
+        """Number of lines of a script that a federation changes: the import, the class, the dataset, and `needs`."""
+        return 3 + len(self.needs)
 
     @property
     def trainer_class(self) -> Any:
@@ -152,7 +159,7 @@ class PublicTrainer:
             common |= {"bf16": False, "gradient_checkpointing": False}
         else:
             name = self.name.replace("Trainer", "TrainingArguments")
-        return getattr(importlib.import_module(self.module), name)(**{**common, **self.args, **kwargs})
+        return getattr(importlib.import_module(self.module), name)(**{**common, **self.args, **self.needs, **kwargs})
 
     def build(self, cls: Any, folder: Path, train_dataset: Any, args: Any = None, **kwargs: Any) -> Any:
         """
@@ -181,7 +188,15 @@ def with_reward(folder: Path) -> Mapping[str, Any]:
 
 
 def with_teacher(folder: Path) -> Mapping[str, Any]:
-    return {"teacher_model": saved_language_model(folder)}
+    return {"teacher_model": changed(saved_language_model(folder))}
+
+
+def changed(model: Any) -> Any:
+    """Change the weights of a model. A student with the weights of its teacher would have no gradients."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    return model
 
 
 def with_bytes(folder: Path) -> Mapping[str, Any]:
@@ -202,7 +217,7 @@ def with_bytes(folder: Path) -> Mapping[str, Any]:
     return {
         "model": models[0],
         "processing_class": processor,
-        "teacher_model": LlamaForCausalLM.from_pretrained(folder / "teacher"),
+        "teacher_model": changed(LlamaForCausalLM.from_pretrained(folder / "teacher")),
     }
 
 
@@ -268,9 +283,9 @@ def _trl(name: str, rows: Any, args: Mapping[str, Any], parts: Any = lambda fold
 
 
 def _experimental(
-    module: str, name: str, rows: Any, args: Mapping[str, Any], parts: Any = lambda folder: {}
+    module: str, name: str, rows: Any, args: Mapping[str, Any], parts: Any = lambda folder: {}, **needs: Any
 ) -> PublicTrainer:
-    return PublicTrainer("trl", f"trl.experimental.{module}", name, rows, args, parts)
+    return PublicTrainer("trl", f"trl.experimental.{module}", name, rows, args, parts, needs)
 
 
 def _sentences(name: str, rows: Any, parts: Any) -> PublicTrainer:
@@ -296,15 +311,9 @@ TRAINERS = {
             "a2po", "A2POTrainer", prompts, {"max_completion_length": 4, "num_value_samples": 2}, with_reward
         ),
         _experimental("sdft", "SDFTTrainer", privileged, {**GENERATES, "distillation_topk": 4}),
-        _experimental("sdpo", "SDPOTrainer", prompts, {**GENERATES, "teacher_model_kind": "base"}, with_reward),
+        _experimental("sdpo", "SDPOTrainer", prompts, GENERATES, with_reward, teacher_model_kind="base"),
         _experimental("online_dpo", "OnlineDPOTrainer", prompts, {"max_new_tokens": 4}, with_reward),
-        _experimental(
-            "gold",
-            "GOLDTrainer",
-            conversations,
-            {"max_length": 32, "max_completion_length": 4, "use_uld_loss": False},
-            with_teacher,
-        ),
+        _experimental("gold", "GOLDTrainer", conversations, GOLD, with_bytes),
         _experimental("iw_opd", "IWOPDTrainer", conversations, {"max_completion_length": 4}, with_teacher),
         _experimental("server_distillation", "ServerDistillationTrainer", prompts, {"max_completion_length": 4}),
         _experimental("async_grpo", "AsyncGRPOTrainer", prompts, {}, with_reward),
@@ -325,4 +334,5 @@ def installed_trainers() -> set[str]:
     modules = [sentence_transformers, importlib.import_module("trl")]
     for found in pkgutil.iter_modules(trl.experimental.__path__):
         modules.append(importlib.import_module(f"trl.experimental.{found.name}"))
-    return {name for module in modules for name in dir(module) if name.endswith("Trainer")}
+    names = {name for module in modules for name in dir(module) if name.endswith("Trainer")}
+    return {name for name in names if not name.startswith("_")}

@@ -12,12 +12,14 @@ therefore has the states of the random number generators at the start of the epo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from accelerate import skip_first_batches
+from torch.utils.data import DataLoader
 
 
 # Keys of the position in the state of a client.
@@ -52,8 +54,6 @@ class SamplerPosition:
         Returns:
             `bool`: Whether the sampler cannot be set to an epoch. Other loaders are not changed.
         """
-        if not isinstance(loader, torch.utils.data.DataLoader):
-            return False
         samplers = _samplers(loader)
         if not samplers or any(callable(getattr(sampler, "set_epoch", None)) for sampler in samplers):
             return False
@@ -97,8 +97,11 @@ class SamplerPosition:
             self._own = [generator.get_state() for generator in self._generators]
             self._global = None if self._own else torch.get_rng_state()
             return iter(loader)
-        rest = skip_first_batches(loader, self._num_batches)
-        rest.gradient_state = loader.gradient_state
+        if not isinstance(loader, DataLoader):
+            return _started(itertools.islice(loader, self._num_batches, None), self._global)
+        rest: Any = skip_first_batches(loader, self._num_batches)
+        if (state := vars(loader).get("gradient_state")) is not None:  # a data loader of accelerate
+            rest.gradient_state = state
         return _started(iter(rest), self._global)
 
     def _end_epoch(self) -> None:
@@ -126,13 +129,15 @@ def _global_generator(state: torch.Tensor | None) -> Iterator[None]:
         torch.set_rng_state(before)
 
 
-def _samplers(loader: torch.utils.data.DataLoader[Any]) -> list[Any]:
-    """The samplers of a data loader, and the samplers inside of these."""
+def _samplers(loader: Any) -> list[Any]:
+    """The samplers of a data loader, and the samplers inside of these. A trainer may wrap its data loader."""
+    candidates = [loader, *getattr(loader, "__dict__", {}).values()]
     found: list[Any] = []
-    pending = [getattr(loader, "batch_sampler", None), loader.sampler]
-    while pending:
-        sampler = pending.pop()
-        if sampler is not None and all(sampler is not other for other in found):
-            found.append(sampler)
-            pending += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+    for data_loader in [each for each in candidates if isinstance(each, DataLoader)][:1]:
+        pending = [data_loader.batch_sampler, data_loader.sampler]
+        while pending:
+            sampler = pending.pop()
+            if sampler is not None and all(sampler is not other for other in found):
+                found.append(sampler)
+                pending += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
     return found

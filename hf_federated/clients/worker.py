@@ -15,6 +15,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
+from .._compat import follows_steps_of_run
 from ..adapters import Exchange, ModelMismatchError
 from ..config import FederatedConfig
 from ..data.client_ids import similar_ids_hint
@@ -43,6 +44,7 @@ from .local_training import (
     preserved_process_state,
 )
 from .models import ClientModel, ClientModels, OwnModel, diverged
+from .run_position import RunPositionCallback
 from .sampler_position import SamplerPosition
 from .sampling import draw_examples
 from .secure_answers import SecureAnswers
@@ -316,7 +318,8 @@ class ClientWorker:
             stream=stream,
             sampler_position=None if is_streamed or is_subset else SamplerPosition(kept.get("sampler")),
         )
-        callbacks = [LocalTrainingCallback(message.seed if self.is_federation else None), *self._callbacks]
+        callbacks = [LocalTrainingCallback(message.seed if self.is_federation else None)]
+        callbacks += self._callbacks_at(message.round, local.global_schedule)
         callbacks += [callback for part in parts for callback in part.callbacks]
         if scaler is not None:
             callbacks.append(scaler)
@@ -341,6 +344,15 @@ class ClientWorker:
         if scaler is not None and scaler.skipped_all(trainer.state.global_step):
             logger.warning_once(ALL_STEPS_SKIPPED)
         return trainer
+
+    def _callbacks_at(self, round: int, global_schedule: bool) -> list[Any]:
+        """Return the callbacks of a local training. A schedule over the training covers all rounds."""
+        return [
+            RunPositionCallback(callback, round, self._num_rounds)
+            if global_schedule and follows_steps_of_run(callback)
+            else callback
+            for callback in self._callbacks
+        ]
 
     def _select_examples(self, message: Fit) -> tuple[Any, bool, bool]:
         """Return the examples of this round, and whether they are a stream, and a random subset of all examples."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny import arguments, same_weights, tiny_model
+from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_federated import FederatedConfig, federate
@@ -57,11 +58,35 @@ class OwnSampler(torch.utils.data.Sampler):
         return self.num_examples
 
 
+class OwnLoaderTrainer(RecordingTrainer):
+    """Builds a data loader of torch that accelerate does not prepare."""
+
+    def get_train_dataloader(self):
+        return DataLoader(self.train_dataset.remove_columns("length"), BATCH_SIZE, collate_fn=self.data_collator)
+
+
+class Wrapped:
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self):
+        yield from self.loader
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+class WrappedLoaderTrainer(OwnLoaderTrainer):
+    def get_train_dataloader(self):
+        return Wrapped(super().get_train_dataloader())
+
+
 SEQUENTIAL = RecordingTrainer, {"train_sampling_strategy": "sequential"}
 BY_LENGTH = RecordingTrainer, {"train_sampling_strategy": "group_by_length"}
 UNSEEDED = RecordingTrainer, {"accelerator_config": {"use_seedable_sampler": False}}
 OWN = OwnSamplerTrainer, {}
 SAMPLERS = {"sequential": SEQUENTIAL, "by length": BY_LENGTH, "unseeded": UNSEEDED, "own": OWN}
+SAMPLERS |= {"own loader": (OwnLoaderTrainer, {}), "wrapped loader": (WrappedLoaderTrainer, {})}
 
 
 def build(folder: Path, sampler: Any, clients: Any = CLIENTS, federation: Any = None, **kwargs: Any) -> Any:
