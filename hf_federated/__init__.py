@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .aggregation import CenteredClipping as CenteredClipping
     from .aggregation import CoordinateMedian as CoordinateMedian
     from .aggregation import FedAvg as FedAvg
+    from .aggregation import FedExLoRA as FedExLoRA
     from .aggregation import FedExP as FedExP
     from .aggregation import FedIT as FedIT
     from .aggregation import FedNova as FedNova
@@ -121,6 +122,7 @@ _MODULES = {
     "FedDF": ".distillation",
     "FedDRS": ".distillation",
     "FedED": ".distillation",
+    "FedExLoRA": ".aggregation",
     "FedExP": ".aggregation",
     "FedID": ".distillation",
     "FedKD": ".distillation",

@@ -256,6 +256,8 @@ for name, method in {
     "median with server_optimizer": ("median", {"server_optimizer": "sgd"}),
 }.items():
     add("averaging", name, federation={"aggregation": method[0], "aggregation_kwargs": method[1]})
+RESET = {"aggregation": "stacked_lora", "aggregation_kwargs": {"reset": True}}
+add("averaging", "stacked_lora with reset", federation=RESET, model=lora_model)
 for cls in (OwnMessages, OwnStates, OwnAccept, RefusesRanks, NotLate):
     add("averaging", cls.__name__, federation={"aggregation": f"{cls.__module__}:{cls.__name__}"})
 add_methods("distillation", "distillation", list(DISTILLATIONS), DISTILLATION)

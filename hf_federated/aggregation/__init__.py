@@ -15,6 +15,7 @@ from .base import Aggregation
 from .centered_clipping import CenteredClipping
 from .coordinate_median import CoordinateMedian
 from .fedavg import FedAvg
+from .fedex_lora import FedExLoRA
 from .fedexp import FedExP
 from .fedit import FedIT
 from .fednova import FedNova
@@ -72,6 +73,7 @@ __all__ = [
     "FFALoRA",
     "FLTrust",
     "FedAvg",
+    "FedExLoRA",
     "FedExP",
     "FedIT",
     "FedNova",

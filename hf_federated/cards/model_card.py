@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from ..aggregation import lora_inexactness
+from ..aggregation.stacked_lora import TRUNCATION
 from .exchange_text import exchange_text
 from .run_record import FederatedRun, RunRecord
 from .sections import fill_template, format_call, metrics_table, model_origin, results_heading, settings_table
@@ -157,15 +158,21 @@ def _federation(record: RunRecord) -> str:
 
 def _lora(record: RunRecord) -> str:
     """Return how far the LoRA factors of the global model were from the mean of the clients' products."""
-    names = lora_inexactness.MEDIAN, lora_inexactness.MAXIMUM
-    medians, largest = ([logs[name] for logs in record.rounds if name in logs] for name in names)
-    if not medians:
-        return ""
-    return (
-        "The product `B A` of the averaged LoRA factors differs from the weighted mean of the clients' products by "
-        f"{format_value(statistics.median(medians))} of the change of a round (median over the modules and rounds), "
-        f"and by at most {format_value(max(largest))} in any module and round."
-    )
+    subjects = {
+        lora_inexactness.MEDIAN: "The product `B A` of the averaged LoRA factors",
+        TRUNCATION: "The product `B A` of the truncated LoRA factors",
+    }
+    for name, subject in subjects.items():
+        if medians := [logs[name] for logs in record.rounds if name in logs]:
+            largest = max(logs[f"{name}_max"] for logs in record.rounds if name in logs)
+            text = (
+                f"{subject} differs from the weighted mean of the clients' products by "
+                f"{format_value(statistics.median(medians))} of the change of a round (median over the modules and "
+                f"rounds), and by at most {format_value(largest)} in any module and round."
+            )
+            in_base = " The base weights contain the difference."
+            return text + in_base * (record.federation["aggregation"] == "FedExLoRA")
+    return ""
 
 
 def _clients_per_round(clients_per_round: int | float) -> str:

@@ -140,6 +140,50 @@ RULES: tuple[Rule, ...] = (
         "the moments of the optimizer belong to the former factors",
         "Set client_optimizer_state='reset'.",
     ),
+    # ---- Changed base weights of LoRA modules
+    Rule(
+        f.CHANGES_BASE,
+        f.QUANTIZED,
+        "changes cannot be added to quantized weights",
+        "Load the model without quantization, or use a method that keeps the base weights, such as "
+        "aggregation='fedit'.",
+    ),
+    Rule(
+        f.CHANGES_BASE,
+        f.ALL_EXCHANGE,
+        "clients would send the base weights",
+        "Leave `exchange` out.",
+    ),
+    Rule(
+        f.CHANGES_BASE,
+        f.ANY_DISTILLATION,
+        "the distillation compares models with the same base weights",
+        "Leave `distillation` out, or use aggregation='fedit'.",
+    ),
+    Rule(
+        f.CHANGES_BASE,
+        f.EXCHANGE_DTYPE,
+        "rounded changes would give server and clients other base weights",
+        "Leave `exchange_dtype` out.",
+    ),
+    Rule(
+        f.CHANGES_BASE,
+        f.SENDS_DOWN,
+        "the step would change what is added to the base weights",
+        "Leave the postprocessor out, or use aggregation='fedit'.",
+    ),
+    Rule(
+        f.CHANGES_BASE,
+        f.ANOMALIES,
+        "the change of the global model is divided between factors and base weights",
+        "Leave `report_anomalies` and AnomalyReport out.",
+    ),
+    Rule(
+        f.CHANGES_BASE,
+        f.EVALUATE_CLIENTS,
+        "the request of an evaluation would contain the base weights",
+        "Pass an `eval_dataset` of the server.",
+    ),
     # ---- Steps between local training and the aggregate
     Rule(
         f.ANY_STEP,

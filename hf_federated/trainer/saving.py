@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +35,7 @@ from .manifest import check_manifest, write_manifest
 class SavingMixin(RoleMixin):
     """Overrides of the methods that write to the output directory."""
 
+    model: Any
     # The arguments of the last call of `create_model_card`.
     _card_arguments: Mapping[str, Any] = MappingProxyType({})
 
@@ -41,7 +44,8 @@ class SavingMixin(RoleMixin):
         Save the global model as `Trainer.save_model` does, with `federated_config.json` and the ledger.
 
         The ledger of a checkpoint is in its file `federated/server.safetensors`, in a compact form.
-        PEFT saves a model card with an adapter. The card of the run replaces this card.
+        PEFT saves a model card with an adapter. The card of the run replaces this card. With a method that changes the
+        base weights of LoRA modules, the merged model is saved, because the adapter alone is not the global model.
         """
         if self.federation is None:
             super().save_model(output_dir, _internal_call)
@@ -56,10 +60,25 @@ class SavingMixin(RoleMixin):
             config.save_pretrained(output_dir)
             if not is_checkpoint:
                 self.ledger.save(output_dir)
-        with self._arguments(self._user_args):
+        is_adapter = isinstance(self.model, PeftModel)
+        with self._merged_model(), self._arguments(self._user_args):
             super().save_model(output_dir, _internal_call)
-        if self.args.should_save and isinstance(self.model, PeftModel):
-            self._save_card(output_dir)
+            if self.args.should_save and is_adapter:
+                self._save_card(output_dir)
+
+    @contextmanager
+    def _merged_model(self) -> Iterator[None]:
+        """Replace the model by a merged copy while it is saved, if its base weights are not those of the user."""
+        setup, model = self._setup, self.model
+        changes_base = setup is not None and setup.aggregation.changes_base and isinstance(model, PeftModel)
+        if not changes_base or not self.args.should_save:
+            yield
+            return
+        self.model = copy.deepcopy(model).merge_and_unload()
+        try:
+            yield
+        finally:
+            self.model = model
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the parent's checkpoint and the federation's state to a staging directory, then rename it."""

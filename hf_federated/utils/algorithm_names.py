@@ -222,6 +222,7 @@ AGGREGATION_NAMES = AlgorithmNames(
         "rolora": "hf_federated.aggregation.rolora:RoLoRA",
         "fedsvd": "hf_federated.aggregation.fedsvd:FedSVD",
         "stacked_lora": "hf_federated.aggregation.stacked_lora:StackedLora",
+        "fedex_lora": "hf_federated.aggregation.fedex_lora:FedExLoRA",
         "local_only": "hf_federated.aggregation.local_only:LocalOnly",
         "mutual_kd": "hf_federated.aggregation.mutual_kd:MutualKD",
         "median": "hf_federated.aggregation.coordinate_median:CoordinateMedian",

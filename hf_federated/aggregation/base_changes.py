@@ -1,0 +1,271 @@
+"""Methods that change the base weights of LoRA modules, and how the changes reach the clients.
+
+The global state of such a method contains the base weights of the LoRA modules. They are sent to no client. A client
+receives the changes of all rounds since its last one as factors, `W ← W + L R` round by round, and adds them to the
+weights that it keeps in its memory. If the factors have more values than the weights, or the server no longer has the
+factors of an old round, it sends the weights.
+
+The server and all clients add the changes with the same operations, on the CPU and in float64, so their weights are
+equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from ..adapters.lora_modules import LoraModule, find_lora_modules
+from ..messages import ClientUpdate, Fit
+from ..methods import ClientPart, Round
+from ..utils.weighted_mean import State, Tensors
+from .lora_method import LoraAggregation
+
+
+# Setting of a request: the number of changes of the base weights so far.
+VERSION = "base_version"
+# Tensor of a request: the first change in it, and for each change its rank as a multiple of the rank of the adapter.
+CHANGES = "base_changes"
+LEFT, RIGHT = "/left", "/right"
+
+# The left and the right factor of a change, by the name of the base weight.
+Factors = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class Change(NamedTuple):
+    """
+    A change of the base weights.
+
+    Args:
+        multiple (`int`): The rank of the change as a multiple of the rank of the adapter.
+        factors (`Mapping[str, tuple[torch.Tensor, torch.Tensor]]`): The factors by the name of the base weight.
+    """
+
+    multiple: int
+    factors: Factors
+
+    @property
+    def num_values(self) -> int:
+        """Number of values of the factors."""
+        return sum(left.numel() + right.numel() for left, right in self.factors.values())
+
+
+def add_change(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, is_transposed: bool) -> torch.Tensor:
+    """
+    Return `W + L R`, or `W + (L R)ᵀ` for an embedding and `Conv1D`.
+
+    Args:
+        weight (`torch.Tensor`): The base weight. The weight of a convolution has more axes.
+        left (`torch.Tensor` of shape `(out, k)`): The left factor.
+        right (`torch.Tensor` of shape `(k, in)`): The right factor.
+        is_transposed (`bool`): Whether the weight has the shape `(in, out)`.
+    """
+    change = _wide(left) @ _wide(right)
+    change = change.T if is_transposed else change
+    return (_wide(weight) + change.reshape(weight.shape)).to(weight)
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.double() if value.is_meta else value.detach().cpu().double()
+
+
+class BasePart(ClientPart):
+    """Client half of [`BaseChangesAggregation`]: keep the base weights of this client, and add the sent changes."""
+
+    _version = 0
+
+    def receive(self, message: Fit) -> None:
+        self._version = message.settings.get(VERSION, 0)
+
+    def place(self, state: State) -> State:
+        exchange = self.context.model.exchange
+        if not exchange.base_parameters:
+            return state
+        weights = self.memory.get("weights") or exchange.initial_base
+        if changed := self._changed(state, weights):
+            weights = self.memory["weights"] = changed
+            self.memory["version"] = self._version
+        return {**{name: value for name, value in state.items() if name in exchange.parameters}, **weights}
+
+    def _changed(self, state: State, weights: State) -> State:
+        """Return the base weights of this round, or an empty dictionary if they did not change."""
+        version = self.memory.get("version", 0)
+        if sent := {name: state[name].clone() for name in weights if name in state}:
+            if (
+                any(value.shape != weights[name].shape for name, value in sent.items())
+                or sent.keys() != weights.keys()
+            ):
+                raise ValueError("the server sent base weights of other shapes, or a part of them")
+            return sent
+        if version == self._version:
+            return {}
+        first, *multiples = state[CHANGES].tolist() if not state[CHANGES].is_meta else (version,)
+        if not first <= version <= self._version == first + len(multiples):
+            raise ValueError(
+                f"the server sent changes {first} to {first + len(multiples)} of the base weights, but this client "
+                f"has the weights after change {version}"
+            )
+        modules = find_lora_modules(self.context.model.trainer.model).values()
+        return {module.base: _add_all(module, weights, state, multiples, version - first) for module in modules}
+
+    def send(self, update: ClientUpdate) -> ClientUpdate:
+        base = self.context.model.exchange.base_parameters
+        state = {name: value for name, value in update.state.items() if name not in base}
+        return dataclasses.replace(update, state=state)
+
+
+def _add_all(module: LoraModule, weights: State, state: State, multiples: Sequence[int], start: int) -> torch.Tensor:
+    """Add the changes of a module from a position, one after the other."""
+    left, right = state[module.base + LEFT], state[module.base + RIGHT]
+    ranks = [multiple * left.shape[1] // sum(multiples) for multiple in multiples]
+    lefts, rights = left.split(ranks, 1), right.split(ranks)
+    weight = weights[module.base]
+    for left, right in zip(lefts[start:], rights[start:], strict=True):
+        weight = add_change(weight, left, right, module.is_transposed)
+    return weight
+
+
+class BaseChangesAggregation(LoraAggregation):
+    """
+    Base class of the methods that change the base weights of LoRA modules.
+
+    A subclass calls [`~BaseChangesAggregation.change_base`] in `aggregate`. `changes_base` is `True`.
+    """
+
+    client_part: ClassVar[type[ClientPart]] = BasePart
+    supports_late_updates: ClassVar[bool] = False
+
+    def __init__(self, weighting: str = "examples") -> None:
+        super().__init__(weighting)
+        # By the name of the factor `A`.
+        self._modules: dict[str, LoraModule] = {}
+        # The last changes, with the number of the first one.
+        self._changes: list[Change] = []
+        self._first = 0
+        # The number of changes that the weights of a client have. Other clients have the initial weights.
+        self._versions: dict[str, int] = {}
+        self._accepted: list[str] = []
+
+    @property
+    def _version(self) -> int:
+        return self._first + len(self._changes)
+
+    @property
+    def base_names(self) -> set[str]:
+        """Names of the base weights in the global state."""
+        return {module.base for module in self._modules.values()} if self.changes_base else set()
+
+    def check_model(self, model: nn.Module, peft_configs: Mapping[str, Any]) -> None:
+        self._modules = find_lora_modules(model)
+        if not self.changes_base:
+            return
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        for module in self._modules.values():
+            weight = module.base_weight
+            if weight.dtype not in (torch.float32, torch.float64):
+                raise ValueError(
+                    f"{self!r} adds small changes to the base weights, but {module.base!r} has the dtype "
+                    f"{weight.dtype}. Load the model with dtype=torch.float32, or use aggregation='fedit'."
+                )
+            if len(shared := names.get(id(weight), [])) > 1:
+                raise ValueError(
+                    f"{self!r} changes the base weights of LoRA modules, but {module.base!r} is also the weight "
+                    f"{next(name for name in shared if name != module.base)!r}. Leave the module out of "
+                    "`target_modules`, or use aggregation='fedit'."
+                )
+
+    def setup(self, num_rounds: int, num_clients: int) -> None:
+        self._changes, self._first, self._versions = [], 0, {}
+
+    # ---- Messages
+
+    def fit_settings(self) -> dict[str, Any]:
+        return {VERSION: self._version} if self.changes_base else {}
+
+    def state_for(self, client_id: str, state: State) -> State:
+        if not (base := self.base_names):
+            return state
+        sent = {name: value for name, value in state.items() if name not in base}
+        first = self._versions.get(client_id, 0)
+        if first == self._version:
+            return sent
+        pending = self._changes[first - self._first :]
+        num_values = sum(change.num_values for change in pending)
+        if first < self._first or num_values >= sum(state[name].numel() for name in base):
+            return {**sent, **{name: state[name] for name in base}}
+        sent[CHANGES] = torch.tensor([first, *(change.multiple for change in pending)])
+        for name in sorted(base):
+            sent[name + LEFT] = torch.cat([change.factors[name][0] for change in pending], 1)
+            sent[name + RIGHT] = torch.cat([change.factors[name][1] for change in pending])
+        return sent
+
+    def expected_for(self, client_id: str, state: State) -> State:
+        base = self.base_names
+        return {name: value for name, value in state.items() if name not in base} if base else state
+
+    def whole_update(self, update: ClientUpdate, state: Tensors) -> ClientUpdate:
+        base = {name: state[name] for name in self.base_names if name in state}
+        return dataclasses.replace(update, state={**update.state, **base}) if base else update
+
+    # ---- Changes
+
+    def change_base(self, multiple: int, factors: Factors, state: State, client_ids: Sequence[str]) -> State:
+        """
+        Add a change to the base weights, and keep its factors for the clients.
+
+        Args:
+            multiple (`int`): The rank of the change as a multiple of the rank of the adapter. 0 for no change.
+            factors (`Mapping[str, tuple[torch.Tensor, torch.Tensor]]`): `L` of shape `(out, multiple · r)` and `R` of
+                shape `(multiple · r, in)`, by the name of the base weight.
+            state (`dict[str, torch.Tensor]`): The global state.
+            client_ids (`Sequence[str]`): The clients whose updates are in the change.
+
+        Returns:
+            `dict[str, torch.Tensor]`: The new base weights by name.
+        """
+        self._versions |= dict.fromkeys(client_ids, self._version)
+        self._accepted = list(client_ids)
+        if multiple == 0:
+            return {name: state[name] for name in self.base_names}
+        cast = {name: (left.to(state[name]), right.to(state[name])) for name, (left, right) in factors.items()}
+        self._changes.append(Change(multiple, cast))
+        # More factors than this are never sent.
+        largest = sum(state[name].numel() for name in cast)
+        while self._changes and sum(change.num_values for change in self._changes) >= largest:
+            self._changes.pop(0)
+            self._first += 1
+        modules = {module.base: module for module in self._modules.values()}
+        return {
+            name: add_change(state[name], left, right, modules[name].is_transposed)
+            for name, (left, right) in cast.items()
+        }
+
+    def finish(self, round: Round) -> State:
+        state = super().finish(round)
+        for client_id in set(round.cohort) - set(self._accepted):
+            # The client may have lost its weights.
+            self._versions.pop(client_id, None)
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.changes_base:
+            return {}
+        changes = [
+            {"multiple": change.multiple, "factors": {name: list(pair) for name, pair in change.factors.items()}}
+            for change in self._changes
+        ]
+        return {"first": self._first, "changes": changes, "versions": dict(self._versions)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.changes_base:
+            return
+        self._first, self._versions = state["first"], dict(state["versions"])
+        self._changes = [
+            Change(each["multiple"], {name: (left, right) for name, (left, right) in each["factors"].items()})
+            for each in state["changes"]
+        ]

@@ -1,0 +1,327 @@
+"""FedEx-LoRA: the base weights take the difference to the mean of the products, and all clients get it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from federations import build_federation
+from peft import LoraConfig, PeftModel, get_peft_model
+from robust_reference import as_update
+from tiny import rows, same_weights, tiny_model
+from torch import nn
+from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
+from transformers.pytorch_utils import Conv1D
+
+from hf_federated import FederatedCallback, FedExLoRA, Round, StackedLora
+from hf_federated.adapters import Exchange
+from hf_federated.adapters.lora_modules import find_lora_modules
+from hf_federated.aggregation.base_changes import CHANGES, LEFT, VERSION, BasePart
+from hf_federated.engines import LocalEngine
+from hf_federated.messages import Fit
+
+
+class ManyLayers(nn.Module):
+    """A wide and a narrow linear layer, a layer with a transposed weight, a convolution and an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(5, 9), nn.Linear(9, 5)
+        self.transposed = Conv1D(7, 4)
+        self.convolution = nn.Conv2d(3, 5, 2)
+        self.embedding = nn.Embedding(11, 6)
+
+
+LAYERS = [name for name, _ in ManyLayers().named_children()]
+
+
+def many_layers(rank=2):
+    torch.manual_seed(0)
+    config = LoraConfig(r=rank, lora_alpha=5, target_modules=LAYERS, use_rslora=True)
+    model = get_peft_model(ManyLayers().double(), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, dtype=torch.float64)
+    return model
+
+
+def weights_of(model):
+    """The weights that PEFT computes from the base weights and the adapter."""
+    layers = {name: getattr(model.base_model.model, name) for name in LAYERS}
+    return {
+        name: (layer.base_layer.weight + layer.get_delta_weight("default")).detach() for name, layer in layers.items()
+    }
+
+
+def run_round(method, exchange, client_models, examples, number=0):
+    """Aggregate the adapters of models whose base weights are those of the server, and write the result."""
+    state, clients = exchange.read(), list(client_models)
+    method.begin(Round(number, tuple(clients), state))
+    accumulator = method.accumulator(state)
+    for client_id, model in client_models.items():
+        sent = {name: value for name, value in Exchange(model).read().items() if "lora_" in name}
+        assert sent.keys() == method.expected_for(client_id, state).keys()
+        update = as_update(client_id, sent, examples[client_id])
+        accumulator.add(method.whole_update(update, state))
+    round = Round(number, tuple(clients), state, sums=accumulator)
+    exchange.write(method.finish(round))
+
+
+def trained(model, seed):
+    """A copy of a model with other factors."""
+    client, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    for name, parameter in client.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.3 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+    return client
+
+
+@pytest.mark.parametrize("method", [FedExLoRA(), StackedLora(reset=True)], ids=lambda method: method.name)
+@pytest.mark.parametrize("num_clients", [1, 2, 5])
+def test_weights_of_the_model_are_the_mean_of_the_weights_of_the_clients(method, num_clients):
+    """The weights of PEFT are the oracle, also for layers with a transposed weight and layers that are not square."""
+    model = many_layers()
+    method.check_model(model, {})
+    method.setup(3, num_clients)
+    exchange = Exchange(model, with_base=True)
+    for number in range(2):
+        clients = {f"client {each}": trained(model, 10 * number + each) for each in range(num_clients)}
+        examples = {client_id: 1 + each for each, client_id in enumerate(clients)}
+        expected = {}
+        for client_id, client in clients.items():
+            for name, value in weights_of(client).items():
+                expected[name] = expected.get(name, 0) + examples[client_id] / sum(examples.values()) * value
+        run_round(method, exchange, clients, examples)
+        for name, value in weights_of(model).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+
+
+def test_a_new_adapter_has_the_product_zero_and_other_values_in_each_round():
+    model, method = many_layers(), StackedLora(reset=True)
+    method.check_model(model, {})
+    exchange, found = Exchange(model, with_base=True), []
+    for number in range(2):
+        run_round(method, exchange, {"a": trained(model, number), "b": trained(model, 9)}, {"a": 1, "b": 2}, number)
+        assert all(not module.layer.get_delta_weight("default").any() for module in find_lora_modules(model).values())
+        found.append(exchange.read())
+    different = [name for name in found[0] if "lora_A" in name and not torch.equal(found[0][name], found[1][name])]
+    assert len(different) == 4
+
+
+# ---- Messages
+
+
+def sent_values(state, base):
+    return sum(value.numel() for name, value in state.items() if name.startswith(tuple(base)))
+
+
+def test_clients_get_the_changes_since_their_last_round_until_the_weights_are_smaller():
+    torch.manual_seed(0)
+    model = get_peft_model(nn.Sequential(nn.Linear(60, 50)).double(), LoraConfig(r=1, target_modules=["0"]))
+    method = FedExLoRA()
+    method.check_model(model, {})
+    method.setup(40, 3)
+    exchange = Exchange(model, with_base=True)
+    (base,) = method.base_names
+    sizes = []
+    for number in range(30):
+        state = exchange.read()
+        sent = method.state_for("absent", state)
+        sizes.append(sent_values(sent, [base]))
+        assert sent_values(method.state_for("present", state), [base]) == (0 if number == 0 else 110)
+        run_round(
+            method,
+            exchange,
+            {name: trained(model, number) for name in ("present", "other")},
+            {"present": 1, "other": 2},
+        )
+    # A change has 50 + 60 values, and the weight has 3000.
+    assert sizes == [110 * number if 110 * number < 3000 else 3000 for number in range(30)]
+
+
+def test_a_client_without_a_reply_gets_all_changes_again():
+    model, method = many_layers(), FedExLoRA()
+    method.check_model(model, {})
+    exchange = Exchange(model, with_base=True)
+    run_round(method, exchange, {"a": trained(model, 0), "b": trained(model, 1)}, {"a": 1, "b": 1})
+    state = exchange.read()
+    assert CHANGES in method.state_for("a", state)
+    kept = method.state_dict()
+    method.load_state_dict({**kept, "versions": {**kept["versions"], "a": 1}})
+    assert CHANGES not in method.state_for("a", state)
+    accumulator = method.accumulator(state)
+    for client_id in ("b", "c"):
+        adapter = {name: value for name, value in Exchange(trained(model, 2)).read().items() if "lora_" in name}
+        accumulator.add(method.whole_update(as_update(client_id, adapter, 1), state))
+    exchange.write(method.finish(Round(1, ("a", "b", "c"), state, sums=accumulator)))
+    sent = method.state_for("a", exchange.read())
+    assert CHANGES not in sent or sent[CHANGES][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state | {CHANGES: torch.tensor([1, 1])}, "changes 1 to 2 .* weights after change 0"),
+        (lambda state: state | {CHANGES: torch.tensor([0, 1, 1])}, "changes 0 to 2"),
+        (lambda state: {name: value for name, value in state.items() if name != CHANGES}, CHANGES),
+        (lambda state: {name: value for name, value in state.items() if not name.endswith(LEFT)}, LEFT),
+    ],
+)
+def test_a_client_refuses_changes_that_do_not_follow_its_weights(change, message):
+    model, method = many_layers(), FedExLoRA()
+    method.check_model(model, {})
+    exchange = Exchange(model, with_base=True)
+    run_round(method, exchange, {"a": trained(model, 0), "b": trained(model, 1)}, {"a": 1, "b": 1})
+
+    class Context:
+        memory: dict = {}
+
+    context = Context()
+    context.model = type("Model", (), {"exchange": exchange, "trainer": type("Trainer", (), {"model": model})})
+    part = BasePart(context, method)
+    part.receive(Fit(0, "c", 0, {}, settings={VERSION: 1}))
+    with pytest.raises((ValueError, KeyError), match=message):
+        part.place(change(method.state_for("c", exchange.read())))
+
+
+# ---- Federations
+
+
+def lora_model(**config):
+    torch.manual_seed(0)
+    model = tiny_model(problem_type="single_label_classification", **config)
+    return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))
+
+
+class Logits(FederatedCallback):
+    """Records the logits of the server before each round, and those of the clients before they train."""
+
+    def __init__(self) -> None:
+        self.inputs = torch.tensor(rows(4, seed=5)["input_ids"])
+        self.server, self.clients = [], []
+
+    def read(self, model):
+        was_training = model.training
+        with torch.no_grad():
+            logits = model.eval()(input_ids=self.inputs).logits
+        model.train(was_training)
+        return logits
+
+    def on_round_begin(self, args, state, control, model, **kwargs):
+        self.server.append(self.read(model))
+        self.clients.append([])
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if self.clients:
+            self.clients[-1].append(self.read(model))
+
+
+TEN = {f"client {number}": rows(4 + number % 3, seed=number) for number in range(10)}
+
+
+def train(directory, aggregation, num_rounds=6, clients=TEN, **federation):
+    logits = Logits()
+    trainer = build_federation(
+        directory,
+        clients,
+        num_rounds=num_rounds,
+        federation={"clients_per_round": 2, **aggregation, **federation},
+        trainer={"model": lora_model(), "callbacks": [logits], "client_callbacks": [logits]},
+        learning_rate=0.05,
+    )
+    trainer.train()
+    return trainer, logits
+
+
+METHODS = {
+    "fedex_lora": {"aggregation": "fedex_lora"},
+    "reset": {"aggregation": "stacked_lora", "aggregation_kwargs": {"reset": True}},
+}
+methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+@methods
+def test_all_clients_start_from_the_logits_of_the_server(tmp_path, method):
+    """Ten clients, of which two train in a round, so that most clients miss several changes."""
+    _, logits = train(tmp_path, method)
+    assert len(logits.server) == 6 and all(len(clients) == 2 for clients in logits.clients)
+    for server, clients in zip(logits.server, logits.clients, strict=True):
+        assert all(torch.equal(client, server) for client in clients)
+    assert not torch.equal(logits.server[0], logits.server[-1])
+
+
+@methods
+def test_the_saved_model_is_the_global_model(tmp_path, method):
+    trainer, logits = train(tmp_path, method, num_rounds=3)
+    trainer.save_model(tmp_path / "saved")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+    assert type(loaded) is BertForSequenceClassification and not (tmp_path / "saved" / "adapter_config.json").exists()
+    merged = copy.deepcopy(trainer.model).merge_and_unload()
+    assert torch.equal(logits.read(loaded), logits.read(merged))
+    torch.testing.assert_close(logits.read(loaded), logits.read(trainer.model), rtol=0, atol=1e-6)
+    assert isinstance(trainer.model, PeftModel)
+    # The adapter alone would be another model.
+    plain = lora_model()
+    plain.load_state_dict(
+        {**plain.state_dict(), **{name: value for name, value in trainer.exchange.read().items() if "lora" in name}}
+    )
+    assert not torch.allclose(logits.read(plain), logits.read(trainer.model), rtol=0, atol=1e-5)
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "library_name: transformers" in card
+
+
+@methods
+def test_serialized_messages_change_no_byte(tmp_path, method):
+    options = {"num_rounds": 3, "clients": dict(list(TEN.items())[:4])}
+    plain, _ = train(tmp_path / "plain", method, **options)
+    logits = Logits()
+    serialized = build_federation(
+        tmp_path / "serialized",
+        options["clients"],
+        num_rounds=3,
+        federation={"clients_per_round": 2, **method},
+        trainer={"model": lora_model(), "callbacks": [logits], "engine": LocalEngine(serialize=True)},
+        learning_rate=0.05,
+    )
+    serialized.train()
+    assert same_weights(plain.model, serialized.model)
+
+
+def test_clients_send_no_base_weights(tmp_path):
+    trainer, _ = train(tmp_path / "fedex", METHODS["fedex_lora"], num_rounds=3)
+    fedit, _ = train(tmp_path / "fedit", {"aggregation": "fedit"}, num_rounds=3)
+    assert trainer.exchange.num_values == fedit.exchange.num_values
+    for found, expected in zip(trainer.ledger.rounds(), fedit.ledger.rounds(), strict=True):
+        assert found["bytes_up"] == expected["bytes_up"]
+        assert found["bytes_down"] >= expected["bytes_down"]
+    assert trainer.ledger.bytes_down > fedit.ledger.bytes_down
+
+
+def test_one_client_gives_the_bytes_of_fedit(tmp_path):
+    clients = {"north": rows(8)}
+    fedex, _ = train(tmp_path / "fedex", METHODS["fedex_lora"], 2, clients, clients_per_round=1)
+    fedit, _ = train(tmp_path / "fedit", {"aggregation": "fedit"}, 2, clients, clients_per_round=1)
+    assert same_weights(fedex.model, fedit.model)
+
+
+@methods
+def test_base_weights_in_half_precision_are_refused(tmp_path, method):
+    model = lora_model()
+    model.base_model.model.bert.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="has the dtype torch.bfloat16. Load the model with dtype=torch.float32"):
+        build_federation(tmp_path, federation=method, trainer={"model": model})
+
+
+@methods
+def test_tied_base_weights_are_refused(tmp_path, method):
+    model = lora_model()
+    layers = model.base_model.model.bert.encoder.layer
+    layers[1].attention.self.key.weight = layers[0].attention.self.query.base_layer.weight
+    with pytest.raises(ValueError, match="is also the weight .*key.weight'. Leave the module out"):
+        build_federation(tmp_path, federation=method, trainer={"model": model})
+
+
+def test_rank_and_energy_are_refused_with_reset():
+    with pytest.raises(ValueError, match="no effect with reset=True"):
+        StackedLora(energy=0.9, reset=True)
