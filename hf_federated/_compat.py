@@ -99,6 +99,21 @@ PRIVATE_NAMES = (
         "Checkpoints lack the state of the clients; a run cannot resume.",
     ),
     PrivateName(
+        "transformers.Trainer._save",
+        "overrides: trainer",
+        "The whole tensors of a model that FSDP has sharded are not tied.",
+        "With FSDP, files of models contain tied weights twice.",
+    ),
+    *(
+        PrivateName(
+            f"transformers.Trainer.{name}",
+            "overrides: trainer",
+            "With FSDP, a checkpoint has the state of the federation in place of a second copy of the model.",
+            "`save_strategy` and `resume_from_checkpoint` fail with FSDP.",
+        )
+        for name in ("_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler")
+    ),
+    PrivateName(
         "transformers.Trainer._load_from_checkpoint",
         "overrides: trainer, split_training",
         "Adapters are loaded from the state of the server or of the parties.",

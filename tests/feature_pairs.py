@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from conformance import Answer, Question
 from peft import AdaLoraConfig, LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from sharded import sharded_arguments
 from tiny import arguments, rows, tiny_model
 from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
 from transformers.utils import logging
@@ -61,6 +62,7 @@ class Parts:
         model (`Callable[[], Any]`, *optional*): Builds the model.
         engine (`Callable[[], Engine]`, *optional*): Builds the engine.
         num_processes (`int`): Number of processes of the launch.
+        is_sharded (`bool`): Whether FSDP2 divides the model over the processes.
     """
 
     federation: Mapping[str, Any] = field(default_factory=dict)
@@ -69,6 +71,7 @@ class Parts:
     model: Callable[[], Any] | None = None
     engine: Callable[[], Engine] | None = None
     num_processes: int = 1
+    is_sharded: bool = False
 
     def __or__(self, other: Parts) -> Parts:
         """The parts of both. The other parts have precedence, and the postprocessors follow each other."""
@@ -80,6 +83,7 @@ class Parts:
             other.model or self.model,
             other.engine or self.engine,
             max(self.num_processes, other.num_processes),
+            self.is_sharded or other.is_sharded,
         )
 
     @property
@@ -299,6 +303,9 @@ add("engine", "1 rank", engine=RankEngine)
 add("engine", "gRPC", engine=network_engine)
 add("launch", "2 ranks, data", federation={"parallelism": "data"}, num_processes=2)
 add("launch", "2 ranks, clients", federation={"parallelism": "clients"}, num_processes=2)
+add("launch", "2 ranks, FSDP", num_processes=2, is_sharded=True)
+add("launch", "2 ranks, FSDP and clients", federation={"parallelism": "clients"}, num_processes=2, is_sharded=True)
+add("launch", "2 ranks, FSDP and LoRA", num_processes=2, is_sharded=True, model=lora_model)
 secure = {"max_weight": 8, "min_survivors": 2, "pins": "none"}
 for name in SECURE_AGGREGATIONS:
     settings = {"secure_aggregation": name, "secure_aggregation_kwargs": secure}
@@ -384,6 +391,7 @@ def combination(parts: Parts) -> Combination:
         postprocessors=trainer.get("postprocessors", ()),
         engine=engine,
         num_processes=parts.num_processes,
+        is_sharded=parts.is_sharded,
         participants=Participants(
             clients=trainer.get("clients", {}), client_model_init=trainer.get("client_model_init")
         ),
@@ -444,9 +452,10 @@ def build(
             trainer |= {} if evaluated is None else {"eval_dataset": evaluated.select_clients([client_id])}
     elif parts.engine is not None:
         trainer["engine"] = parts.engine()
+    build_arguments = sharded_arguments if parts.is_sharded else arguments
     return FederatedTrainer(
         model=(parts.model or tiny_model)(),
-        args=arguments(directory, **parts.training),
+        args=build_arguments(directory, **parts.training),
         federation=FederatedConfig(**{"num_rounds": 1, **parts.federation}),
         **trainer,
     )

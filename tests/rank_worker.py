@@ -427,6 +427,10 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         from pair_processes import run_pair
 
         return run_pair(request)
+    if "model" in request:
+        from sharded_worker import run_sharded
+
+        return run_sharded(request)
     if isinstance(request["scenario"], dict):
         return answer(request)
     if request["scenario"] == "sft":

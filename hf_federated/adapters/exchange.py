@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from ..config import EXCHANGES, HEAD
 from ..utils.selection import Selection, select
 from .lora_modules import find_lora_modules
+from .shards import ShardedTensors, free_unsharded, values_here
 
 
 class ModelMismatchError(ValueError):
@@ -59,6 +60,8 @@ class Exchange:
             `with_base` is set.
         initial_base (`dict[str, torch.Tensor]`): Copies of the base weights before any client trained.
         has_local (`bool`): Whether there are local parameters or buffers.
+        shards ([`~hf_federated.adapters.shards.ShardedTensors`]): The parameters that FSDP2 divides over processes.
+            [`~Exchange.read`] and [`~Exchange.write`] then read and write the shards of this process.
 
     Raises:
         ValueError: If there is nothing to exchange, if the mode is `"adapter"` and the model has no adapter, if a
@@ -120,7 +123,9 @@ class Exchange:
         # The initial values of the local tensors, and of the buffers that are neither exchanged nor local.
         self._restored_buffers = [name for name in buffers if name not in self._buffers]
         restored = {**self.local_parameters, **{name: buffers[name] for name in self._restored_buffers}}
-        self._initial = {name: tensor.detach().clone() for name, tensor in restored.items()}
+        self._initial = {name: values_here(tensor).clone() for name, tensor in restored.items()}
+        self.shards = ShardedTensors(self.parameters)
+        self._check_sharded(buffers)
 
     def _candidates(self, parameters: Iterable[str], persistent: Iterable[str]) -> list[str]:
         """Return the names of the parameters and buffers that are exchanged if they are not local."""
@@ -152,6 +157,19 @@ class Exchange:
                 "the adapter with `is_trainable=True`."
             )
 
+    def _check_sharded(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Check that FSDP2, if it divides the parameters over processes, divides all that clients change."""
+        if not self.shards.shapes:
+            return
+        whole = [name for name in self.parameters if name not in self.shards.shapes]
+        whole += [name for name in (*self._buffers, *self._local_buffers) if buffers[name].is_floating_point()]
+        if whole:
+            raise ValueError(
+                f"{whole[0]!r} is not sharded by FSDP2, so each process would have other values. Leave it out of the "
+                "exchanged and local tensors, remove its module from `ignored_modules` of the FSDP plugin, or launch "
+                "with plain data parallelism."
+            )
+
     @property
     def names(self) -> list[str]:
         """Names of the exchanged parameters and buffers, in the order of the model."""
@@ -165,7 +183,7 @@ class Exchange:
     def _detached(self, parameters: Mapping[str, nn.Parameter], buffers: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return tensors by name, read again: a model moved to another device has new tensors."""
         tensors = {**parameters, **{name: self._model.get_buffer(name) for name in buffers}}
-        return {name: tensor.detach() for name, tensor in tensors.items()}
+        return {name: values_here(tensor) for name, tensor in tensors.items()}
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -295,11 +313,13 @@ class Exchange:
             raise KeyError(f"The state lacks {error.args[0]!r}, which the model exchanges.") from None
         torch._foreach_copy_(list(self.tensors.values()), values)
         self._restore()
+        if self.shards.shapes:
+            free_unsharded(self._model)
 
     def _restore(self) -> None:
         if self._initial:
-            buffers = [self._model.get_buffer(name) for name in self._restored_buffers]
-            torch._foreach_copy_([*self.local_parameters.values(), *buffers], list(self._initial.values()))
+            restored = self._detached(self.local_parameters, self._restored_buffers)
+            torch._foreach_copy_(list(restored.values()), list(self._initial.values()))
 
     @torch.no_grad()
     def share(self, state: Mapping[str, torch.Tensor]) -> None:

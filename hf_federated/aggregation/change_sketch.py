@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from ..utils.random import derived_seed
+from ..utils.shards import shard_rank, sum_over_shards
 from ..utils.weighted_mean import Tensors
 from .lora_factors import change_factors, split_names
 
@@ -65,15 +66,17 @@ class ChangeSketch:
         sketch = torch.zeros(SKETCH_SIZE, dtype=torch.float64)
         generator = torch.Generator()
         position = 0
+        # Values of different shards get independent signs.
+        rank_of_shards = (rank,) if (rank := shard_rank()) else ()
         for number, piece in enumerate(self._pieces(state)):
-            generator.manual_seed(derived_seed(self._seed, "sketch", number))
+            generator.manual_seed(derived_seed(self._seed, *rank_of_shards, "sketch", number))
             values = piece * torch.randint(2, piece.shape, generator=generator, dtype=torch.int8).mul_(2).sub_(1)
             # Positions count over all pieces. Otherwise, the values of small tensors would fall on the same numbers.
             before = position % SKETCH_SIZE
             position += len(values)
             padded = torch.nn.functional.pad(values, (before, -position % SKETCH_SIZE))
             sketch += padded.view(-1, SKETCH_SIZE).sum(0)
-        return sketch
+        return sum_over_shards(sketch)
 
     def _pieces(self, state: Tensors) -> Iterator[torch.Tensor]:
         """Yield all values of the change in float64, as vectors in a fixed order."""

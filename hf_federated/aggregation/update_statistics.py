@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..methods import UpdateCollection
+from ..utils.shards import sum_over_shards
 from ..utils.weighted_mean import PIECE, State, Tensors, WeightedMean, wide_dtype
 from .lora_factors import (
     Statistic,
@@ -135,7 +136,7 @@ def distance(state: Tensors, center: Tensors) -> torch.Tensor:
             change = new.to(square) - old.to(square)
             square += change @ change
         total += square.cpu()
-    return total.sqrt()
+    return sum_over_shards(total).sqrt()
 
 
 def clipping_scales(norms: torch.Tensor, largest: float) -> torch.Tensor:

@@ -31,6 +31,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
 from .._compat import prepared_objects, set_prepared_objects, set_train_tokens
+from ..adapters.shards import load_optimizer_state, parameters_here
 from ..methods import ClientPart
 from ..utils.random import derived_seed, seed_generators
 from .gradient_scaler import ClientScaler
@@ -108,7 +109,7 @@ class LocalTraining:
         groups = trainer.optimizer.param_groups
         with nullcontext(True) if self.scaler is None else self.scaler.unscaled(groups) as is_finite:
             for part in parts if is_finite else ():
-                part.on_gradients(self.parameters)
+                part.on_gradients(parameters_here(self.parameters))
                 part.on_step(groups)
 
     def inputs(self, inputs: Any) -> dict[str, Any]:
@@ -167,7 +168,7 @@ class LocalTraining:
                         "parameters as a module of the model), or remove it from the optimizer."
                     )
         if self.optimizer_state is not None:
-            trainer.optimizer.load_state_dict(self.optimizer_state)
+            load_optimizer_state(trainer.optimizer, self.optimizer_state)
             # Some schedules multiply `lr` in each step. A new schedule must start from the first learning rate.
             for group in trainer.optimizer.param_groups:
                 group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from .._compat import follows_steps_of_run
-from ..adapters import Exchange, ModelMismatchError
+from ..adapters import Exchange, ModelMismatchError, optimizer_state_here
 from ..config import FederatedConfig
 from ..data.client_ids import similar_ids_hint
 from ..data.torch_datasets import is_map_style, is_stream, subset
@@ -28,6 +28,7 @@ from ..methods import ClientContext, ClientPart, Method
 from ..postprocessing import Postprocessor, run_client_receive, run_client_send
 from ..utils.printable import printable_traceback
 from ..utils.random import preserved_generators, seed_torch
+from ..utils.shards import Shards
 from ..utils.trainer_banner import trainer_banner
 from ..utils.weighted_mean import State
 from .agreement import Agreement
@@ -77,6 +78,8 @@ class ClientWorker:
         agreement ([`Agreement`], *optional*): What requests may contain. By default, they are not checked.
         secure ([`SecureAnswers`], *optional*): Encodes updates, and answers the requests of secure aggregation.
         peft_configs (`Mapping[str, peft.LoraConfig]`, *optional*): The LoRA configurations of clients, by client id.
+        shards ([`Shards`], *optional*): How the processes of a client on another machine divide its model. Messages
+            have whole tensors, and the reply of the main process is whole.
     """
 
     def __init__(
@@ -93,8 +96,10 @@ class ClientWorker:
         agreement: Agreement | None = None,
         secure: SecureAnswers | None = None,
         peft_configs: Mapping[str, Any] | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self.models = models
+        self.shards = shards
         self.secure, self._peft_configs = secure, peft_configs or {}
         self.agreement = agreement
         self.last_error: Exception | None = None
@@ -151,6 +156,8 @@ class ClientWorker:
             )
         # The requests that follow a local training need no model.
         model: Any = self.models.open(message.client_id) if secure is None else None
+        if self.shards is not None:
+            message = model.exchange.shards.shards_of(message)
         try:
             with trainer_banner(shown=False):
                 if secure is not None:
@@ -172,6 +179,8 @@ class ClientWorker:
             return ClientFailure(message.round, message.client_id, describe_failure(error), nonce=message.nonce)
         if kept:
             self.models.set_state(message.client_id, kept)
+        if self.shards is not None:
+            reply = model.exchange.shards.whole(reply, keep=self.shards.rank == 0)
         return replace(reply, nonce=message.nonce)
 
     def _refuse(self, message: Message, error: RefusedRequestError) -> ClientFailure:
@@ -272,7 +281,7 @@ class ClientWorker:
         scaler, stream = trainer.local_training.scaler, trainer.local_training.stream
         state: dict[str, Any] = {LOCAL: local} if local else {}
         if self._config.client_optimizer_state == "carry":
-            state["optimizer"] = trainer.optimizer.state_dict()
+            state["optimizer"] = optimizer_state_here(trainer.optimizer)
             if scaler is not None:
                 state["scaler"] = scaler.state_dict()
         else:

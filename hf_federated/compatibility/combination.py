@@ -34,6 +34,7 @@ class Combination:
         collector ([`~hf_federated.server.collectors.UpdateCollector`], *optional*): Obtains the updates of a round.
         engine ([`Engine`], *optional*): Runs the clients.
         num_processes (`int`, *optional*, defaults to `1`): Number of processes of the launch.
+        is_sharded (`bool`, *optional*, defaults to `False`): Whether FSDP2 divides the model over the processes.
         participants ([`~hf_federated.clients.participants.Participants`], *optional*): The models of the clients. By
             default they are not known.
         num_examples (`Mapping[str, int | None]`, *optional*): Number of training examples by client, `None` for a
@@ -63,6 +64,7 @@ class Combination:
     collector: UpdateCollector = field(default_factory=SynchronousCollector)
     engine: Engine = field(default_factory=LocalEngine)
     num_processes: int = 1
+    is_sharded: bool = False
     participants: Participants | None = None
     num_examples: Mapping[str, int | None] = field(default_factory=dict)
     secure_aggregation: SecureAggregation | None = None

@@ -204,6 +204,7 @@ def step_feature(name: str, has: Callable[[Postprocessor], Any], with_own: bool 
 
 ANY_STEP = step_feature("Any postprocessor", lambda step: True)
 ENCODES = step_feature("A postprocessor with `server_receive`, such as `QuantizeChanges`", decodes)
+ANY_ENCODING = step_feature("A postprocessor with `server_receive`, also of the method", decodes, with_own=True)
 SENDS_DOWN = step_feature(
     "A postprocessor with `server_send`, such as `QuantizeChanges`",
     lambda step: type(step).server_send is not Postprocessor.server_send,
@@ -363,6 +364,13 @@ DATA_PARALLEL = Feature(
     ENGINE,
     "Several processes with `parallelism='data'`",
     lambda c: f"{text} and parallelism='data'" if c.config.parallelism == "data" and (text := _processes(c)) else "",
+)
+
+SHARDED = Feature(ENGINE, "FSDP (`fsdp_version: 2`)", lambda c: "FSDP" if c.is_sharded else "")
+SHARDED_FACTORS = Feature(
+    ENGINE,
+    "FSDP with LoRA modules of which both factors are trained",
+    lambda c: f"FSDP with {text}" if c.is_sharded and (text := BOTH_FACTORS.find(c)) else "",
 )
 
 ANOMALIES = Feature(

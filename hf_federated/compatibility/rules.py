@@ -8,6 +8,7 @@ from __future__ import annotations
 from . import features as f
 from .codec_rules import CODEC_RULES
 from .rule import Rule
+from .sharding_rules import SHARDING_RULES
 
 
 WITHOUT_KEEP_LOCAL = "Leave `keep_local` out, or use a method that averages parameters, such as aggregation='fedavg'."
@@ -301,6 +302,7 @@ RULES: tuple[Rule, ...] = (
         "each process would draw different noise",
         "Set reproducible=True, or use one process.",
     ),
+    *SHARDING_RULES,
     # ---- Secure aggregation: the server learns sums only
     Rule(
         f.SECURE_AGGREGATION,

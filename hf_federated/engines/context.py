@@ -30,6 +30,7 @@ class EngineContext:
         max_tensors (`int`, *optional*): Largest number of tensors of a message.
         keeps_ranks (`bool`, *optional*, defaults to `False`): Whether each client stays on one rank in all rounds,
             because the server keeps memories of the client there.
+        is_sharded (`bool`, *optional*, defaults to `False`): Whether each rank holds a shard of all states.
     """
 
     build_worker: Callable[[], ClientWorker]
@@ -40,3 +41,4 @@ class EngineContext:
     kinds: Mapping[str, type[Message]] = field(default_factory=lambda: KINDS)
     max_tensors: int = MAX_TENSORS
     keeps_ranks: bool = False
+    is_sharded: bool = False

@@ -130,6 +130,7 @@ class RankEngine(LocalEngine):
         self.processes = context.processes
         self.bytes_reduced = 0
         self._spreads_clients = context.parallelism == "clients"
+        self._is_sharded = context.is_sharded
         self._costs = context.costs
         self._mean_cost = sum(context.costs.values()) / len(context.costs)
         # The rank of each client of which the rank keeps a state or memories.
@@ -240,8 +241,9 @@ class RankEngine(LocalEngine):
             self.bytes_reduced += self.processes.sum_(tensors)
 
     def save(self, directory: Path) -> dict[str, str]:
-        # With `parallelism="data"` every rank holds the same client states.
-        return super().save(directory) if self._spreads_clients or self.processes.is_main else {}
+        # With `parallelism="data"` every rank holds the same client states, unless it holds shards.
+        saves = self._spreads_clients or self._is_sharded or self.processes.is_main
+        return super().save(directory) if saves else {}
 
     def load(self, directory: Path, digests: Mapping[str, str]) -> None:
         if not self._spreads_clients:

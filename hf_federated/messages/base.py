@@ -14,6 +14,7 @@ import torch
 
 from ..utils.fields import Count, check_values, describe
 from ..utils.printable import printable
+from ..utils.shards import with_whole_shapes
 from .serialization import FlatTree, PackedPieces, pack, packed_size, unpack
 
 
@@ -56,8 +57,12 @@ class Serializable:
 
     @property
     def num_bytes(self) -> int:
-        """Length of [`~Serializable.to_bytes`] in bytes, computed without serializing."""
-        return packed_size(self.to_tree())
+        """
+        Length of [`~Serializable.to_bytes`] in bytes, computed without serializing.
+
+        A message with shards has the length of the message with whole tensors.
+        """
+        return packed_size(with_whole_shapes(self.to_tree()))
 
     @classmethod
     def from_bytes(cls: type[M], blob: bytes | memoryview) -> M:

@@ -15,6 +15,7 @@ import torch
 from ..utils.fields import check_fields
 from ..utils.finite_values import SUM_DTYPES, is_finite
 from ..utils.printable import printable
+from ..utils.shards import first_over_shards
 from .base import Message
 from .ledger import Ledger
 from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Metrics
@@ -156,6 +157,10 @@ def first_non_finite(state: Mapping[str, torch.Tensor]) -> str | None:
         for name, value in state.items()
         if value.is_floating_point() and value.numel() and not value.is_meta
     }
+    return first_over_shards(state, _first_non_finite(floating))
+
+
+def _first_non_finite(floating: Mapping[str, torch.Tensor]) -> str | None:
     if not floating:
         return None
     # As in `is_finite`, with one transfer from an accelerator for all tensors.

@@ -9,6 +9,7 @@ import torch
 from ..messages import ClientUpdate, Fit
 from ..messages.validation import InvalidUpdateError
 from ..utils.arguments import require
+from ..utils.shards import norm_over_shards
 from ..utils.weighted_mean import Tensors
 from .base import Memory, Postprocessor, matching
 
@@ -80,4 +81,4 @@ def _changes(update: ClientUpdate, state: Tensors) -> dict[str, torch.Tensor]:
 def _norm(changes: Tensors) -> torch.Tensor:
     if not changes:
         return torch.zeros(())
-    return torch.stack([change.float().norm() for change in changes.values()]).norm()
+    return norm_over_shards(torch.stack([change.float().norm() for change in changes.values()]).norm())

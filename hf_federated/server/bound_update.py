@@ -18,6 +18,7 @@ import torch
 from ..aggregation import Accumulator, Aggregation
 from ..messages import ClientUpdate
 from ..messages.validation import InvalidUpdateError
+from ..utils.shards import norm_over_shards, sum_over_shards
 
 
 State = Mapping[str, torch.Tensor]
@@ -130,7 +131,8 @@ class BoundUpdate:
         self._limits = {}
         self._references = {part: statistics.median(medians) for part, medians in self._history.items()}
         if self.is_active:
-            typical = TYPICAL_VALUE * math.sqrt(sum(map(torch.numel, self._state.values())))
+            num_values = sum_over_shards(torch.tensor(sum(map(torch.numel, self._state.values())))).item()
+            typical = TYPICAL_VALUE * math.sqrt(num_values)
             self._state_norm = max(_norm(list(self._state.values())), typical)
 
     def measure(self, update: ClientUpdate, state: State | None = None) -> Magnitude:
@@ -375,6 +377,10 @@ def _norm(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor] | N
     """Return the norm of tensors, or of their differences to other tensors. Overflow is avoided."""
     if not values:
         return 0.0
+    return norm_over_shards(torch.tensor(_norm_here(values, references), dtype=torch.float64)).item()
+
+
+def _norm_here(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor] | None) -> float:
     norm = math.inf
     for dtype in (torch.float32, torch.float64):
         # The norms have one tensor: small tensors that stay between large temporary ones would fragment the memory.

@@ -8,6 +8,8 @@ header stores the structure of the saved values as JSON:
   clients' files. For a PEFT model, the file also contains the exchanged parameters, because training cannot continue
   from the files that PEFT saves for a prompt-learning method.
 - `clients/`: the client states, one file for each client.
+- `server-1.safetensors`, `clients-1/`, …: with FSDP2, the shards of the other processes. Such a checkpoint resumes on
+  the same number of processes. The model itself is saved whole.
 - `manifest.json`: the sizes and digests of all other files of the checkpoint (`manifest.py`).
 """
 
@@ -19,6 +21,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,25 +46,54 @@ REQUIRED_STATE = ("identity", "aggregation", "ledger", "clients")
 _CHECKPOINT = re.compile(rf"^{PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
-def write_server_state(checkpoint: Path, state: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class ShardFiles:
+    """
+    The files of a checkpoint that one process reads and writes.
+
+    Args:
+        rank (`int`, *optional*, defaults to `0`): Number of the shard of this process.
+        num_shards (`int`, *optional*, defaults to `1`): Number of shards. It is 1 without FSDP2.
+    """
+
+    rank: int = 0
+    num_shards: int = 1
+
+    def name(self, name: str) -> str:
+        """Return the name of the file or folder of this process, from the name of the first process."""
+        stem, dot, suffix = name.partition(".")
+        return f"{stem}-{self.rank}{dot}{suffix}" if self.rank else name
+
+
+WHOLE = ShardFiles()
+
+
+def write_server_state(checkpoint: Path, state: dict[str, Any], files: ShardFiles = WHOLE) -> None:
     """Write the server's state into a staged checkpoint."""
     directory = checkpoint / FEDERATED_DIR
     directory.mkdir(parents=True, exist_ok=True)
-    write_private(directory / SERVER_FILE, pack(state))
+    write_private(directory / files.name(SERVER_FILE), pack(state))
 
 
-def read_server_state(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
+def read_server_state(checkpoint: str | os.PathLike[str], files: ShardFiles = WHOLE) -> dict[str, Any]:
     """
     Read the state that `write_server_state` wrote.
 
     Raises:
-        CheckpointError: If the directory is not a checkpoint of a federation, or if the file is damaged. The message
-            names the missing or damaged file.
+        CheckpointError: If the directory is not a checkpoint of a federation, if the file is damaged, or if another
+            number of processes saved shards. The message names the missing or damaged file.
     """
-    path = Path(checkpoint) / FEDERATED_DIR / SERVER_FILE
+    path = Path(checkpoint) / FEDERATED_DIR / files.name(SERVER_FILE)
+    num_shards = len(list(path.parent.glob(f"{SERVER_FILE.partition('.')[0]}*")))
+    if num_shards not in (0, files.num_shards):
+        raise CheckpointError(
+            f"{os.fspath(checkpoint)!r} has the states of {num_shards} processes, but this launch needs those of "
+            f"{files.num_shards}. With FSDP, each process saves its shards. Resume with the number of processes and "
+            "the FSDP setting of the launch that saved the checkpoint."
+        )
     if not path.is_file():
         raise CheckpointError(
-            f"{os.fspath(checkpoint)!r} is not a checkpoint of a federation: {FEDERATED_DIR}/{SERVER_FILE} is "
+            f"{os.fspath(checkpoint)!r} is not a checkpoint of a federation: {FEDERATED_DIR}/{path.name} is "
             "missing. The checkpoint may have been saved by a plain Trainer or with `save_only_model=True`. Pass a "
             "checkpoint of a federation."
         )
@@ -98,9 +130,9 @@ def num_finished_rounds(checkpoint: str | os.PathLike[str]) -> int:
     return TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
 
 
-def clients_directory(checkpoint: str | os.PathLike[str]) -> Path:
+def clients_directory(checkpoint: str | os.PathLike[str], files: ShardFiles = WHOLE) -> Path:
     """Directory of the client states in a checkpoint."""
-    return Path(checkpoint) / FEDERATED_DIR / CLIENTS_DIR
+    return Path(checkpoint) / FEDERATED_DIR / files.name(CLIENTS_DIR)
 
 
 def clear_staging(output_dir: str | os.PathLike[str]) -> None:

@@ -34,6 +34,7 @@ from ..server import (
     spread_over_clients,
 )
 from ..server.bound_update import BoundUpdate
+from ..utils.shards import states_in_shards
 from ..utils.weighted_mean import State
 from .announcement import announce
 from .announcement_limits import AnnouncementLimits
@@ -52,7 +53,7 @@ from .client_checkpoint import STEPS_DIR, TEACHERS_DIR, save_clients, save_folde
 from .launch_consistency import check_consistency
 from .network_settings import NetworkSettings
 from .round_learning_rate import relative_learning_rate
-from .setup import FederationSetup
+from .setup import FederationSetup, shards_of
 from .workers import Workers
 
 
@@ -82,9 +83,10 @@ class Federation:
             # from the parameters of the main process.
             setup.processes.broadcast_([*model.parameters(), *model.buffers()], source=0)
         self.engine = setup.engine
-        saved = {} if checkpoint is None else read_server_state(checkpoint)
+        saved = {} if checkpoint is None else read_server_state(checkpoint, setup.files)
         changes_base = setup.aggregation.changes_base
         self.exchange = Exchange(model, setup.config.exchange, setup.config.keep_local, changes_base)
+        self._shards = shards_of(self.exchange, setup.processes)
         # The exchanged parameters before the first round, if clients need them when they first train: clients with
         # their own models may start from a copy, and some distillation algorithms compute features with them.
         has_other_models = not setup.aggregation.exchanges_parameters or setup.aggregation.trains_private_models
@@ -131,7 +133,7 @@ class Federation:
         # The trainers of the clients are copies and use these columns.
         set_signature_columns(self._trainer)
         if checkpoint is not None:
-            self._load(clients_directory(checkpoint), saved)
+            self._load(clients_directory(checkpoint, setup.files), saved)
         self.loop = self._build_loop()
         if saved.get("collector"):
             setup.collector.load_state_dict(saved["collector"])
@@ -290,7 +292,8 @@ class Federation:
             round (`int`): Round number, from 0.
         """
         config = self._setup.config
-        self.summary = self.loop.run(round)
+        with states_in_shards(self._shards):
+            self.summary = self.loop.run(round)
         if config.local_steps is None:
             self.examples_seen += self.summary.num_examples * config.local_epochs
         else:
@@ -338,7 +341,8 @@ class Federation:
         """
         args = self._args
         self.loop.state = self._read_state()
-        self.client_metrics = self.loop.evaluate(self._evaluated_clients())
+        with states_in_shards(self._shards):
+            self.client_metrics = self.loop.evaluate(self._evaluated_clients())
         return spread_over_clients(self.client_metrics, args.metric_for_best_model, args.greater_is_better)
 
     def _evaluated_clients(self) -> list[str]:
@@ -364,8 +368,8 @@ class Federation:
             checkpoint.
         """
         setup, distillation = self._setup, self._setup.distillation
-        directory, processes = clients_directory(checkpoint), setup.processes
-        digests = save_clients(directory, self.engine, processes, f"{checkpoint.name}: the clients' files")
+        directory, processes = clients_directory(checkpoint, setup.files), setup.processes
+        digests = save_clients(directory, self.engine, setup, f"{checkpoint.name}: the clients' files")
         teacher_digests = save_folder(directory, self.teachers, TEACHERS_DIR, setup)
         step_digests = save_folder(directory, self._steps.store if setup.postprocessors else None, STEPS_DIR, setup)
         folders = {directory: digests, directory / TEACHERS_DIR: teacher_digests, directory / STEPS_DIR: step_digests}
@@ -374,7 +378,7 @@ class Federation:
             for folder, by_client in folders.items()
             for client_id, digest in by_client.items()
         }
-        if not processes.is_main:
+        if not (processes.is_main or setup.is_sharded):
             return known_digests
         state = {
             "identity": federation_identity(setup, self._args),
@@ -396,7 +400,7 @@ class Federation:
         if self.initial is not None:
             # Clients that have never trained start from the initial parameters.
             state["initial"] = self.initial
-        if isinstance(self._trainer.model, PeftModel):
+        if isinstance(self._trainer.model, PeftModel) or setup.is_sharded:
             state["weights"] = self.loop.state
-        write_server_state(checkpoint, state)
+        write_server_state(checkpoint, state, setup.files)
         return known_digests

@@ -34,6 +34,7 @@ from ..utils.client_names import escape_client_id
 from ..utils.errors import UserError
 from ..utils.journal import Journal
 from ..utils.printable import printable
+from ..utils.shards import states_in_shards
 from ..utils.storage import write_private
 from .announcement_limits import AnnouncementError, agreed_problem
 from .client_requests import ClientRequests, Request
@@ -184,7 +185,7 @@ class JoinedClient:
         if requests is None:
             raise RuntimeError("The client is not connected. Call `connect` first.")
         if self._history is None:
-            self._history = StateHistory(self._state_dir, self._engine.worker.models, self._processes.is_main)
+            self._history = self._open_history()
             self._record = self._agreement.record = self._open_record()
             if (secure := self._engine.worker.secure) is not None:
                 secure.journal = ClientJournal(Path(self._state_dir), self._record.run)
@@ -199,7 +200,8 @@ class JoinedClient:
                 # the client refuses a round after the last one.
                 break
             round = message.round if round is None else round
-            reply = self._answer(request, message, self._history, metrics)
+            with states_in_shards(self._engine.worker.shards):
+                reply = self._answer(request, message, self._history, metrics)
             # Free the memory before the next request arrives.
             self._next = None
             del request, message
@@ -252,7 +254,12 @@ class JoinedClient:
                 f"Round {message.round + 1}: this client failed: {printable(worker.last_error or answer.error)}"
             )
         reply = answer.to_bytes() if processes.is_main else b""
+        if self.setup.is_sharded and processes.is_main:
+            # The main process sends the reply, so the shards of all other processes must be on disk before.
+            processes.wait(f"state of the shards, round {message.round}")
         history.record(message.nonce, reply)
+        if self.setup.is_sharded and not processes.is_main:
+            processes.wait(f"state of the shards, round {message.round}")
         # A server that resumes repeats the requests after its last checkpoint, but no session of secure aggregation.
         repeatable = self._record.since(request.keep) if worker.secure is None else ()
         history.prune([request.state, *request.keep], repeatable)
@@ -274,14 +281,20 @@ class JoinedClient:
             history.repeat(earlier, message.nonce, reply)
         else:
             earlier = None
-        found = [reply is not None, earlier is not None, reply is not None and history.has_state(message.nonce)]
-        is_answered, is_repeated, has_state = processes.run_on_main("earlier reply", lambda: found)
-        if is_repeated:
+        found: dict[str, Any] = {
+            "is_answered": reply is not None,
+            "repeated": earlier,
+            "has_state": reply is not None and history.has_state(message.nonce),
+        }
+        found = processes.run_on_main("earlier reply", lambda: found)
+        if found["repeated"] is not None:
             # All processes of the client have the same record.
             self._agreement.check(message)
-        if has_state:
+            if self.setup.is_sharded and not processes.is_main and found["has_state"]:
+                history.repeat(found["repeated"], message.nonce, b"")
+        if found["has_state"]:
             history.restore(message.nonce)
-        return (reply or b"") if is_answered else None
+        return (reply or b"") if found["is_answered"] else None
 
     @property
     def _agreement(self) -> Agreement:
@@ -289,6 +302,14 @@ class JoinedClient:
         if agreement is None:
             raise RuntimeError("The worker of a client on another machine has an agreement.")
         return agreement
+
+    def _open_history(self) -> StateHistory:
+        """Open the history of the client's states. With FSDP, each process writes those of its shards."""
+        processes, folder = self._processes, Path(self._state_dir)
+        if self.setup.is_sharded and not processes.is_main:
+            folder /= f"shard-{processes.rank}"
+        writes = processes.is_main or self.setup.is_sharded
+        return StateHistory(folder, self._engine.worker.models, writes)
 
     def _open_record(self) -> RequestRecord:
         """Open the record of the client's requests, and write what the client agrees to."""

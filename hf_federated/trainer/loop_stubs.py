@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
@@ -69,14 +70,17 @@ class RoundDataLoader:
         yield {}
 
 
-class ServerOptimizer:
-    """Optimizer that does nothing, because the step of the server is part of the round."""
+class ServerOptimizer(torch.optim.Optimizer):
+    """
+    Optimizer that does nothing, because the step of the server is part of the round.
+
+    With FSDP2, accelerate prepares a model only together with an optimizer.
+    """
 
     def __init__(self) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"params": [], "lr": 0.0}]
-        self.state: dict[Any, Any] = {}
+        super().__init__([{"params": []}], {"lr": 0.0})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # torch declares two overloads
         """Do nothing."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:

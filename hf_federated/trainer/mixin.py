@@ -34,7 +34,7 @@ from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import TrainOutput
 
-from .._compat import isolate_gradient_state, set_train_tokens
+from .._compat import isolate_gradient_state, prepared_objects, set_prepared_objects, set_train_tokens
 from ..clients import ClientSpec
 from ..clients.participants import FROM_TASK, EncodedClients, Participants, encode_for_server
 from ..config import FederatedConfig
@@ -293,7 +293,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         self._resume_from = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
         self._check_manifest(self._resume_from)
         if self._resume_from is not None:
-            read_server_state(self._resume_from)
+            read_server_state(self._resume_from, self._federation_setup.files)
         neftune = self.neftune_noise_alpha
         self.neftune_noise_alpha = None
         self._is_federating = True
@@ -436,6 +436,10 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         the parent class continues at the client's position.
         """
         if self._is_federating:
+            # accelerate prepared the stub of an optimizer with the model. The stub has no gradients for a scaler.
+            self.optimizer = ServerOptimizer()
+            models, _, schedulers, loaders = prepared_objects(self.accelerator)
+            set_prepared_objects(self.accelerator, (models, [], schedulers, loaders))
             # The model is prepared at this point, so its parameters no longer move.
             self._running = Federation(self._federation_setup, self._user_args, self._resume_from)
             self.lr_scheduler = RoundScheduler(self.args.learning_rate)

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .._compat import push_from_checkpoint
+from ..adapters.shards import with_tied_weights
 from ..cards import render_model_card
 from ..utils.errors import CheckpointError
 from .base import RoleMixin
@@ -35,7 +36,9 @@ from .manifest import check_manifest, write_manifest
 class SavingMixin(RoleMixin):
     """Overrides of the methods that write to the output directory."""
 
+    # Set by the parent class.
     model: Any
+    is_fsdp_enabled: bool
     # The arguments of the last call of `create_model_card`.
     _card_arguments: Mapping[str, Any] = MappingProxyType({})
 
@@ -61,6 +64,9 @@ class SavingMixin(RoleMixin):
             if not is_checkpoint:
                 self.ledger.save(output_dir)
         is_adapter = isinstance(self.model, PeftModel)
+        if self._federation_setup.is_sharded:
+            # The whole model, in the main process: `SHARDED_STATE_DICT` writes no file that `from_pretrained` reads.
+            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         with self._merged_model(), self._arguments(self._user_args):
             super().save_model(output_dir, _internal_call)
             if self.args.should_save and is_adapter:
@@ -103,7 +109,11 @@ class SavingMixin(RoleMixin):
                 if not self.args.save_only_model:
                     clients_directory(staged).mkdir(parents=True)
             processes.wait(f"{final.name}: directory of the client states and all other files")
+            if setup.is_sharded and not self.args.save_only_model:
+                clients_directory(staged, setup.files).mkdir(exist_ok=True)
             known_digests = {} if self.args.save_only_model else self._federation.save(staged)
+            if setup.is_sharded:
+                processes.wait(f"{final.name}: shards of all processes")
             if processes.is_main:
                 write_manifest(staged, known_digests)
                 publish(staged, final)
@@ -113,9 +123,37 @@ class SavingMixin(RoleMixin):
             with self._arguments(self._user_args):
                 push_from_checkpoint(self, os.fspath(final))
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict and self._setup is not None and self._setup.is_sharded:
+            state_dict = with_tied_weights(state_dict, self.model)
+        super()._save(output_dir, state_dict)
+
+    @contextmanager
+    def _as_unsharded(self) -> Iterator[None]:
+        """Hide FSDP from the parent class, which would save the model again, and a state of its optimizer."""
+        before = self.is_fsdp_enabled
+        self.is_fsdp_enabled = before and not self._is_federating
+        try:
+            yield
+        finally:
+            self.is_fsdp_enabled = before
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with self._as_unsharded():
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        with self._as_unsharded():
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    @property
+    def _has_saved_parameters(self) -> bool:
+        """Whether the state of the server in a checkpoint has the parameters with which training continues."""
+        # PEFT saves only the computed prompts of a prompt-learning adapter, and FSDP2 needs shards.
+        return isinstance(self.model, PeftModel) or self._federation_setup.is_sharded
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        # PEFT saves only the computed prompts of a prompt-learning adapter. The server's state has its parameters.
-        if self._is_federating and isinstance(self.model, PeftModel):
+        if self._is_federating and self._has_saved_parameters:
             return
         # Some subclasses of `Trainer` do not accept the second argument.
         arguments = (resume_from_checkpoint,) if model is None else (resume_from_checkpoint, model)
@@ -126,10 +164,11 @@ class SavingMixin(RoleMixin):
     def _load_best_model(self) -> None:
         if self._is_federating and self.state.best_model_checkpoint is not None:
             self._check_manifest(self.state.best_model_checkpoint)
-        if not self._is_federating or not isinstance(self.model, PeftModel) or self.args.save_only_model:
+        if not self._is_federating or not self._has_saved_parameters or self.args.save_only_model:
             super()._load_best_model()
             return
-        self._federation.exchange.write(read_server_state(self.state.best_model_checkpoint)["weights"])
+        saved = read_server_state(self.state.best_model_checkpoint, self._federation_setup.files)
+        self._federation.exchange.write(saved["weights"])
 
     def _check_manifest(self, checkpoint: str | None) -> None:
         """

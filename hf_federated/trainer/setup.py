@@ -31,7 +31,9 @@ from ..secure_aggregation.credentials import Credentials
 from ..server import AggregationCallback, AnomalyReport, DistillationCallback, UpdateCollector
 from ..server.collectors import SecureCollector
 from ..utils.algorithm_names import COLLECTOR_NAMES
-from .checks.arguments import check_arguments, resolve_federation
+from ..utils.shards import Shards
+from .checkpoint import WHOLE, ShardFiles
+from .checks.arguments import check_arguments, is_sharded, resolve_federation
 from .checks.data import check_clients, sample_clients
 from .checks.participants import check_participants, check_predictions, check_server_dataset
 from .checks.secure_aggregation import build_secure_aggregation, check_cohort, check_weights
@@ -144,6 +146,7 @@ class FederationSetup:
             collector=COLLECTOR_NAMES.build(resolved.collector, resolved.collector_kwargs, UpdateCollector),
             engine=engine,
             num_processes=launched.world_size,
+            is_sharded=is_sharded(trainer),
             participants=participants,
             num_examples={} if clients.is_remote else clients.num_rows,
             secure_aggregation=secure,
@@ -241,6 +244,16 @@ class FederationSetup:
         """Whether each process trains whole clients, independently of the other processes."""
         return self.is_spread and self.config.parallelism == "clients"
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 divides the model over the processes."""
+        return self.is_spread and is_sharded(self.trainer)
+
+    @property
+    def files(self) -> ShardFiles:
+        """The files of a checkpoint that this process reads and writes."""
+        return ShardFiles(self.processes.rank, self.processes.world_size) if self.is_sharded else WHOLE
+
     def independent(self, as_main: bool = False) -> AbstractContextManager[None]:
         """With `parallelism="clients"`, hide the other processes from the parent trainer."""
         return self.processes.independent(as_main) if self.spreads_clients else nullcontext()
@@ -249,6 +262,12 @@ class FederationSetup:
         """Freeze the parameters that `freeze` of the configuration names."""
         if self.config.freeze is not None:
             freeze_layers(model, self.config.freeze)
+
+
+def shards_of(exchange: Exchange, processes: ProcessGroup) -> Shards | None:
+    """Return how FSDP2 divides the exchanged tensors over the processes, or `None` without FSDP2."""
+    shapes = exchange.shards.shapes
+    return Shards(shapes, processes.sum_, processes.rank) if shapes else None
 
 
 def _check_model(

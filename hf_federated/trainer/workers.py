@@ -26,7 +26,7 @@ from ..clients import (
 from ..clients.journal import ClientJournal
 from ..clients.model_factory import ClientModelBuilder
 from ..clients.secure_answers import SecureAnswers
-from ..engines import EngineContext, WatchPeers
+from ..engines import ClientEngine, EngineContext, WatchPeers
 from ..messages import ClientUpdate, Fit, kinds_of
 from ..messages.secure_aggregation import SECURE_MESSAGES
 from ..messages.serialization import MAX_TENSORS
@@ -34,7 +34,7 @@ from ..secure_aggregation.credentials import Credentials, simulated_identity, si
 from ..server import RoundProgress
 from ..utils.weighted_mean import State
 from .checkpoint import clients_directory
-from .setup import FederationSetup
+from .setup import FederationSetup, shards_of
 
 
 CLIENT_STORE_DIR = "client_store"
@@ -98,11 +98,12 @@ class Workers:
             costs,
             config.parallelism,
             setup.processes,
-            lambda: [clients_directory(path) for path in sorted(output_dir.glob("checkpoint-*"))],
+            lambda: [clients_directory(path, setup.files) for path in sorted(output_dir.glob("checkpoint-*"))],
             kinds,
             # A message has a state, and tensors that a method adds for each tensor of the state.
             max_tensors=_TENSORS_PER_TENSOR * len(self._exchange.names) + _OTHER_TENSORS + self._num_key_tensors(),
             keeps_ranks=any(step.keeps_server_memory for step in setup.postprocessors),
+            is_sharded=setup.is_sharded,
         )
 
     def _build_worker(self) -> ClientWorker:
@@ -119,6 +120,8 @@ class Workers:
             agreement=self.agreement(),
             secure=self._secure_answers(),
             peft_configs=setup.participants.peft_configs,
+            # The messages between processes of one launch have shards.
+            shards=shards_of(self._exchange, setup.processes) if isinstance(setup.engine, ClientEngine) else None,
         )
 
     def agreement(self) -> Agreement:

@@ -14,6 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
 from ..._compat import micro_steps_per_generation, refusal_of_trainer
+from ...adapters.shards import is_divided_when_loaded
 from ...aggregation import Aggregation
 from ...clients import UnsupportedTrainerError
 from ...config import FederatedConfig
@@ -92,10 +93,6 @@ def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Ag
         ValueError: If an argument or the launch is not supported. The message names the alternative.
     """
     args = trainer.args
-    launch_type = trainer.accelerator.distributed_type.value
-    alternative_to_sharding = (
-        "launch with plain data parallelism; LoRA, optionally on a quantized base model, reduces the memory"
-    )
     refused = {
         **unsupported_client_arguments(args),
         "sync_ref_model=True": (
@@ -110,16 +107,7 @@ def check_arguments(trainer: Trainer, federation: FederatedConfig, algorithm: Ag
             bool(getattr(args, "use_vllm", False)) and getattr(args, "vllm_mode", None) == "server",
             "set vllm_mode='colocate'; the server has one set of weights for all clients",
         ),
-        "DeepSpeed": (bool(args.deepspeed) or trainer.is_deepspeed_enabled, alternative_to_sharding),
-        "FSDP": (bool(args.fsdp) or trainer.is_fsdp_enabled, alternative_to_sharding),
-        f"a launch of type {launch_type}": (
-            launch_type != "NO" and not launch_type.startswith("MULTI_"),
-            alternative_to_sharding,
-        ),
-        "tensor, context or sequence parallelism": (
-            getattr(trainer.accelerator, "parallelism_config", None) is not None,
-            alternative_to_sharding,
-        ),
+        **unsupported_sharding(trainer),
         f"A process with {args.n_gpu} GPUs": (args.n_gpu > 1, launch_advice(args.n_gpu)),
         **unsupported_float16(trainer),
     }
@@ -209,6 +197,38 @@ def unsupported_float16(trainer: Trainer) -> dict[str, tuple[bool, str]]:
             is_scaled = trainer.accelerator.scaler is not None
             return {f"fp16=True with parameters in float16 ({name!r})": (is_scaled, alternative)}
     return {}
+
+
+def is_sharded(trainer: Trainer) -> bool:
+    """Whether accelerate divides the parameters of the model over the processes with FSDP2."""
+    return trainer.accelerator.is_fsdp2
+
+
+def unsupported_sharding(trainer: Trainer) -> dict[str, tuple[bool, str]]:
+    """Map each unsupported way to divide a model over processes to whether it is set and to its alternative."""
+    args, accelerator = trainer.args, trainer.accelerator
+    launch_type = accelerator.distributed_type.value
+    alternative = (
+        "use FSDP with `fsdp_version: 2`, or plain data parallelism, for example with LoRA on a quantized model"
+    )
+    asked = bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return {
+        "DeepSpeed": (bool(args.deepspeed) or trainer.is_deepspeed_enabled, alternative),
+        "FSDP with `fsdp_version: 1`": (trainer.is_fsdp_enabled and not is_sharded(trainer), alternative),
+        f"FSDP in a launch of type {launch_type}": (
+            asked and not trainer.is_fsdp_enabled and accelerator.num_processes > 1,
+            "accelerate shards models on accelerators only, so each process would hold the whole model. Launch one "
+            "process for each accelerator, or leave FSDP out of the launch and of the training arguments",
+        ),
+        f"a launch of type {launch_type}": (
+            launch_type not in ("NO", "FSDP") and not launch_type.startswith("MULTI_"),
+            alternative,
+        ),
+        "tensor, context or sequence parallelism": (
+            getattr(accelerator, "parallelism_config", None) is not None or is_divided_when_loaded(trainer.model),
+            alternative,
+        ),
+    }
 
 
 def launch_advice(num_gpus: int) -> str:
