@@ -14,7 +14,6 @@ from transformers import TrainingArguments
 def sharded_arguments(
     output_dir: str | os.PathLike[str],
     layer: str = "BertLayer",
-    fsdp_version: int = 2,
     declares_gpus: bool = True,
     **kwargs: Any,
 ) -> TrainingArguments:
@@ -24,8 +23,7 @@ def sharded_arguments(
     accelerate shards models on accelerators only. The processes are therefore declared as GPUs; gloo and `fully_shard`
     work on a CPU.
     """
-    config = {"transformer_layer_cls_to_wrap": layer, "version": fsdp_version}
-    args = arguments(output_dir, fsdp=True, fsdp_config=config, **kwargs)
+    args = arguments(output_dir, fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": layer}, **kwargs)
     args.device  # noqa: B018 - sets up accelerate
     if declares_gpus:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

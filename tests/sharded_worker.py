@@ -2,7 +2,7 @@
 `engines/test_sharded_model.py`.
 
 A request has the fields `directory`, `model` and `sharded`, and optionally `federation`, `args`, `max_norm`,
-`poisoned_client`, `resume`, `kill_round`, `fsdp_version` and `declares_gpus`.
+`poisoned_client`, `resume`, `kill_round` and `declares_gpus`.
 """
 
 from __future__ import annotations
@@ -66,10 +66,7 @@ def build_model(name: str) -> nn.Module:
         torch.manual_seed(1)
         if name == "tied":
             # An embedding that is also the output layer.
-            config = LlamaConfig(
-                tie_word_embeddings=True, vocab_size=33, hidden_size=16, intermediate_size=16, **SMALL
-            )
-            model = LlamaForCausalLM(config)
+            model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **SMALL))
         elif name == "lora":
             targets = ["query", "value"]
             lora = LoraConfig(task_type="SEQ_CLS", r=3, target_modules=targets, modules_to_save=["classifier"])
@@ -156,8 +153,7 @@ def build_arguments(request: dict[str, Any]) -> TrainingArguments:
     if not request["sharded"]:
         return arguments(RUN_DIR, **values)
     layer = "LlamaDecoderLayer" if request["model"] == "tied" else "BertLayer"
-    launch = {name: request[name] for name in ("fsdp_version", "declares_gpus") if name in request}
-    return sharded_arguments(RUN_DIR, layer, **launch, **values)
+    return sharded_arguments(RUN_DIR, layer, declares_gpus=request.get("declares_gpus", True), **values)
 
 
 def postprocessors(request: dict[str, Any]) -> list[Postprocessor]:
