@@ -8,6 +8,7 @@ A request has the fields `directory`, `model` and `sharded`, and optionally `fed
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import os
@@ -98,6 +99,13 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in values_of(tensors))
 
 
+def num_bytes_in_memory() -> int:
+    """The bytes of all tensors of this process that anything refers to. Tensors that share memory count once."""
+    gc.collect()
+    tensors = values_of(each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter, DTensor))
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
+
+
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
@@ -135,6 +143,7 @@ class Sizes(TrainerCallback):
             "parameters": num_bytes(parameters),
             "gradients": num_bytes(gradients),
             "optimizer": num_bytes(tensors_of(list(optimizer.state.values()))),
+            "all tensors": num_bytes_in_memory(),
         }
 
 

@@ -195,6 +195,10 @@ class Exchange:
         """The number of scalars exchanged in one direction, without base weights of LoRA modules."""
         return sum(tensor.numel() for name, tensor in self.tensors.items() if name not in self.base_parameters)
 
+    def follow(self, other: Exchange) -> None:
+        """Read and write the tensors of another exchange. The tensors of a model before its sharding can be freed."""
+        vars(self).update(vars(other))
+
     def check_unchanged(self, model: nn.Module) -> None:
         """
         Raise an error if training changed which parameters are trainable, and undo the change for the next client.

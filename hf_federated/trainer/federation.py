@@ -87,6 +87,8 @@ class Federation:
         changes_base = setup.aggregation.changes_base
         self.exchange = Exchange(model, setup.config.exchange, setup.config.keep_local, changes_base)
         self._shards = shards_of(self.exchange, setup.processes)
+        if self._shards is not None:
+            setup.exchange.follow(self.exchange)
         # The exchanged parameters before the first round, if clients need them when they first train: clients with
         # their own models may start from a copy, and some distillation algorithms compute features with them.
         has_other_models = not setup.aggregation.exchanges_parameters or setup.aggregation.trains_private_models
