@@ -3,7 +3,7 @@
 The worker imports the libraries once and forks for every party, like `rank_worker.py`, whose scenarios it uses. It
 reads one request per line from its standard input:
 `{"directory", "scenario", "num_parties", "resume", "kill", "absent", "late", "twin", "faults", "differ", "slow",
-"buffer_size", "memory"}`.
+"buffer_size", "memory", "sharded"}`.
 Process 0 is the server, process i is the i-th client. It answers with one line that contains the exit code of every
 process, and the seconds until the last process ended.
 """
@@ -21,6 +21,7 @@ from typing import Any
 import secure_memory
 from network_faults import run_proxy
 from rank_worker import scenario, sft_trainer, write_notes
+from sharded import sharded_arguments
 from tiny import arguments
 from transformers import TrainerCallback
 
@@ -132,7 +133,9 @@ def train(number: int, request: dict[str, Any]) -> None:
     folder = RUN_DIR if number == 0 else f"client-{number}"
     if request.get("is_twin"):
         folder += "-twin"
-    training_arguments = arguments(folder, save_strategy="steps", **args)
+    # The server has one process and the whole model.
+    build_arguments = sharded_arguments if request.get("sharded") and number else arguments
+    training_arguments = build_arguments(folder, save_strategy="steps", **args)
     recorder = RoundRecorder()
     is_killed = kill.get("party") == number and "round" in kill
     callbacks: list[TrainerCallback] = [recorder] if number == 0 else []

@@ -26,6 +26,7 @@ from language import masking_tokenizer
 from own_messages import sums_of
 from peft import LoraConfig, get_peft_model
 from rank_troubles import DECISIONS, Trouble, TroubleInClient, differ
+from sharded import sharded_arguments
 from tiny import arguments, rows, tiny_model
 from torch import nn
 from transformers import (
@@ -322,11 +323,13 @@ def train(rank: int, request: dict[str, Any]) -> None:
             json.dump(sums, file)
         return
     model, federation, args, trainer_args = scenario(name)
+    federation |= request.get("federation", {})
     if "differ" in request and rank == request["world_size"] - 1:
         differ(request["differ"], federation, args, trainer_args)
     if "log_level" in request:
         args["log_level"] = request["log_level"]
-    training_arguments = arguments(RUN_DIR, save_strategy="steps", **args)
+    build_arguments = sharded_arguments if request.get("sharded") else arguments
+    training_arguments = build_arguments(RUN_DIR, save_strategy="steps", **args)
     base = Float16Trainer if training_arguments.fp16 else Trainer
     if name in ("plain", "plain float16"):
         training_arguments.num_train_epochs = NUM_ROUNDS

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors.torch import save_file
 from transformers import Trainer, TrainerCallback
 
+from ..adapters.shards import values_here
 from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..engines import Engine, NetworkEngine
@@ -194,7 +195,7 @@ def build_trainer(
 
 def write_result(rank: int, trainer: Trainer, recorder: RoundRecorder, **notes: Any) -> None:
     """
-    Write the model, the log and the ledger of a process.
+    Write the model, the log and the ledger of a process. With FSDP2, the model has the shards of the process.
 
     Args:
         rank (`int`): The rank.
@@ -203,7 +204,7 @@ def write_result(rank: int, trainer: Trainer, recorder: RoundRecorder, **notes: 
         notes (`Any`): Further values for the notes, in JSON.
     """
     trainer.save_model("final")
-    state = {name: value.contiguous().clone() for name, value in trainer.model.state_dict().items()}
+    state = {name: values_here(value).contiguous().clone() for name, value in trainer.model.state_dict().items()}
     save_file(state, f"rank-{rank}.safetensors")
     content = {
         "log": trainer.state.log_history,

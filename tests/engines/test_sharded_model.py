@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launches import last_error, logs, same_bits
+from launches import Launch, last_error, logs, same_bits, weights
 from safetensors.torch import load_file
 from tiny import tiny_model
 from transformers import AutoModelForSequenceClassification
-from workers import without_timings
+from workers import without_timings, worker
 
 from hf_federated.server.anomaly_report import load_anomalies
 from hf_federated.trainer.checkpoint import read_server_state
@@ -215,6 +215,57 @@ def test_shards_of_another_number_of_processes_are_refused(run) -> None:
         read_server_state(directory / "run" / "checkpoint-2")
     run("sharded", "full", False, codes=(1, 1), args=SAVED, resume=True)
     assert "Resume with the number of processes and the FSDP setting" in last_error(directory, 0)
+
+
+# ---- Clients on other machines
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Callable[..., dict[str, Any]]]:
+    """Call `network(directory, scenario, ...)` to get the exit codes of the server and of all processes of clients."""
+    with worker("spread_client_worker.py") as ask:
+        fields = {"num_parties": 3, "num_ranks": 2, "sharded": True}
+        yield lambda directory, scenario, **options: ask(
+            {"directory": str(directory), "scenario": scenario, **fields, **options}
+        )
+
+
+def finished_in_one_launch(launch: Launch, directory: Path, scenario: str, method: dict[str, Any]) -> Path:
+    answer = launch(directory, scenario, 2, sharded=True, federation=method)
+    assert answer["codes"] == [0, 0], logs(directory)
+    return directory
+
+
+JOINED = "two data clients"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aggregation", ["fedavg", "scaffold"])
+def test_clients_that_join_with_shards_give_the_bytes_of_one_launch(launch, network, tmp_path, aggregation) -> None:
+    method = {"aggregation": aggregation, "aggregation_kwargs": {}}
+    expected = finished_in_one_launch(launch, tmp_path / "launch", JOINED, method)
+    found = tmp_path / "network"
+    answer = network(found, JOINED, federation=method)
+    assert answer["codes"] == [0] * 5, logs(found)
+    assert same_bits(load_file(expected / "final" / "model.safetensors"), weights(found))
+    assert notes(expected)["ledger"] == notes(found)["ledger"]
+    # The second process of each client keeps its shards.
+    assert len(list(found.glob("client-*/**/shard-1"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("before_reply", [False, True])
+def test_client_with_shards_continues_after_one_of_its_processes_was_killed(
+    launch, network, tmp_path, rank, before_reply
+) -> None:
+    method = {"aggregation": "scaffold", "aggregation_kwargs": {}}
+    expected = finished_in_one_launch(launch, tmp_path / "launch", JOINED, method)
+    found = tmp_path / "network"
+    kill = {"party": 1, "rank": rank, "round": 1, "before_reply": before_reply}
+    answer = network(found, JOINED, federation=method, kill=kill)
+    assert answer["codes"] == [0] * 5, logs(found)
+    assert same_bits(load_file(expected / "final" / "model.safetensors"), weights(found))
 
 
 # ---- Refused launches
