@@ -22,8 +22,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import EXCHANGES, HEAD
+from ..utils.lora_modules import find_lora_modules
 from ..utils.selection import Selection, select
-from .lora_modules import find_lora_modules
 from .shards import ShardedTensors, free_unsharded, values_here
 
 

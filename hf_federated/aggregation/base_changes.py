@@ -18,9 +18,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from ..adapters.lora_modules import LoraModule, find_lora_modules
 from ..messages import ClientUpdate, Fit
 from ..methods import ClientPart, Round
+from ..utils.lora_modules import LoraModule, find_lora_modules
 from ..utils.weighted_mean import State, Tensors
 from .lora_method import LoraAggregation
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..adapters.lora_modules import LoraModule, check_uniform, find_lora_modules, scaling_of
 from ..messages import ClientUpdate, Fit
 from ..methods import Accumulator, ClientPart, Round, UpdateCollection
 from ..utils.arguments import require
+from ..utils.lora_modules import LoraModule, check_uniform, find_lora_modules, scaling_of
 from ..utils.random import derived_seed
 from ..utils.weighted_mean import State, Tensors
 from .base_changes import BaseChangesAggregation, BasePart

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from ..adapters.lora_modules import find_lora_modules, scaling_of
+from ..utils.lora_modules import find_lora_modules, scaling_of
 from ..utils.weighted_mean import State
 from .checks.resume import CHANGEABLE_FIELDS
 from .launch_consistency import describe_setup, shortened

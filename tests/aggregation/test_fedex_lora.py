@@ -16,10 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_federated import FederatedCallback, FedExLoRA, Round, StackedLora
 from hf_federated.adapters import Exchange
-from hf_federated.adapters.lora_modules import find_lora_modules
 from hf_federated.aggregation.base_changes import CHANGES, LEFT, VERSION, BasePart
 from hf_federated.engines import LocalEngine
 from hf_federated.messages import Fit
+from hf_federated.utils.lora_modules import find_lora_modules
 
 
 class ManyLayers(nn.Module):

@@ -16,8 +16,8 @@ from tiny import tiny_model
 from torch import nn
 
 from hf_federated import ClientSpec, FedAvg, FederatedCallback, StackedLora
-from hf_federated.adapters.lora_modules import find_lora_modules
 from hf_federated.aggregation.stacked_lora import TRUNCATION, num_kept
+from hf_federated.utils.lora_modules import find_lora_modules
 
 
 def mean_product(states, examples):
