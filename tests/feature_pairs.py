@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from conformance import Answer, Question
-from peft import AdaLoraConfig, LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import AdaLoraConfig, LoraConfig, PromptTuningConfig, get_peft_model, prepare_model_for_kbit_training
 from sharded import sharded_arguments
 from tiny import arguments, rows, tiny_model
 from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
@@ -165,6 +165,10 @@ def dora_model() -> Any:
     return get_peft_model(tiny_model(), config)
 
 
+def prompt_model() -> Any:
+    return get_peft_model(tiny_model(), PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2))
+
+
 def quantized_model() -> Any:
     """A model in 8 bits with LoRA. With 4 bits, bitsandbytes cannot train on some CPUs after an evaluation."""
     config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["classifier", "pooler"])
@@ -305,6 +309,7 @@ add("launch", "2 ranks, data", federation={"parallelism": "data"}, num_processes
 add("launch", "2 ranks, clients", federation={"parallelism": "clients"}, num_processes=2)
 add("launch", "2 ranks, FSDP", num_processes=2, is_sharded=True)
 add("launch", "2 ranks, FSDP and clients", federation={"parallelism": "clients"}, num_processes=2, is_sharded=True)
+add("launch", "2 ranks, FSDP and prompts", num_processes=2, is_sharded=True, model=prompt_model)
 add("launch", "2 ranks, FSDP and LoRA", num_processes=2, is_sharded=True, model=lora_model)
 secure = {"max_weight": 8, "min_survivors": 2, "pins": "none"}
 for name in SECURE_AGGREGATIONS:

@@ -283,6 +283,13 @@ OTHER_ADAPTER = Feature(
     MODEL, "An adapter other than LoRA, such as DoRA, AdaLoRA, LoHa, LoKr, VeRA or OFT", _other_adapter
 )
 ONE_FACTOR = Feature(MODEL, "LoRA modules of which one factor is frozen", _one_factor)
+PROMPTS = Feature(
+    MODEL,
+    "Prompt learning, such as prompt tuning and prefix tuning",
+    lambda c: (
+        "prompt learning" if isinstance(c.model, PeftModel) and c.model.active_peft_config.is_prompt_learning else ""
+    ),
+)
 QUANTIZED = Feature(
     MODEL, "A quantized base model (QLoRA)", lambda c: "a quantized model" if is_quantized(c.model) else ""
 )

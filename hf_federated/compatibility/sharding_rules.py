@@ -44,6 +44,24 @@ SHARDING_RULES: tuple[Rule, ...] = (
         "Leave `report_anomalies` and AnomalyReport out, or use plain data parallelism.",
     ),
     Rule(
+        f.MORE_FACTORS,
+        f.SHARDED,
+        "AdaLoRA adds a term of whole factors to the loss, and each process holds shards of them",
+        "Use LoRA, or plain data parallelism.",
+    ),
+    Rule(
+        f.PROMPTS,
+        f.SHARDED,
+        "PEFT reads the embeddings outside of the forward pass, in which FSDP gathers them",
+        "Use LoRA, or plain data parallelism.",
+    ),
+    Rule(
+        f.QUANTIZED,
+        f.SHARDED,
+        "shards of quantized weights were not tested, and weights in 8 bits cannot be sharded",
+        "Load the model without quantization, or use plain data parallelism.",
+    ),
+    Rule(
         f.CLIENT_PARALLEL,
         f.SHARDED,
         "each process would train other clients, but FSDP shards one model over all processes",

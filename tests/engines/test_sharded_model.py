@@ -37,6 +37,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fednova": {"args": SGD},
     "scaffold": {"args": SGD},
     "fedexp": {"args": SGD},
+    "fedper": {"federation": {"evaluate_clients": True}, "args": {"eval_strategy": "steps"}},
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "carried optimizer": {"federation": {"client_optimizer_state": "carry"}},
@@ -271,7 +272,6 @@ def test_client_with_shards_continues_after_one_of_its_processes_was_killed(
 # ---- Refused launches
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("request_fields", "words"),
     [
