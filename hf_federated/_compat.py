@@ -743,6 +743,24 @@ def micro_steps_per_generation(args: TrainingArguments) -> int:
     return int(steps) * int(vars(args).get("num_iterations", 1))
 
 
+def completions_per_generation(args: TrainingArguments) -> int | None:
+    """Number of completions that one process generates at a time; `None` for trainers that generate none."""
+    if (steps := vars(args).get("steps_per_generation")) is None:
+        return None
+    return int(args.per_device_train_batch_size) * int(steps)
+
+
+def set_generation_batch_size(args: TrainingArguments) -> None:
+    """
+    Set the number of completions of all processes that train together.
+
+    The arguments of TRL count the processes of the launch when they are built. With `parallelism="clients"`, a client
+    trains in one of them.
+    """
+    if (own := completions_per_generation(args)) is not None:
+        vars(args)["generation_batch_size"] = own * args.world_size
+
+
 def num_repeats(args: TrainingArguments) -> int:
     """How often a trainer reads each example in an epoch. Trainers of TRL repeat a prompt for each completion."""
     if vars(args).get("steps_per_generation") is None:

@@ -173,9 +173,12 @@ class PublicTrainer:
             kwargs: Further arguments of the trainer.
         """
         made = {"args": self.arguments(folder, **(args or {})), "train_dataset": train_dataset}
+        made |= {**self.parts(folder), **kwargs}
         if self.library == "trl":
-            made |= {"model": saved_language_model(folder), "processing_class": chat_tokenizer()}
-        return cls(**{**made, **self.parts(folder), **kwargs})
+            made.setdefault("processing_class", chat_tokenizer())
+            if "model" not in made:
+                made["model"] = saved_language_model(folder)
+        return cls(**made)
 
 
 GENERATES = {"max_completion_length": 4, "num_generations": 2}

@@ -16,6 +16,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import conformance
@@ -307,12 +308,31 @@ def sft_trainer(
     )
 
 
+def grpo_trainer(callbacks: list[TrainerCallback]) -> Any:
+    """Build a GRPO trainer with LoRA over three clients, whose rounds end within an epoch."""
+    from language import language_model
+    from public_trainers import TRAINERS, prompts
+
+    torch.manual_seed(0)
+    spec = TRAINERS["GRPOTrainer"]
+    return spec.build(
+        federate(spec.trainer_class),
+        Path(),
+        {"east": prompts("north", 5), "north": prompts("north", 4), "south": prompts("south", 3)},
+        {"output_dir": RUN_DIR, "save_strategy": "epoch", "beta": 0.1, "num_iterations": 2},
+        model=language_model(),
+        peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        callbacks=callbacks,
+        federation=FederatedConfig(num_rounds=3, local_steps=4, parallelism="clients"),
+    )
+
+
 def train(rank: int, request: dict[str, Any]) -> None:
     """Run a scenario in the current directory, and write the model and the notes of this rank."""
     name, trouble = request["scenario"], request.get("trouble")
     recorder = RoundRecorder()
-    if name == "sft":
-        trainer: Trainer = sft_trainer([recorder])
+    if name in ("sft", "grpo"):
+        trainer: Trainer = sft_trainer([recorder]) if name == "sft" else grpo_trainer([recorder])
         trainer.train()
         write_notes(rank, trainer, recorder)
         return
@@ -436,7 +456,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         return run_sharded(request)
     if isinstance(request["scenario"], dict):
         return answer(request)
-    if request["scenario"] == "sft":
+    if request["scenario"] in ("sft", "grpo"):
         from trl import SFTConfig, SFTTrainer  # before the fork, because the import takes seconds
 
         assert SFTConfig and SFTTrainer

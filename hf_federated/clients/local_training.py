@@ -30,7 +30,7 @@ from transformers import (
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
-from .._compat import prepared_objects, set_prepared_objects, set_train_tokens
+from .._compat import prepared_objects, set_generation_batch_size, set_prepared_objects, set_train_tokens
 from ..adapters.shards import load_optimizer_state, parameters_here
 from ..methods import ClientPart
 from ..utils.random import derived_seed, seed_generators
@@ -323,6 +323,7 @@ def client_arguments(args: TrainingArguments, local_epochs: int, local_steps: in
     local.push_to_hub = False
     local.skip_memory_metrics = True
     local.save_total_limit = None
+    set_generation_batch_size(local)
     if not torch.accelerator.is_available():
         # torch ignores the setting then, and warns about it for each data loader.
         local.dataloader_pin_memory = False

@@ -157,6 +157,22 @@ def test_trl_trainer_gives_identical_results_over_two_processes(finished) -> Non
     assert without_timings(notes(single)["log"]) == without_timings(notes(several, 1)["log"])
 
 
+@pytest.mark.slow
+def test_grpo_gives_identical_results_over_two_processes(finished) -> None:
+    pytest.importorskip("trl")
+    single, several = finished("grpo", 1), finished("grpo", 2)
+    # Each process trains whole clients.
+    assert {client_id for rank in range(2) for _, client_id in notes(several, rank)["trained"]} == {
+        *("east", "north", "south")
+    }
+    assert all(same_bits(weights(single), weights(several, rank)) for rank in range(2))
+    expected, actual = (
+        [{**entry, "step_time": None} for entry in without_timings(notes(directory)["log"])]
+        for directory in (single, several)
+    )
+    assert expected == actual and [entry["num_tokens"] for entry in expected if "num_tokens" in entry]
+
+
 @pytest.mark.parametrize(
     "scenario",
     [

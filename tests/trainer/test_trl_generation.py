@@ -91,6 +91,16 @@ def test_round_that_would_discard_completions_is_refused_with_the_next_values(
         grpo(tmp_path, CLIENTS, args=args, federation={"local_steps": int(number)})
 
 
+def test_completions_of_a_prompt_in_several_processes_are_refused_for_clients_in_one_process(tmp_path) -> None:
+    """With two processes, TRL accepts a batch of two for four completions of a prompt."""
+    trainer = grpo(tmp_path, CLIENTS, args={"num_generations": 4, "per_device_train_batch_size": 4})
+    trainer.args.per_device_train_batch_size = 2
+    trainer.args.steps_per_generation = 1
+    config = FederatedConfig(num_rounds=1, parallelism="clients")
+    with pytest.raises(ValueError, match="= 2 completions at a time. .* num_generations=4. Set `per_device_train_"):
+        check_arguments(trainer, config, trainer.aggregation)
+
+
 def test_moving_teacher_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="teacher_model_kind='ema' does not work in a federation: set it to 'base'"):
         grpo(tmp_path, CLIENTS, "SDPOTrainer", args={"teacher_model_kind": "ema"})

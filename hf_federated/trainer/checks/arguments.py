@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
-from ..._compat import micro_steps_per_generation, refusal_of_trainer
+from ..._compat import completions_per_generation, micro_steps_per_generation, refusal_of_trainer
 from ...adapters.shards import is_divided_when_loaded
 from ...aggregation import Aggregation
 from ...clients import UnsupportedTrainerError
@@ -138,8 +138,16 @@ def check_generations(args: TrainingArguments, federation: FederatedConfig) -> N
         federation ([`FederatedConfig`]): The configuration.
 
     Raises:
-        ValueError: If `local_steps` does not end a generation. The message has the nearest two values that do.
+        ValueError: If `local_steps` does not end a generation, with the nearest two values that do. If one process
+            generates a part of the completions of a prompt, but trains whole clients.
     """
+    completions, num_generations = completions_per_generation(args), vars(args).get("num_generations")
+    if federation.parallelism == "clients" and completions and num_generations and completions % num_generations:
+        raise ValueError(
+            f"parallelism='clients' trains a client in one process, which generates per_device_train_batch_size * "
+            f"steps_per_generation = {completions} completions at a time. This is not a multiple of "
+            f"{num_generations=}. Set `per_device_train_batch_size` to a multiple of {num_generations}."
+        )
     period, accumulation = micro_steps_per_generation(args), args.gradient_accumulation_steps
     local_steps = federation.local_steps
     if local_steps is None or local_steps * accumulation % period == 0:
