@@ -19,13 +19,18 @@ from hf_federated.experiments.recipe.schema import RecipeError
 
 
 # Logged values of a method that are kept in the record of a run: the aggregation weight of each client, whether an LLM
-# failed to provide weights, the ratio of feedback to distillation, and the losses of distillation.
+# failed to provide weights, the ratio of feedback to distillation, the losses of distillation, and the errors of
+# averaged and truncated LoRA factors.
 WEIGHT_PREFIX = "federated/weight/"
 METHOD_LOGS = {
     "federated/llm_fell_back",
     "federated/feedback_ratio",
     "federated/server_distillation_loss",
     "federated/client_distillation_loss",
+    "federated/lora_inexactness",
+    "federated/lora_inexactness_max",
+    "federated/lora_truncation",
+    "federated/lora_truncation_max",
 }
 # Fields of a federation that baselines do not use.
 EXCHANGE_FIELDS = ("aggregation", "aggregation_kwargs", "distillation", "distillation_kwargs")

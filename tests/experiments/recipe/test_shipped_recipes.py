@@ -117,6 +117,8 @@ def test_benchmark_recipes_run_one_round_on_a_tiny_model(
         settings = tiny_split_overrides(values, llama_dir, cloze_dir, phrases_dir, texts_dir)
     else:
         settings = tiny_overrides(values, model_dir, texts_dir, superglue_dir)
+    if path.parent.name == "lora":
+        settings += [f"model.name_or_path={llama_dir}", "partition.column=speaker"]
     values = read_values(path, settings)
     runs = plan_runs(values, read_section(values), has_seed)
     run = next(run for run in runs if run.method == "federated")
