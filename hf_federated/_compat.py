@@ -251,6 +251,15 @@ PRIVATE_NAMES = (
         "TRL counts the tokens of a run in the trainer. Clients train in copies of the trainer, which count alone.",
         "`num_tokens` and `eval_num_tokens` in the logs of `federate(SFTTrainer)` and `federate(DPOTrainer)` are 0.",
     ),
+    *(
+        PrivateName(
+            f"trl.GRPOTrainer.{name}",
+            "wrapper: drop_generations",
+            "The trainer of a client keeps its completions until the memory is collected.",
+            "Clients of GRPO need more memory.",
+        )
+        for name in ("_step", "_buffered_inputs")
+    ),
     # ---- accelerate: wrapped
     *(
         PrivateName(
@@ -759,6 +768,13 @@ def set_generation_batch_size(args: TrainingArguments) -> None:
     """
     if (own := completions_per_generation(args)) is not None:
         vars(args)["generation_batch_size"] = own * args.world_size
+
+
+def drop_generations(trainer: Trainer) -> None:
+    """Release the completions of a trainer of TRL after its training. A new training starts with a new generation."""
+    if "_buffered_inputs" in vars(trainer):
+        del vars(trainer)["_buffered_inputs"]
+        vars(trainer).pop("_step", None)
 
 
 def num_repeats(args: TrainingArguments) -> int:

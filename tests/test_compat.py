@@ -18,6 +18,7 @@ from accelerate.state import GradientState
 from datasets import Dataset
 from language import language_model, texts, tokenizer
 from packaging.version import Version
+from public_trainers import TRAINERS, prompts
 from tiny import arguments, rows, tiny_model
 
 import hf_federated
@@ -61,6 +62,8 @@ def instances(tmp_path_factory) -> dict[str, Any]:
     }
     if importlib.util.find_spec("trl") is not None:
         objects["trl.SFTTrainer"] = sft_trainer(output_dir)
+        spec = TRAINERS["GRPOTrainer"]
+        objects["trl.GRPOTrainer"] = spec.build(spec.trainer_class, output_dir, prompts("north", 2))
     return objects
 
 

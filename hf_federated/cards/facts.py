@@ -132,6 +132,8 @@ class DataFacts:
             Minimum, median and maximum number of examples per client.
         partitioning (`dict[str, Any]`, *optional*):
             Name and arguments of the partitioner.
+        num_dropped (`int`, *optional*):
+            Number of examples that the trainer dropped, for example examples that are too long for `max_length`.
     """
 
     name: str | None = None
@@ -143,6 +145,7 @@ class DataFacts:
     num_clients: int | None = None
     rows_per_client: list[float] | None = None
     partitioning: dict[str, Any] | None = None
+    num_dropped: int | None = None
 
     @classmethod
     def from_data(cls, data: Any, name: str | None = None) -> DataFacts:

@@ -49,6 +49,7 @@ class FederatedRun(CardRun, Protocol):
     callback_handler: Any
     exchange: Exchange
     engine: Any
+    num_dropped_examples: int | None
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,10 @@ class RunRecord(CardRecord):
         eval_clients = trainer.eval_clients
         uses_clients = eval_clients is not None and (trainer.eval_dataset is None or not eval_clients.is_remote)
         eval_data = eval_clients if uses_clients else trainer.eval_dataset
+        common = common_fields(trainer, eval_data, "round", CardArguments(*args, **kwargs))
+        common["train_data"] = replace(common["train_data"], num_dropped=trainer.num_dropped_examples)
         return cls(
-            **common_fields(trainer, eval_data, "round", CardArguments(*args, **kwargs)),
+            **common,
             federation=_federation(trainer),
             exchanged=_exchanged(trainer),
             rounds=logs_by_step(log_history, "round", ("loss", "grad_norm", "learning_rate")),

@@ -201,6 +201,7 @@ def _data_rows(data: DataFacts) -> list[list[Any]]:
         ["Split", data.split],
         ["Fingerprint (`datasets`)", data.fingerprint],
         ["Examples", None if data.num_rows is None else format_count(data.num_rows)],
+        ["Examples that the trainer dropped", None if data.num_dropped is None else format_count(data.num_dropped)],
         ["Clients", None if data.num_clients is None else format_count(data.num_clients)],
         ["Examples per client", _range_and_median(data.rows_per_client)],
         ["Partitioning", format_call(partitioner, arguments) if partitioner else None],

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from .._compat import follows_steps_of_run
+from .._compat import drop_generations, follows_steps_of_run
 from ..adapters import Exchange, ModelMismatchError, optimizer_state_here
 from ..config import FederatedConfig
 from ..data.client_ids import similar_ids_hint
@@ -350,6 +350,7 @@ class ClientWorker:
                     handle.remove()
                 outer.model.zero_grad()
                 raise
+        drop_generations(trainer)
         if scaler is not None and scaler.skipped_all(trainer.state.global_step):
             logger.warning_once(ALL_STEPS_SKIPPED)
         return trainer

@@ -232,9 +232,9 @@ class PreparingMixin(_Base):
         return result
 
 
-def check_dropped(client_id: str, dataset: Any, prepared: Any, args: TrainingArguments) -> None:
+def check_dropped(client_id: str, dataset: Any, prepared: Any, args: TrainingArguments) -> int:
     """
-    Name a client whose examples the preparation has dropped.
+    Count the examples of a client that the preparation has dropped, and name the client.
 
     The trainers of TRL drop examples of which `max_length` would cut off all tokens that have a loss. Packing also
     reduces the number of examples, so only a client without any example is named then.
@@ -245,11 +245,14 @@ def check_dropped(client_id: str, dataset: Any, prepared: Any, args: TrainingArg
         prepared (`Any`): The prepared examples.
         args (`TrainingArguments`): The training arguments.
 
+    Returns:
+        `int`: Number of dropped examples; 0 with packing.
+
     Raises:
         ValueError: If no example is left.
     """
     if is_stream(dataset) or is_stream(prepared) or len(prepared) >= len(dataset):
-        return
+        return 0
     max_length = getattr(args, "max_length", None)
     reason = "the trainer filters its examples" if max_length is None else f"they are too long for {max_length=}"
     if not len(prepared):
@@ -258,11 +261,14 @@ def check_dropped(client_id: str, dataset: Any, prepared: Any, args: TrainingArg
             f"Client {client_id!r}: all {len(dataset)} examples were dropped, because {reason}. {advice}, or leave "
             "this client out."
         )
-    if not getattr(args, "packing", False):
-        logger.warning(
-            f"Client {client_id!r}: {len(dataset) - len(prepared)} of {len(dataset)} examples were dropped, because "
-            f"{reason}. They do not count for the weight of the client."
-        )
+    if getattr(args, "packing", False):
+        return 0
+    num_dropped = len(dataset) - len(prepared)
+    logger.warning(
+        f"Client {client_id!r}: {num_dropped} of {len(dataset)} examples were dropped, because {reason}. They do not "
+        "count for the weight of the client."
+    )
+    return num_dropped
 
 
 class PreparedClients(Mapping[str, Any]):
@@ -287,8 +293,10 @@ class PreparedClients(Mapping[str, Any]):
         self._preparation = preparation
         self._clients = clients
         self._prepared = dict(prepared or {})
+        # The number of examples that the preparation has dropped so far.
+        self.num_dropped = 0
         for client_id, dataset in self._prepared.items():
-            check_dropped(client_id, clients[client_id], dataset, args)
+            self.num_dropped += check_dropped(client_id, clients[client_id], dataset, args)
         if preparation.reads_weights:
             for client_id in clients:
                 self[client_id]
@@ -297,7 +305,7 @@ class PreparedClients(Mapping[str, Any]):
         if client_id not in self._prepared:
             dataset = self._clients[client_id]
             prepared = self._preparation(dataset)
-            check_dropped(client_id, dataset, prepared, self._args)
+            self.num_dropped += check_dropped(client_id, dataset, prepared, self._args)
             self._prepared[client_id] = prepared
         return self._prepared[client_id]
 

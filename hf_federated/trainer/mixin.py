@@ -207,6 +207,12 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         examples = FederatedDataset.from_dict({SERVER_NAME: participants.server_dataset})
         return self._prepared_datasets(preparation, examples, participants, {})
 
+    @property
+    def num_dropped_examples(self) -> int | None:
+        """Number of training examples that the preparation has dropped so far; `None` if it dropped none."""
+        datasets = self._federation_setup.train_datasets
+        return datasets.num_dropped or None if isinstance(datasets, PreparedClients) else None
+
     def as_plain_trainer(self, args: TrainingArguments) -> Any:
         """
         Return a shallow copy that behaves as the parent trainer, also while this trainer runs rounds.

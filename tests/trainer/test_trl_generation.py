@@ -63,8 +63,25 @@ def test_generations_of_a_client_do_not_reach_the_next_client(tmp_path) -> None:
         seen.append(prompts)
         return [float(i) for i in range(len(prompts))]
 
-    trainer = grpo(tmp_path, CLIENTS, args={"num_iterations": 2}, reward_funcs=reward)
+    trained: list[Any] = []
+
+    class KeepsTrainers(trl.GRPOTrainer):
+        def training_step(self, *args, **kwargs):
+            trained.append(self)
+            return super().training_step(*args, **kwargs)
+
+    trainer = TRAINERS["GRPOTrainer"].build(
+        federate(KeepsTrainers),
+        tmp_path,
+        CLIENTS,
+        {"num_iterations": 2},
+        reward_funcs=reward,
+        federation=FederatedConfig(num_rounds=2),
+    )
     trainer.train()
+    # The rounds of a client have different trainers, which keep nothing after their training.
+    assert len({id(each) for each in trained}) == 4
+    assert all({"_step", "_buffered_inputs"}.isdisjoint(vars(each)) for each in trained)
     # A local epoch generates once for each prompt, and trains on the completions twice.
     assert [words[0].split()[0][:4] for words in seen] == ["snow"] * 4 + ["sand"] * 2 + ["snow"] * 4 + ["sand"] * 2
     assert (vars(trainer)["_step"], vars(trainer)["_buffered_inputs"]) == (0, None)
