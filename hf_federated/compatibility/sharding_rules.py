@@ -20,6 +20,12 @@ SHARDING_RULES: tuple[Rule, ...] = (
         "Leave `distillation` out, or use plain data parallelism.",
     ),
     Rule(
+        f.NEEDS_LORA,
+        f.SHARDED,
+        "the method combines whole factors, and each process holds shards of them",
+        "Use aggregation='fedavg', or plain data parallelism.",
+    ),
+    Rule(
         f.NO_PARAMETERS,
         f.SHARDED,
         "FSDP shards one model, but each client keeps its own model",
