@@ -149,6 +149,8 @@ MARKED_KILLS = [
     pytest.param(scenario, kill, marks=[] if (scenario, kill) in FAST_KILLS else pytest.mark.slow)
     for scenario in SCENARIOS
     for kill in KILLS
+    # The secrets of a session are in memory only, so this client is lost in the round: see `test_secure_network.py`.
+    if not (scenario.startswith("secure_aggregation") and kill == "client before its reply")
 ]
 
 
