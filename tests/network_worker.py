@@ -20,7 +20,7 @@ from typing import Any
 
 import secure_memory
 from network_faults import run_proxy
-from rank_worker import scenario, sft_trainer, write_notes
+from rank_worker import GRPO_CLIENTS, grpo_trainer, scenario, sft_trainer, write_notes
 from sharded import sharded_arguments
 from tiny import arguments
 from transformers import TrainerCallback
@@ -117,8 +117,8 @@ def train(number: int, request: dict[str, Any]) -> None:
     name, address, kill = request["scenario"], request["address"], request.get("kill") or {}
     if "memory" in request:
         watch_memory(number, request["memory"])
-    if name == "sft":
-        train_sft(number, address)
+    if name in ("sft", "grpo"):
+        train_trl(name, number, address)
         return
     model, federation, args, trainer_args = scenario(name)
     federation.pop("parallelism", None)
@@ -197,17 +197,17 @@ def watch_memory(number: int, lost: int) -> None:
         secure_memory.record_secrets(number, number == lost)
 
 
-def train_sft(number: int, address: str) -> None:
-    """Run one party of a federation of `SFTTrainer`, which prepares its examples in the constructor."""
-    clients = ["north", "south"]
+def train_trl(name: str, number: int, address: str) -> None:
+    """Run one party of `SFTTrainer` or `GRPOTrainer`. Their constructors need a dataset, which the server lacks."""
+    build, clients = (sft_trainer, ["north", "south"]) if name == "sft" else (grpo_trainer, [*GRPO_CLIENTS])
     if number:
-        name = clients[number - 1]
-        trainer = sft_trainer([], f"client-{number}", [name])
-        trainer.join(address, client_id=name, insecure=True, connect_timeout=60)
+        client_id = clients[number - 1]
+        trainer = build([], f"client-{number}", [client_id])
+        trainer.join(address, client_id=client_id, insecure=True, connect_timeout=60)
         return
     recorder = RoundRecorder()
     engine = NetworkEngine(clients, address=address, insecure=True, join_timeout=60)
-    trainer = sft_trainer([recorder], clients=[], engine=engine)
+    trainer = build([recorder], clients=[], engine=engine)
     trainer.train()
     write_notes(0, trainer, recorder)
 

@@ -308,22 +308,32 @@ def sft_trainer(
     )
 
 
-def grpo_trainer(callbacks: list[TrainerCallback]) -> Any:
-    """Build a GRPO trainer with LoRA over three clients, whose rounds end within an epoch."""
+GRPO_CLIENTS = ("east", "north", "south")
+
+
+def grpo_trainer(
+    callbacks: list[TrainerCallback],
+    output_dir: str = RUN_DIR,
+    clients: Sequence[str] = GRPO_CLIENTS,
+    **kwargs: Any,
+) -> Any:
+    """Build a GRPO trainer with LoRA, whose rounds end within an epoch. A server has no clients."""
     from language import language_model
     from public_trainers import TRAINERS, prompts
 
+    examples = {"east": prompts("north", 5), "north": prompts("north", 4), "south": prompts("south", 3)}
     torch.manual_seed(0)
     spec = TRAINERS["GRPOTrainer"]
     return spec.build(
         federate(spec.trainer_class),
         Path(),
-        {"east": prompts("north", 5), "north": prompts("north", 4), "south": prompts("south", 3)},
-        {"output_dir": RUN_DIR, "save_strategy": "epoch", "beta": 0.1, "num_iterations": 2},
+        {name: examples[name] for name in clients} or None,
+        {"output_dir": output_dir, "save_strategy": "epoch", "beta": 0.1, "num_iterations": 2},
         model=language_model(),
         peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
         callbacks=callbacks,
         federation=FederatedConfig(num_rounds=3, local_steps=4, parallelism="clients"),
+        **kwargs,
     )
 
 

@@ -67,10 +67,13 @@ def test_cut_connections_do_not_change_a_byte(network, reference, tmp_path):
 
 
 @pytest.mark.slow
-def test_server_with_a_trainer_that_prepares_its_examples_gives_the_bytes_of_one_process(network, reference, tmp_path):
-    answer = network(tmp_path, "sft", num_parties=3)
-    assert answer["codes"] == [0] * 3, logs(tmp_path)
-    assert_same_run(reference("sft"), tmp_path)
+@pytest.mark.parametrize(("scenario", "num_parties"), [("sft", 3), ("grpo", 4)])
+def test_server_with_a_trainer_of_trl_gives_the_bytes_of_one_process(
+    network, reference, tmp_path, scenario, num_parties
+):
+    answer = network(tmp_path, scenario, num_parties=num_parties)
+    assert answer["codes"] == [0] * num_parties, logs(tmp_path)
+    assert_same_run(reference(scenario), tmp_path, "step_time")
 
 
 def test_clients_evaluate_on_their_own_examples(network, reference, tmp_path):

@@ -271,7 +271,7 @@ def test_client_without_remaining_examples_is_named(tmp_path):
     # Prompts that fill `max_length` leave no target tokens.
     long = {"prompt": [" ".join(WORDS["south"][:6])] * 2, "completion": [" x"] * 2}
     rows = {"north": prompts("north", 4), "south": Dataset.from_dict(long)}
-    with pytest.raises(ValueError, match="removed all examples of client 'south'"):
+    with pytest.raises(ValueError, match="'south': all 2 examples were dropped.*max_length=4"):
         trained(split_federate(trl.SFTTrainer), tmp_path, rows=rows, max_length=4)
 
 
