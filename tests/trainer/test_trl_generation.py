@@ -87,6 +87,20 @@ def test_generations_of_a_client_do_not_reach_the_next_client(tmp_path) -> None:
     assert (vars(trainer)["_step"], vars(trainer)["_buffered_inputs"]) == (0, None)
 
 
+def test_every_prompt_is_read_before_a_client_starts_again(tmp_path) -> None:
+    seen: list[str] = []
+
+    def reward(prompts: list[str], **columns: Any) -> list[float]:
+        seen.append(prompts[0])
+        return [0.0 for _ in prompts]
+
+    grpo(tmp_path, CLIENTS, federation={"num_rounds": 4, "local_steps": 1}, reward_funcs=reward).train()
+    # Two clients in four rounds. An epoch of the client in the south has two prompts.
+    north, south = seen[0::2], seen[1::2]
+    assert sorted(north) == sorted(CLIENTS["north"]["prompt"])
+    assert sorted(south) == sorted([*CLIENTS["south"]["prompt"]] * 2)
+
+
 def test_method_that_reads_batches_is_refused_for_batches_that_are_lists(tmp_path) -> None:
     with pytest.raises(ValueError, match="lists.*reads the tensors of a batch by name.*'fedprox'"):
         grpo(tmp_path, CLIENTS, federation={"distillation": "adafd"}, public_dataset=prompts("north", 2))
