@@ -55,6 +55,7 @@ SMALL = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
+RANKS = {"lora": 3, "lora of rank 1": 1}
 SIZES = {"a": 8, "b": 12, "c": 8}
 
 
@@ -68,10 +69,9 @@ def build_model(name: str) -> nn.Module:
         if name == "tied":
             # An embedding that is also the output layer.
             model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **SMALL))
-        elif name == "lora":
-            targets = ["query", "value"]
-            lora = LoraConfig(task_type="SEQ_CLS", r=3, target_modules=targets, modules_to_save=["classifier"])
-            model = get_peft_model(model, lora)
+        elif name in ("lora", "lora of rank 1"):
+            modules = {"target_modules": ["query", "value"], "modules_to_save": ["classifier"]}
+            model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=RANKS[name], **modules))
             for parameter_name, parameter in model.named_parameters():
                 if "lora_B" in parameter_name:
                     nn.init.normal_(parameter, std=0.1)
@@ -132,6 +132,7 @@ class Sizes(TrainerCallback):
 
     def __init__(self) -> None:
         self.found: dict[str, int] = {}
+        self.trains_all = False
 
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Any, **kwargs: Any
@@ -145,6 +146,8 @@ class Sizes(TrainerCallback):
             "optimizer": num_bytes(tensors_of(list(optimizer.state.values()))),
             "all tensors": num_bytes_in_memory(),
         }
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.trains_all = {id(each) for each in trained} == {id(each) for each in parameters if each.requires_grad}
 
 
 class ServerSizes(FederatedCallback):
@@ -206,6 +209,7 @@ def train(rank: int, request: dict[str, Any]) -> None:
         "ledger": trainer.ledger.to_dict(),
         "sizes": {**sizes.found, **server_sizes.found, "server optimizer": server},
         "total": total,
+        "trains_all": sizes.trains_all,
         "is_sharded": isinstance(trainer.model, FSDPModule),
         "client_metrics": trainer.client_metrics,
     }

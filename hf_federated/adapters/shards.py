@@ -90,6 +90,11 @@ def load_optimizer_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict({**state, "state": entries} if sharded else state)
 
 
+def parameters_of_groups(optimizer: Optimizer) -> list[list[Any]]:
+    """Return the parameters of the groups of an optimizer, if FSDP2 has sharded them. Otherwise an empty list."""
+    return [list(group["params"]) for group in optimizer.param_groups] if _sharded_parameters(optimizer) else []
+
+
 def _sharded_parameters(optimizer: Optimizer) -> dict[int, DTensor]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {number: value for number, value in enumerate(parameters) if isinstance(value, DTensor)}

@@ -31,7 +31,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy, TrainerMemoryTracker, has_length
 
 from .._compat import prepared_objects, set_generation_batch_size, set_prepared_objects, set_train_tokens
-from ..adapters.shards import load_optimizer_state, parameters_here
+from ..adapters.shards import load_optimizer_state, parameters_here, parameters_of_groups
 from ..methods import ClientPart
 from ..utils.random import derived_seed, seed_generators
 from .gradient_scaler import ClientScaler
@@ -82,6 +82,7 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         self.share_of_step = ShareOfStep()
+        self._sharded_groups: list[list[Any]] = []
         # Whether a method computes the loss of a training step from the loss of the trainer.
         self.changes_loss = any([part.changes_loss for part in self.parts])
         self._parts_with_gradients = [part for part in self.parts if part.changes_gradients]
@@ -157,6 +158,7 @@ class LocalTraining:
         Raises:
             UnsupportedTrainerError: If the optimizer trains another parameter. The message names the parameter.
         """
+        self._sharded_groups = parameters_of_groups(trainer.optimizer)
         known = {id(parameter) for parameter in (*self.parameters.values(), *self.local_parameters.values())}
         for group in trainer.optimizer.param_groups:
             for parameter in group["params"]:
@@ -172,6 +174,18 @@ class LocalTraining:
             # Some schedules multiply `lr` in each step. A new schedule must start from the first learning rate.
             for group in trainer.optimizer.param_groups:
                 group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))
+
+    def restore_groups(self, optimizer: Any) -> None:
+        """
+        Restore the parameters of the optimizer after accelerate has prepared it.
+
+        With FSDP2, accelerate finds a parameter by the address of its values, which is 0 for all empty shards.
+
+        Args:
+            optimizer (`Any`): The prepared optimizer.
+        """
+        for group, parameters in zip(optimizer.param_groups, self._sharded_groups, strict=False):
+            group["params"] = parameters
 
     def place_schedule(self, scheduler: LRScheduler, num_training_steps: int) -> None:
         """

@@ -125,7 +125,11 @@ def test_clients_train_a_sharded_model_as_a_whole_one(run) -> None:
 @pytest.mark.parametrize("model", ["full", "lora"])
 @pytest.mark.parametrize("method", METHODS)
 def test_methods_that_compute_value_by_value_give_equal_models(run, method, model) -> None:
-    plain, sharded = compare(run, model, with_method(method))
+    request = with_method(method)
+    if model == "lora":
+        # The norm for clipping is rounded in another order.
+        request["args"] = {**request.get("args", {}), "max_grad_norm": 0.0}
+    plain, sharded = compare(run, model, request)
     if model == "lora":
         assert sum_of_squares(saved(plain)) == sum_of_squares(saved(sharded))
 
@@ -137,6 +141,13 @@ def test_features_of_a_federation_give_equal_models(run, name) -> None:
     metrics = [without_timings(list(notes(each)["client_metrics"].values())) for each in (plain, sharded)]
     for client, other in zip(*metrics, strict=True):
         assert other == pytest.approx(client, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_optimizer_of_a_client_keeps_all_parameters_with_empty_shards(run) -> None:
+    """All factors A of the second process are empty. The address of their values is 0 for each of them."""
+    _, sharded = compare(run, "lora of rank 1", {"federation": {"client_optimizer_state": "carry"}})
+    assert all(notes(sharded, rank)["trains_all"] for rank in range(2))
 
 
 @pytest.mark.slow
