@@ -14,7 +14,7 @@ import torch
 
 from ..utils.fields import Count, check_values, describe
 from ..utils.printable import printable
-from ..utils.shards import with_whole_shapes
+from ..utils.shards import ACTIVE, with_whole_shapes
 from .serialization import FlatTree, PackedPieces, pack, packed_size, unpack
 
 
@@ -62,7 +62,8 @@ class Serializable:
 
         A message with shards has the length of the message with whole tensors.
         """
-        return packed_size(with_whole_shapes(self.to_tree()))
+        tree = self.to_tree()
+        return packed_size(with_whole_shapes(tree) if ACTIVE else tree)
 
     @classmethod
     def from_bytes(cls: type[M], blob: bytes | memoryview) -> M:

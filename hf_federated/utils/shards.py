@@ -32,8 +32,8 @@ class Shards:
     rank: int
 
 
-# The processes of a launch train one model, so there is one value in a process.
-_current: Shards | None = None
+# The shards of this process, or empty if states contain whole tensors. The processes of a launch train one model.
+ACTIVE: list[Shards] = []
 
 
 @contextmanager
@@ -44,17 +44,17 @@ def states_in_shards(shards: Shards | None) -> Iterator[None]:
     Args:
         shards ([`Shards`], *optional*): The shards, or `None` if states and messages contain whole tensors.
     """
-    global _current
-    before, _current = _current, shards
+    before = list(ACTIVE)
+    ACTIVE[:] = [] if shards is None else [shards]
     try:
         yield
     finally:
-        _current = before
+        ACTIVE[:] = before
 
 
 def shard_rank() -> int:
     """Return the rank of this process, or 0 if states contain whole tensors."""
-    return 0 if _current is None else _current.rank
+    return ACTIVE[0].rank if ACTIVE else 0
 
 
 def sum_over_shards(values: torch.Tensor) -> torch.Tensor:
@@ -67,10 +67,10 @@ def sum_over_shards(values: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.Tensor`: The sums, in float64 on the CPU. `values` itself if states contain whole tensors.
     """
-    if _current is None:
+    if not ACTIVE:
         return values
     sums = values.detach().to("cpu", torch.float64, copy=True)
-    _current.add([sums])
+    ACTIVE[0].add([sums])
     return sums
 
 
@@ -81,7 +81,7 @@ def norm_over_shards(norm: torch.Tensor) -> torch.Tensor:
     Args:
         norm (`torch.Tensor`): A scalar. It is returned if states contain whole tensors.
     """
-    return norm if _current is None else sum_over_shards(norm.double().square()).sqrt().to(norm.dtype)
+    return sum_over_shards(norm.double().square()).sqrt().to(norm.dtype) if ACTIVE else norm
 
 
 def first_over_shards(names: Iterable[str], found: str | None) -> str | None:
@@ -93,7 +93,7 @@ def first_over_shards(names: Iterable[str], found: str | None) -> str | None:
         found (`str`, *optional*): The name that this process has found. It is returned if states contain whole
             tensors.
     """
-    if _current is None:
+    if not ACTIVE:
         return found
     ordered = list(names)
     counts = sum_over_shards(torch.tensor([name == found for name in ordered])).tolist()
@@ -107,9 +107,9 @@ def with_whole_shapes(tree: Any) -> Any:
     Args:
         tree (`Any`): The tree of a message. It is returned if states contain whole tensors.
     """
-    if _current is None:
+    if not ACTIVE:
         return tree
-    shapes = _current.shapes
+    shapes = ACTIVE[0].shapes
     # A tensor that occurs twice is serialized once.
     found: dict[tuple[str, int], torch.Tensor] = {}
 
