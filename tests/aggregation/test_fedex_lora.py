@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_federated import FederatedCallback, FedExLoRA, Round, StackedLora
 from hf_federated.adapters import Exchange
-from hf_federated.aggregation.base_changes import CHANGES, LEFT, VERSION, BasePart
+from hf_federated.aggregation.base_changes import CHANGES, LEFT, VERSION
 from hf_federated.engines import LocalEngine
 from hf_federated.messages import Fit
+from hf_federated.methods import ClientContext
 from hf_federated.utils.lora_modules import find_lora_modules
 
 
@@ -174,15 +176,34 @@ def test_a_client_refuses_changes_that_do_not_follow_its_weights(change, message
     exchange = Exchange(model, with_base=True)
     run_round(method, exchange, {"a": trained(model, 0), "b": trained(model, 1)}, {"a": 1, "b": 1})
 
-    class Context:
-        memory: dict = {}
-
-    context = Context()
-    context.model = type("Model", (), {"exchange": exchange, "trainer": type("Trainer", (), {"model": model})})
-    part = BasePart(context, method)
-    part.receive(Fit(0, "c", 0, {}, settings={VERSION: 1}))
+    part = client_part(method, exchange, model, {}, 1)
     with pytest.raises((ValueError, KeyError), match=message):
         part.place(change(method.state_for("c", exchange.read())))
+
+
+def client_part(method, exchange, model, memory, version):
+    """The client half of a client with a memory, for a request with the given number of changes."""
+    context = ClientContext(
+        "c", SimpleNamespace(exchange=exchange, trainer=SimpleNamespace(model=model)), memory=memory
+    )
+    part = method.client(context)
+    part.receive(Fit(0, "c", 0, {}, settings={VERSION: version}))
+    return part
+
+
+def test_a_client_adds_only_the_changes_that_its_weights_lack():
+    """The server sends all changes to a client that did not reply, but the client may have trained."""
+    model, method = many_layers(rank=1), FedExLoRA()
+    method.check_model(model, {})
+    exchange, memory = Exchange(copy.deepcopy(model), with_base=True), {}
+    server = Exchange(model, with_base=True)
+    for number in range(3):
+        state = server.read()
+        part = client_part(method, exchange, model, memory, number)
+        placed = part.place(method.state_for("c", state))
+        assert all(torch.equal(placed[name], state[name]) for name in method.base_names)
+        assert memory.get("version", 0) == number
+        run_round(method, server, {"a": trained(model, number), "b": trained(model, 9)}, {"a": 1, "b": 2})
 
 
 # ---- Federations
