@@ -266,10 +266,11 @@ SCENARIOS += [f"secure_aggregation {name}" for name in SECURE_AGGREGATIONS]
 SCENARIOS += [f"exchange_codec {name}" for name in EXCHANGE_CODECS]
 
 # Algorithms that run in the slow tests only. The engines handle FedExP like `fednova`, which has a further mean too,
-# the robust aggregations like `median`, whose updates are on disk too, the LoRA methods like `rolora`, whose clients
-# send a part of the state, and these distillations like `dsfl`, whose clients also send predictions only.
+# the robust aggregations like `median`, whose updates are on disk too, the LoRA methods like `fedex_lora`, whose
+# clients receive other tensors and send a part of the state, and these distillations like `dsfl`, whose clients also
+# send predictions only.
 ROBUST_AGGREGATIONS = ("trimmed_mean", "geometric_median", "krum", "norm_bounded_mean", "centered_clipping", "fltrust")
-LORA_AGGREGATIONS = ("fedit", "ffa_lora", "fedsvd", "stacked_lora")
+LORA_AGGREGATIONS = ("fedit", "ffa_lora", "rolora", "fedsvd", "stacked_lora")
 SLOW_AGGREGATIONS = ("fedexp", *ROBUST_AGGREGATIONS, *LORA_AGGREGATIONS)
 SLOW_DISTILLATIONS = ("cronus", "fedmd", "mhat")
 SLOW_SCENARIOS = {f"aggregation {name}" for name in SLOW_AGGREGATIONS}

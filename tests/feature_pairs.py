@@ -277,7 +277,8 @@ add("codec", "exchange_codec", federation={"exchange_codec": "int8"})
 for name, direction in {"topk": "up", "powersgd": "down"}.items():
     settings = {"exchange_codec": name, "exchange_codec_kwargs": {"direction": direction}}
     add("codec", f"exchange_codec {direction}", federation=settings)
-add("step", "noise after a codec", trainer={"postprocessors": [QuantizeChanges(), GaussianNoise(1e-3)]})
+# Refused without another feature.
+add("step", "noise after a codec", runs=False, trainer={"postprocessors": [QuantizeChanges(), GaussianNoise(1e-3)]})
 add("exchange", "exchange='trainable'", federation={"exchange": "trainable"})
 add("exchange", "exchange='adapter'", LORA, federation={"exchange": "adapter"})
 add("exchange", "exchange='all'", federation={"exchange": "all"})
@@ -308,11 +309,11 @@ add("engine", "gRPC", engine=network_engine)
 add("launch", "2 ranks, data", federation={"parallelism": "data"}, num_processes=2)
 add("launch", "2 ranks, clients", federation={"parallelism": "clients"}, num_processes=2)
 add("launch", "2 ranks, FSDP", num_processes=2, is_sharded=True)
-sharded: dict[str, Any] = {"num_processes": 2, "is_sharded": True}
-# The first two launches are always refused. `engines/test_sharded_model.py` trains LoRA.
-add("launch", "2 ranks, FSDP and clients", runs=False, federation={"parallelism": "clients"}, **sharded)
-add("launch", "2 ranks, FSDP and prompts", runs=False, model=prompt_model, **sharded)
-add("launch", "2 ranks, FSDP and LoRA", runs=False, model=lora_model, **sharded)
+# Refused without another feature.
+shards = {"num_processes": 2, "is_sharded": True}
+add("launch", "2 ranks, FSDP and clients", runs=False, federation={"parallelism": "clients"}, **shards)
+add("launch", "2 ranks, FSDP and prompts", runs=False, model=prompt_model, **shards)
+add("launch", "2 ranks, FSDP and LoRA", num_processes=2, is_sharded=True, model=lora_model)
 secure = {"max_weight": 8, "min_survivors": 2, "pins": "none"}
 for name in SECURE_AGGREGATIONS:
     settings = {"secure_aggregation": name, "secure_aggregation_kwargs": secure}
