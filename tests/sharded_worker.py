@@ -61,6 +61,10 @@ SIZES = {"a": 8, "b": 12, "c": 8}
 
 def build_model(name: str) -> nn.Module:
     """Build a model. `"large"` has parameters of even shapes, the other models have empty shards and unequal ones."""
+    if name == "buffer":
+        model = tiny_model()
+        model.classifier.register_buffer("scale", torch.ones(2))
+        return model
     if name == "large":
         return tiny_model(hidden_size=64, intermediate_size=128, num_labels=4)
     model: nn.Module = tiny_model(num_labels=3, type_vocab_size=1, problem_type="single_label_classification")

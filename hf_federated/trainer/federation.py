@@ -16,6 +16,7 @@ from transformers import Trainer, TrainerControl, TrainingArguments
 
 from .._compat import set_signature_columns, train_tokens
 from ..adapters import Exchange
+from ..adapters.shards import free_unsharded
 from ..clients import RowLimit
 from ..clients.store import client_file_name
 from ..distillation import DistillationServer, Teachers
@@ -84,6 +85,9 @@ class Federation:
             setup.processes.broadcast_([*model.parameters(), *model.buffers()], source=0)
         self.engine = setup.engine
         saved = {} if checkpoint is None else read_server_state(checkpoint, setup.files)
+        if setup.is_sharded:
+            # After an evaluation, some modules have whole parameters in place of shards.
+            free_unsharded(model)
         changes_base = setup.aggregation.changes_base
         self.exchange = Exchange(model, setup.config.exchange, setup.config.keep_local, changes_base)
         self._shards = shards_of(self.exchange, setup.processes)

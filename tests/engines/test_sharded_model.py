@@ -287,9 +287,10 @@ def test_client_with_shards_continues_after_one_of_its_processes_was_killed(
     ("request_fields", "words"),
     [
         ({"declares_gpus": False}, "FSDP in a launch of type MULTI_CPU does not work .*accelerate shards models on"),
+        ({"model": "buffer"}, "'classifier.scale' is not sharded by FSDP2, .*Leave it out of the exchanged"),
         ({"federation": {"aggregation": "median"}}, "aggregation='median' does not work with FSDP: .*whole updates"),
     ],
 )
 def test_launches_that_would_not_work_are_refused(run, tmp_path, request_fields, words) -> None:
-    run("refused", "full", True, codes=(1, 1), **request_fields)
+    run("refused", codes=(1, 1), **{"model": "full", "sharded": True, **request_fields})
     assert re.search(words, last_error(tmp_path / "refused", 0))
