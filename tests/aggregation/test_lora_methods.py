@@ -160,6 +160,36 @@ def test_clients_train_the_factors_of_the_round(tmp_path, aggregation, moved):
         assert changed(states[number], states[number + 1], "classifier")
 
 
+class Trained(FederatedCallback):
+    """Records the factors that each local training changed."""
+
+    def __init__(self) -> None:
+        self.factors = []
+
+    def on_train_begin(self, args, state, control, model, **kwargs):
+        self.before = {name: value.detach().clone() for name, value in model.named_parameters() if "lora_" in name}
+
+    def on_train_end(self, args, state, control, model, **kwargs):
+        changed = {
+            name for name, value in model.named_parameters() if "lora_" in name and (value != self.before[name]).any()
+        }
+        self.factors.append("".join(factor for factor in "AB" if any(f"lora_{factor}" in name for name in changed)))
+
+
+@pytest.mark.parametrize(("aggregation", "expected"), [("ffa_lora", "BBB"), ("rolora", "BAB"), ("fedsvd", "BBB")])
+def test_the_other_factor_keeps_its_value_on_a_client(tmp_path, aggregation, expected):
+    trained = Trained()
+    trainer = build_federation(
+        tmp_path,
+        num_rounds=3,
+        federation={"aggregation": aggregation},
+        trainer={"model": lora_model(), "client_callbacks": [trained]},
+        weight_decay=0.1,
+    )
+    trainer.train()
+    assert trained.factors == [factor for factor in expected for _ in CLIENTS]
+
+
 @pytest.mark.parametrize("aggregation", ["ffa_lora", "rolora", "fedsvd"])
 def test_clients_send_fewer_bytes_and_receive_both_factors(tmp_path, aggregation):
     trainer, states = train(tmp_path / "one", aggregation, num_rounds=1)
