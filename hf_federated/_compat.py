@@ -770,11 +770,14 @@ def set_generation_batch_size(args: TrainingArguments) -> None:
         vars(args)["generation_batch_size"] = own * args.world_size
 
 
+# The attribute of a trainer of TRL that holds completions.
+COMPLETIONS = "_buffered_inputs"
+
+
 def drop_generations(trainer: Trainer) -> None:
     """Release the completions of a trainer of TRL after its training. A new training starts with a new generation."""
-    if "_buffered_inputs" in vars(trainer):
-        del vars(trainer)["_buffered_inputs"]
-        vars(trainer).pop("_step", None)
+    for name in (COMPLETIONS, "_step"):
+        vars(trainer).pop(name, None)
 
 
 def num_repeats(args: TrainingArguments) -> int:

@@ -2,7 +2,8 @@
 
 from ..messages.validation import RefusedRequestError
 from .agreement import Agreement
-from .local_training import UnsupportedTrainerError, client_arguments, fresh_collator
+from .failures import UnsupportedTrainerError
+from .local_training import client_arguments, fresh_collator
 from .models import ClientModels, OwnModels, SharedModel
 from .sampling import ClientSampler, RowLimit, batches_per_round, client_seed
 from .spec import ClientSpec

@@ -34,16 +34,11 @@ from .._compat import prepared_objects, set_generation_batch_size, set_prepared_
 from ..adapters.shards import load_optimizer_state, parameters_here, parameters_of_groups
 from ..methods import ClientPart
 from ..utils.random import derived_seed, seed_generators
+from .failures import UnsupportedTrainerError, as_mapping, parameter_name
 from .gradient_scaler import ClientScaler
 from .sampler_position import SamplerPosition
 from .share_of_step import ShareOfStep
 from .streams import ClientStream
-
-
-class UnsupportedTrainerError(ValueError):
-    """
-    The trainer cannot train each client separately. The error ends the run, because it does not depend on the client.
-    """
 
 
 @dataclass
@@ -65,8 +60,8 @@ class LocalTraining:
         scaler ([`ClientScaler`], *optional*): The client's gradient scaler, if the training scales its loss.
         stream ([`~hf_federated.clients.streams.ClientStream`], *optional*): The client's examples, if they are a
             stream.
-        sampler_position ([`~hf_federated.clients.sampler_position.SamplerPosition`], *optional*): The position of the
-            client in its sampler, if the client trains on all of its examples.
+        keeps_position (`bool`, *optional*, defaults to `False`): Whether the client continues in a sampler without
+            epochs, from `kept_position`, its position after the last round.
     """
 
     round: int
@@ -78,7 +73,9 @@ class LocalTraining:
     optimizer_state: dict[str, Any] | None = None
     scaler: ClientScaler | None = None
     stream: ClientStream | None = None
-    sampler_position: SamplerPosition | None = None
+    keeps_position: bool = False
+    kept_position: dict[str, Any] | None = None
+    sampler_position: SamplerPosition | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.share_of_step = ShareOfStep()
@@ -91,7 +88,7 @@ class LocalTraining:
     def on_batch(self, model: nn.Module, inputs: Any, num_items: Any) -> None:
         """Run before the loss of a micro-batch is computed."""
         for part in self._parts_with_batches:
-            part.on_batch(model, _mapping(inputs, part), num_items)
+            part.on_batch(model, as_mapping(inputs, part), num_items)
 
     def on_gradients(self, trainer: Trainer) -> None:
         """
@@ -115,7 +112,7 @@ class LocalTraining:
 
     def inputs(self, inputs: Any) -> dict[str, Any]:
         """Return the inputs of the model for a batch."""
-        changed = dict(_mapping(inputs, next(part for part in self.parts if part.changes_loss)))
+        changed = dict(as_mapping(inputs, next(part for part in self.parts if part.changes_loss)))
         for part in self.parts:
             changed = part.inputs(changed)
         return changed
@@ -140,8 +137,8 @@ class LocalTraining:
             batches = args.max_steps * args.gradient_accumulation_steps
             epochs_per_round = math.ceil(batches / len(loader)) if has_length(loader) else 1
         source: ClientStream | SamplerPosition | None = self.stream
-        if self.sampler_position is not None and self.sampler_position.attach(loader):
-            source = self.sampler_position
+        if self.keeps_position and not has_epochs(loader):
+            source = self.sampler_position = SamplerPosition(loader, self.kept_position)
         return EpochOffsetLoader(loader, self.round * epochs_per_round, source)
 
     def num_schedule_steps(self, num_training_steps: int) -> int:
@@ -164,7 +161,7 @@ class LocalTraining:
             for parameter in group["params"]:
                 if id(parameter) not in known and parameter.requires_grad:
                     raise UnsupportedTrainerError(
-                        f"The optimizer trains {_parameter_name(trainer, parameter)}, which is not a parameter of the "
+                        f"The optimizer trains {parameter_name(trainer, parameter)}, which is not a parameter of the "
                         "model. It would not be exchanged, and the next client would continue with the value of this "
                         "client. Add it to the model before you create the trainer (for example, add a loss with "
                         "parameters as a module of the model), or remove it from the optimizer."
@@ -198,22 +195,6 @@ class LocalTraining:
         place_schedule(scheduler, position if self.global_schedule else 0)
 
 
-def _mapping(inputs: Any, part: ClientPart) -> Mapping[str, Any]:
-    """
-    Check that a method can read a batch.
-
-    Raises:
-        UnsupportedTrainerError: If the batch is not a mapping.
-    """
-    if isinstance(inputs, Mapping):
-        return inputs
-    raise UnsupportedTrainerError(
-        f"{type(part).__name__} reads the tensors of a batch by name, but a batch of this trainer is a "
-        f"{type(inputs).__name__}. Use a method that works on parameters or gradients, such as aggregation='fedavg' "
-        "or 'fedprox'."
-    )
-
-
 def place_schedule(scheduler: LRScheduler, position: int) -> None:
     """
     Advance a schedule as if `position` steps had been taken.
@@ -240,13 +221,14 @@ def place_schedule(scheduler: LRScheduler, position: int) -> None:
             scheduler.step()
 
 
-def _parameter_name(trainer: Trainer, parameter: nn.Parameter) -> str:
-    for name, value in vars(trainer).items():
-        candidates = {"": value} if not isinstance(value, nn.Module) else dict(value.named_parameters(prefix="."))
-        for path, candidate in candidates.items():
-            if candidate is parameter:
-                return repr(f"{name}{path[1:]}")
-    return f"a parameter of shape {tuple(parameter.shape)}"
+def has_epochs(loader: Any) -> bool:
+    """Whether the sampler of a data loader can be set to an epoch, as the default sampler can."""
+    outer = getattr(loader, "batch_sampler", None)
+    inner = getattr(outer, "batch_sampler", None)
+    for sampler in (outer, getattr(outer, "sampler", None), inner, getattr(inner, "sampler", None)):
+        if callable(getattr(sampler, "set_epoch", None)):
+            return True
+    return False
 
 
 class EpochOffsetLoader:
@@ -337,7 +319,8 @@ def client_arguments(args: TrainingArguments, local_epochs: int, local_steps: in
     local.push_to_hub = False
     local.skip_memory_metrics = True
     local.save_total_limit = None
-    set_generation_batch_size(local)
+    if "steps_per_generation" in vars(local):
+        set_generation_batch_size(local)
     if not torch.accelerator.is_available():
         # torch ignores the setting then, and warns about it for each data loader.
         local.dataloader_pin_memory = False

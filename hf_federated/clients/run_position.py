@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState
+
+from .._compat import follows_steps_of_run
 
 
 class RunPositionCallback:
@@ -38,3 +40,11 @@ class RunPositionCallback:
             return event(args, position, control, **kwargs)
 
         return call
+
+
+def at_round(callbacks: Sequence[TrainerCallback], round: int, num_rounds: int) -> list[Any]:
+    """Return callbacks of which those with a schedule over the training see the position in the run."""
+    return [
+        RunPositionCallback(callback, round, num_rounds) if follows_steps_of_run(callback) else callback
+        for callback in callbacks
+    ]

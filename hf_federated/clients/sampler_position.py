@@ -31,45 +31,29 @@ class SamplerPosition:
     The position of a client in its sampler, in one round.
 
     Args:
+        loader (`Any`): The data loader of the client. Its sampler cannot be set to an epoch.
         kept (`dict[str, Any]`, *optional*): The return value of [`~SamplerPosition.state`] after the last round.
     """
 
-    def __init__(self, kept: dict[str, Any] | None = None) -> None:
+    def __init__(self, loader: Any, kept: dict[str, Any] | None = None) -> None:
         kept = kept or {}
         # The number of batches that the trainer has used of the current epoch.
         self._num_batches = int(kept.get(_NUM_BATCHES, 0))
         # The states of the generators at the start of the current epoch.
         self._own: list[torch.Tensor] = kept.get(_OWN, [])
         self._global: torch.Tensor | None = kept.get(_GLOBAL)
-        self._generators: list[torch.Generator] = []
-        self._length = 0
-
-    def attach(self, loader: Any) -> bool:
-        """
-        Continue in the sampler of a data loader.
-
-        Args:
-            loader (`Any`): The data loader of the client.
-
-        Returns:
-            `bool`: Whether the sampler cannot be set to an epoch. Other loaders are not changed.
-        """
-        samplers = _samplers(loader)
-        if not samplers or any(callable(getattr(sampler, "set_epoch", None)) for sampler in samplers):
-            return False
-        values = [value for sampler in samplers for value in getattr(sampler, "__dict__", {}).values()]
+        values = [value for sampler in _samplers(loader) for value in getattr(sampler, "__dict__", {}).values()]
         self._generators = list(dict.fromkeys(value for value in values if isinstance(value, torch.Generator)))
         self._length = len(loader)
         for generator, state in zip(self._generators, self._own, strict=False):
             generator.set_state(state)
-        return True
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """
         Iterate over as many batches as an epoch has: the rest of the current epoch, and the start of the next one.
 
         Args:
-            loader (`Any`): The data loader of the client, which is attached.
+            loader (`Any`): The data loader of the client.
         """
         num_left = self._length
         while num_left > 0:

@@ -15,13 +15,13 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from .._compat import drop_generations, follows_steps_of_run
+from .._compat import COMPLETIONS, drop_generations, follows_steps_of_run, train_tokens
 from ..adapters import Exchange, ModelMismatchError, optimizer_state_here
 from ..config import FederatedConfig
 from ..data.client_ids import similar_ids_hint
 from ..data.torch_datasets import is_map_style, is_stream, subset
 from ..distributed.process_group import PeerFailedError
-from ..messages import ClientFailure, Evaluate, Fit, Message, Metrics
+from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 from ..messages.secure_aggregation import SecureFit
 from ..messages.validation import INVALID_CONTENT, RefusedRequestError, first_non_finite, refusal_of, refusing
 from ..methods import ClientContext, ClientPart, Method
@@ -32,29 +32,29 @@ from ..utils.shards import Shards
 from ..utils.trainer_banner import trainer_banner
 from ..utils.weighted_mean import State
 from .agreement import Agreement
-from .failures import describe_failure
+from .evaluation import evaluate
+from .failures import UnsupportedTrainerError, describe_failure
 from .gradient_scaler import ALL_STEPS_SKIPPED, ClientScaler
 from .kept_state import LOCAL, MEMORIES, STEP_MEMORIES, has_state_after, state_before, with_note
 from .local_training import (
     LocalTraining,
     LocalTrainingCallback,
-    UnsupportedTrainerError,
     client_arguments,
     fresh_collator,
     local_trainer,
     preserved_process_state,
 )
 from .models import ClientModel, ClientModels, OwnModel, diverged
-from .run_position import RunPositionCallback
-from .sampler_position import SamplerPosition
+from .run_position import at_round
 from .sampling import draw_examples
 from .secure_answers import SecureAnswers
 from .streams import ClientStream
-from .update_contents import update_of
 
 
 logger = logging.get_logger(__name__)
 
+# Keys of log entries that are not metrics: the progress of training, and token counts, which have a separate field.
+NON_METRIC_KEYS = {"epoch", "step", "num_input_tokens_seen", "num_tokens"}
 # Opening a client's examples takes longer than a small training step, and an open client needs some kilobytes.
 MAX_OPEN_CLIENTS = 256
 
@@ -116,6 +116,7 @@ class ClientWorker:
         self._num_rounds = config.num_rounds or 1
         self._postprocessors = postprocessors
         self._callbacks = list(callbacks)
+        self._has_schedule = any(map(follows_steps_of_run, callbacks))
         self._keeps_open = len(train_datasets) <= MAX_OPEN_CLIENTS
         self._open_datasets: dict[str, tuple[Any, bool]] = {}
         # With one client, the global generators are not seeded: the run must equal a run of the plain Trainer.
@@ -256,7 +257,7 @@ class ClientWorker:
             trainer = self._train(message, model, parts, before)
         model.exchange.check_unchanged(model.trainer.model)
         local = model.exchange.read_local()
-        update = update_of(message, trainer, model.exchange.read() if message.returns_state else {})
+        update = _update(message, trainer, model.exchange.read() if message.returns_state else {})
         for part in parts:
             update = part.send(update)
         after = self._state_after(trainer, contexts, local)
@@ -325,10 +326,12 @@ class ClientWorker:
             optimizer_state=kept.get("optimizer"),
             scaler=scaler,
             stream=stream,
-            sampler_position=None if is_streamed or is_subset else SamplerPosition(kept.get("sampler")),
+            keeps_position=not is_streamed and not is_subset,
+            kept_position=kept.get("sampler"),
         )
-        callbacks = [LocalTrainingCallback(message.seed if self.is_federation else None)]
-        callbacks += self._callbacks_at(message.round, local.global_schedule)
+        callbacks: list[Any] = [LocalTrainingCallback(message.seed if self.is_federation else None)]
+        with_position = self._has_schedule and local.global_schedule
+        callbacks += at_round(self._callbacks, message.round, self._num_rounds) if with_position else self._callbacks
         callbacks += [callback for part in parts for callback in part.callbacks]
         if scaler is not None:
             callbacks.append(scaler)
@@ -350,19 +353,11 @@ class ClientWorker:
                     handle.remove()
                 outer.model.zero_grad()
                 raise
-        drop_generations(trainer)
+        if COMPLETIONS in vars(trainer):
+            drop_generations(trainer)
         if scaler is not None and scaler.skipped_all(trainer.state.global_step):
             logger.warning_once(ALL_STEPS_SKIPPED)
         return trainer
-
-    def _callbacks_at(self, round: int, global_schedule: bool) -> list[Any]:
-        """Return the callbacks of a local training. A schedule over the training covers all rounds."""
-        return [
-            RunPositionCallback(callback, round, self._num_rounds)
-            if global_schedule and follows_steps_of_run(callback)
-            else callback
-            for callback in self._callbacks
-        ]
 
     def _select_examples(self, message: Fit) -> tuple[Any, bool, bool]:
         """Return the examples of this round, and whether they are a stream, and a random subset of all examples."""
@@ -401,13 +396,31 @@ class ClientWorker:
             model.exchange.write(message.state)
         if model.exchange.has_local:
             model.exchange.write_local(self.models.get_state(message.client_id).get(LOCAL), message.client_id)
-        local = LocalTraining(message.round, self._num_rounds, False, {})
-        trainer = local_trainer(model.trainer, self._arguments(model), None, local, [])
-        # `bf16_full_eval` permanently casts the model unless the trainer is in training.
-        trainer.is_in_train = trainer.is_in_train or isinstance(model, OwnModel)
-        with preserved_process_state(model.trainer), preserved_generators():
-            metrics = trainer.evaluate(dataset)
-        # TRL reports the number of training tokens of the run as `eval_num_tokens`, which a client does not know.
-        metrics.pop("eval_num_tokens", None)
-        values = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
-        return Metrics(message.round, message.client_id, num_examples=len(dataset), metrics=values)
+        return evaluate(model.trainer, self._arguments(model), message, dataset, isinstance(model, OwnModel))
+
+
+def _update(message: Fit, trainer: Any, state: State) -> ClientUpdate:
+    """Return the result of a local training."""
+    stream = trainer.local_training.stream
+    # The trainers of TRL that generate completions count tokens in the state with every setting. The other trainers of
+    # TRL count tokens themselves, and `Trainer` counts tokens if a setting asks for it.
+    counted = train_tokens(trainer) if trainer.args.include_num_input_tokens_seen == "no" else None
+    return ClientUpdate(
+        round=message.round,
+        client_id=message.client_id,
+        state=state,
+        num_examples=len(trainer.train_dataset) if stream is None else stream.num_examples,
+        num_tokens=counted or trainer.state.num_input_tokens_seen,
+        num_steps=trainer.state.global_step,
+        metrics=_training_metrics(trainer),
+    )
+
+
+def _training_metrics(trainer: Trainer) -> dict[str, float]:
+    """Return the metrics of a local training: the last entry of the trainer's log that has a loss."""
+    metrics = {"total_flos": float(trainer.state.total_flos)}
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for name, value in (entries[-1] if entries else {}).items():
+        if name not in NON_METRIC_KEYS and isinstance(value, (int, float)):
+            metrics[name] = float(value)
+    return metrics

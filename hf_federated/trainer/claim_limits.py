@@ -29,6 +29,7 @@ class ClaimLimits:
 
     def __init__(self, setup: FederationSetup, args: TrainingArguments, num_examples: dict[str, int | None]) -> None:
         self._setup, self._args, self._num_examples = setup, args, num_examples
+        self._num_repeats = num_repeats(args)
 
     def __call__(self, client_id: str, max_rows: int | None) -> UpdateLimits:
         """
@@ -78,5 +79,5 @@ class ClaimLimits:
             config.local_steps,
             step_size,
             None if has_own_count else max_input_length(trainer),
-            num_repeats(trainer.args),
+            self._num_repeats,
         )

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..clients.local_training import UnsupportedTrainerError
+from ..clients import UnsupportedTrainerError
 
 
 ADVICE = (
