@@ -456,7 +456,8 @@ def build(
             trainer["train_dataset"] = {client_id: clients[client_id]}
             trainer.pop("server_dataset", None)
             if "clients" in trainer:
-                trainer["clients"] = {client_id: trainer["clients"][client_id]}
+                specs = trainer["clients"]
+                trainer["clients"] = {client_id: specs[client_id]} if client_id in specs else {}
             trainer |= {} if evaluated is None else {"eval_dataset": evaluated.select_clients([client_id])}
     elif parts.engine is not None:
         trainer["engine"] = parts.engine()

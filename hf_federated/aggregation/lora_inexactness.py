@@ -22,6 +22,7 @@ import torch
 
 from ..messages import ClientUpdate
 from ..methods import Accumulator, UpdateCollection
+from ..utils.shards import ACTIVE
 from ..utils.weighted_mean import Tensors
 from .base import Aggregation
 from .lora_factors import FactorPair, find_pairs
@@ -35,12 +36,14 @@ MEDIAN, MAXIMUM = "federated/lora_inexactness", "federated/lora_inexactness_max"
 
 def exchanged_pairs(method: Aggregation, expected: Tensors) -> list[FactorPair]:
     """
-    Return the LoRA modules of which clients send both factors.
+    Return the LoRA modules of which clients send both factors. Empty if a process has shards of the factors.
 
     Args:
         method ([`Aggregation`]): The averaging algorithm.
         expected (`Mapping[str, torch.Tensor]`): The state that the server expects in an update.
     """
+    if ACTIVE:
+        return []
     # The tensors of a dry round have no values.
     floating = [name for name, value in expected.items() if value.is_floating_point() and not value.is_meta]
     is_averaged = method.averages_both_factors and method.update_content == "parameters"

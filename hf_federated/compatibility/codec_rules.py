@@ -55,6 +55,12 @@ CODEC_RULES: tuple[Rule, ...] = (
         "Leave the postprocessor or `exchange_codec` out.",
     ),
     Rule(
+        ANY_CODEC,
+        f.SHARDED,
+        "the codec encodes whole tensors, and each process holds shards of them",
+        "Set exchange_dtype='bfloat16' in place of `exchange_codec`, or use plain data parallelism.",
+    ),
+    Rule(
         CODEC_DOWN,
         CHANGES_REQUESTS,
         "the codec sends all clients of a round the same state",

@@ -26,12 +26,6 @@ SHARDING_RULES: tuple[Rule, ...] = (
         "Use aggregation='fedavg', or plain data parallelism.",
     ),
     Rule(
-        f.OWN_MESSAGES,
-        f.SHARDED,
-        "the messages of the method do not state which of their tensors are shards",
-        "Use a method with the messages of the library, such as aggregation='fedavg', or plain data parallelism.",
-    ),
-    Rule(
         f.NO_PARAMETERS,
         f.SHARDED,
         "FSDP shards one model, but each client keeps its own model",
