@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from functools import reduce
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -160,11 +159,11 @@ class ClientWorker:
         if self.shards is not None:
             message = model.exchange.shards.shards_of(message)
         try:
-            with trainer_banner(shown=False):
+            with trainer_banner(shown=False), ExitStack() as closing:
                 if secure is not None:
                     reply = secure.answer(message)
                 elif isinstance(message, Fit):
-                    reply, kept = self._fit(message, model)
+                    reply, kept = self._fit(message, model, closing)
                 elif isinstance(message, Evaluate):
                     reply = self._evaluate(message, model)
                 else:
@@ -211,27 +210,15 @@ class ClientWorker:
             return reply, None
         return reply, {**kept, MEMORIES: {**kept.get(MEMORIES, {}), key: memory}}
 
-    def _fit(self, message: Fit, model: ClientModel) -> tuple[Message, dict[str, Any] | None]:
+    def _fit(self, message: Fit, model: ClientModel, closing: ExitStack) -> tuple[Message, dict[str, Any] | None]:
         """Train a client. Return the reply, and the client's new state unless the client has diverged."""
         kept = self.models.get_state(message.client_id)
         before = state_before(kept, message) if isinstance(message, SecureFit) else kept
         contexts = {key: self._context(message.client_id, model, before, key) for key in self._methods}
-        with ExitStack() as stack:
-            parts = [method.client(contexts[key]) for key, method in self._methods.items()]
-            for part in parts:
-                stack.callback(part.close)
-            return self._fit_parts(message, model, kept, before, contexts, parts)
-
-    def _fit_parts(
-        self,
-        message: Fit,
-        model: ClientModel,
-        kept: Mapping[str, Any],
-        before: Mapping[str, Any],
-        contexts: Mapping[str, ClientContext],
-        parts: Sequence[ClientPart],
-    ) -> tuple[Message, dict[str, Any] | None]:
-        """Train a client with the client halves of the methods."""
+        parts = [method.client(contexts[key]) for key, method in self._methods.items()]
+        for part in parts:
+            if type(part).close is not ClientPart.close:
+                closing.callback(part.close)
         step_memories = dict(before.get(STEP_MEMORIES, {}))
         if self._postprocessors:
             with refusing(message, "state"):
@@ -245,7 +232,10 @@ class ClientWorker:
         try:
             for part in parts:
                 part.receive(message)
-            state = reduce(lambda placed, part: part.place(placed), parts, message.state)
+            state = message.state
+            for part in parts:
+                if type(part).place is not ClientPart.place:
+                    state = part.place(state)
         except ModelMismatchError:
             raise
         except INVALID_CONTENT as error:

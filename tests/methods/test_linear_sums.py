@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "norm_bounded_mean": {"max_norm": 0.25},
     "centered_clipping": {"radius": 0.25},
 }
-NOT_LINEAR = {"median", "trimmed_mean", "geometric_median", "krum", "fltrust"}
+NOT_LINEAR = {"median", "trimmed_mean", "geometric_median", "krum", "fltrust", "stacked_lora", "fedex_lora"}
 LINEAR = sorted(AGGREGATIONS.keys() - NOT_LINEAR)
 DTYPES = {"half": torch.bfloat16, "float16": torch.float16, "matrix": torch.float32, "scalar": torch.float64}
 NUM_EXAMPLES = [30, 7, 250, 1, 64]

@@ -8,6 +8,7 @@ from typing import cast
 from transformers.utils import logging
 
 from ...aggregation import Aggregation, lora_inexactness
+from ...aggregation.lora_factors import FactorPair
 from ...engines import Plan
 from ...messages import ClientUpdate, Message
 from ...messages.validation import InvalidUpdateError
@@ -48,8 +49,12 @@ class ReceivedUpdates:
         context.bound.begin_round(requests.expected_state, requests.averaged_extra, round.number)
         # A method of a user can send factors of other shapes.
         is_known = self._averaging.needs_lora or not requests.individual
-        common = requests.expected_state if is_known else {}
-        self._pairs = lora_inexactness.exchanged_pairs(self._averaging, common)
+        has_lora = is_known and "lora_" in " ".join(requests.expected_state)
+        # Most methods receive whole updates.
+        self._completes = type(self._averaging).whole_update is not Aggregation.whole_update
+        self._pairs: list[FactorPair] = []
+        if has_lora:
+            self._pairs = lora_inexactness.exchanged_pairs(self._averaging, requests.expected_state)
         self._sums = GroupedAccumulator(self._build_sums, round.cohort, context.bound.max_ratio)
         self._measured: dict[str, tuple[dict[str, float], Magnitude]] = {}
         # The round whose request each update answers.
@@ -61,7 +66,8 @@ class ReceivedUpdates:
     def _build_sums(self) -> Accumulator:
         requests = self._requests
         sums = self._methods[0].accumulator(requests.expected_state, requests.expected_extra)
-        lora_inexactness.add_collection(sums, requests.expected_state, self._pairs)
+        if self._pairs:
+            lora_inexactness.add_collection(sums, requests.expected_state, self._pairs)
         return sums
 
     def add(self, reply: Message, receive: Callable[[Message], ClientUpdate]) -> None:
@@ -81,13 +87,15 @@ class ReceivedUpdates:
             self._reject(reply.client_id, str(error))
             self.num_failed += 1
             return
-        update = self._averaging.whole_update(update, self._requests.expected_state)
+        if self._completes:
+            update = self._averaging.whole_update(update, self._requests.expected_state)
         sums = self._sums.add(update.client_id, context.bound.group_of(magnitude))
         context.fire("on_client_end", update=update)
         round.sums = sums
         for method in self._methods:
             method.accept(round, update)
-        lora_inexactness.add_factors(sums, update, self._averaging)
+        if self._pairs:
+            lora_inexactness.add_factors(sums, update, self._averaging)
         round.sums = None
         self._measured[update.client_id] = (update.reported_metrics, magnitude)
         self._numbers[update.client_id] = update.round
@@ -138,7 +146,8 @@ class ReceivedUpdates:
             steps.accept({client_id: number for client_id, number in self._numbers.items() if client_id in accepted})
         sums = self._sums.settle(bound.is_accepted)
         engine.reduce(plan, sums)
-        round.logs.update(lora_inexactness.measure(sums, self._pairs))
+        if self._pairs:
+            round.logs.update(lora_inexactness.measure(sums, self._pairs))
         return Collected(sums, RoundSummary.from_clients(accepted, len(rejected), round.number), rejected)
 
     def _check_enough(self, asked: Sequence[str], rejected: dict[str, str], num_accepted: int) -> None:

@@ -73,6 +73,8 @@ def compare_with_run(loaded: Any) -> Estimate:
 
 
 AVERAGING = {name: [f"federation.aggregation={name}"] for name in AGGREGATIONS if name != "mutual_kd"}
+for name in (name for name, cls in AGGREGATIONS.items() if cls.needs_lora):
+    AVERAGING[name].append("model.lora={r: 2}")
 AVERAGING["fednova"].append("training.optim=sgd")
 AVERAGING["krum"].append("federation.clients_per_round=5")
 AVERAGING["fltrust"] += PUBLIC
