@@ -52,7 +52,7 @@ class SumWorker:
     def __init__(self, models: Any = None) -> None:
         self.models: Any = MemoryStore() if models is None else models
         self.last_error: Exception | None = None
-        self.last_metrics, self.secure = None, None
+        self.last_metrics, self.secure, self.shards = None, None, None
         self.agreement = Agreement([], num_rounds=2)
 
     def handle(self, message: Message) -> Message:

@@ -182,7 +182,11 @@ class Exchange:
 
     def _detached(self, parameters: Mapping[str, nn.Parameter], buffers: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return tensors by name, read again: a model moved to another device has new tensors."""
-        tensors = {**parameters, **{name: self._model.get_buffer(name) for name in buffers}}
+        tensors: dict[str, torch.Tensor] = dict(parameters)
+        for name in buffers:
+            tensors[name] = self._model.get_buffer(name)
+        if not self.shards.shapes:
+            return {name: tensor.detach() for name, tensor in tensors.items()}
         return {name: values_here(tensor) for name, tensor in tensors.items()}
 
     @property
@@ -322,8 +326,11 @@ class Exchange:
 
     def _restore(self) -> None:
         if self._initial:
-            restored = self._detached(self.local_parameters, self._restored_buffers)
-            torch._foreach_copy_(list(restored.values()), list(self._initial.values()))
+            buffers = [self._model.get_buffer(name) for name in self._restored_buffers]
+            restored: list[torch.Tensor] = [*self.local_parameters.values(), *buffers]
+            if self.shards.shapes:
+                restored = [values_here(tensor) for tensor in restored]
+            torch._foreach_copy_(restored, list(self._initial.values()))
 
     @torch.no_grad()
     def share(self, state: Mapping[str, torch.Tensor]) -> None:

@@ -155,7 +155,8 @@ class LocalTraining:
         Raises:
             UnsupportedTrainerError: If the optimizer trains another parameter. The message names the parameter.
         """
-        self._sharded_groups = parameters_of_groups(trainer.optimizer)
+        if trainer.is_fsdp_enabled:
+            self._sharded_groups = parameters_of_groups(trainer.optimizer)
         known = {id(parameter) for parameter in (*self.parameters.values(), *self.local_parameters.values())}
         for group in trainer.optimizer.param_groups:
             for parameter in group["params"]:

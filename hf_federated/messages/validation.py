@@ -15,7 +15,7 @@ import torch
 from ..utils.fields import check_fields
 from ..utils.finite_values import SUM_DTYPES, is_finite
 from ..utils.printable import printable
-from ..utils.shards import first_over_shards
+from ..utils.shards import ACTIVE, first_over_shards
 from .base import Message
 from .ledger import Ledger
 from .training import CLASS_COUNT, ClientFailure, ClientUpdate, Metrics
@@ -157,17 +157,12 @@ def first_non_finite(state: Mapping[str, torch.Tensor]) -> str | None:
         for name, value in state.items()
         if value.is_floating_point() and value.numel() and not value.is_meta
     }
-    return first_over_shards(state, _first_non_finite(floating))
-
-
-def _first_non_finite(floating: Mapping[str, torch.Tensor]) -> str | None:
-    if not floating:
-        return None
     # As in `is_finite`, with one transfer from an accelerator for all tensors.
-    sums = torch.stack([value.sum(dtype=SUM_DTYPES[value.dtype]) for value in floating.values()])
-    if bool(sums.isfinite().all()):
-        return None
-    return next((name for name, value in floating.items() if not is_finite(value)), None)
+    sums = [value.sum(dtype=SUM_DTYPES[value.dtype]) for value in floating.values()]
+    found = None
+    if sums and not bool(torch.stack(sums).isfinite().all()):
+        found = next((name for name, value in floating.items() if not is_finite(value)), None)
+    return first_over_shards(state, found) if ACTIVE else found
 
 
 def _check_state(state: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], where: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from ..aggregation import Accumulator, Aggregation
 from ..messages import ClientUpdate
 from ..messages.validation import InvalidUpdateError
-from ..utils.shards import norm_over_shards, sum_over_shards
+from ..utils.shards import ACTIVE, norm_over_shards, sum_over_shards
 
 
 State = Mapping[str, torch.Tensor]
@@ -131,7 +131,9 @@ class BoundUpdate:
         self._limits = {}
         self._references = {part: statistics.median(medians) for part, medians in self._history.items()}
         if self.is_active:
-            num_values = sum_over_shards(torch.tensor(sum(map(torch.numel, self._state.values())))).item()
+            num_values = sum(map(torch.numel, self._state.values()))
+            if ACTIVE:
+                num_values = int(sum_over_shards(torch.tensor(num_values)))
             typical = TYPICAL_VALUE * math.sqrt(num_values)
             self._state_norm = max(_norm(list(self._state.values())), typical)
 
@@ -377,10 +379,6 @@ def _norm(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor] | N
     """Return the norm of tensors, or of their differences to other tensors. Overflow is avoided."""
     if not values:
         return 0.0
-    return norm_over_shards(torch.tensor(_norm_here(values, references), dtype=torch.float64)).item()
-
-
-def _norm_here(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor] | None) -> float:
     norm = math.inf
     for dtype in (torch.float32, torch.float64):
         # The norms have one tensor: small tensors that stay between large temporary ones would fragment the memory.
@@ -392,5 +390,5 @@ def _norm_here(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor
             norms[index] = torch.linalg.vector_norm(wide)
         norm = float(torch.linalg.vector_norm(norms))
         if math.isfinite(norm):
-            return norm
-    return norm
+            break
+    return norm_over_shards(torch.tensor(norm, dtype=torch.float64)).item() if ACTIVE else norm

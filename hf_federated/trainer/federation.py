@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -298,7 +299,7 @@ class Federation:
             round (`int`): Round number, from 0.
         """
         config = self._setup.config
-        with states_in_shards(self._shards):
+        with nullcontext() if self._shards is None else states_in_shards(self._shards):
             self.summary = self.loop.run(round)
         if config.local_steps is None:
             self.examples_seen += self.summary.num_examples * config.local_epochs
@@ -347,7 +348,7 @@ class Federation:
         """
         args = self._args
         self.loop.state = self._read_state()
-        with states_in_shards(self._shards):
+        with nullcontext() if self._shards is None else states_in_shards(self._shards):
             self.client_metrics = self.loop.evaluate(self._evaluated_clients())
         return spread_over_clients(self.client_metrics, args.metric_for_best_model, args.greater_is_better)
 

@@ -451,7 +451,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             self.lr_scheduler = RoundScheduler(self.args.learning_rate)
             return self.lr_scheduler
         local = self.local_training
-        if local is not None:
+        if local is not None and self.is_fsdp_enabled:
             local.restore_groups(self.optimizer)
         length = num_training_steps if local is None else local.num_schedule_steps(num_training_steps)
         if not self._optimizer_factories.is_empty:
