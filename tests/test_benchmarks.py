@@ -46,6 +46,7 @@ def test_benchmark_runs_and_writes_its_numbers(name, options, keys, tmp_path, mo
         assert numbers["formula"] == 4 * 8 * 16 * 4 < numbers["bytes"]
 
 
+@pytest.mark.slow
 def test_measurement_of_overhead_times_each_round_after_the_first(tmp_path):
     spec, result = tmp_path / "spec.json", tmp_path / "result.json"
     spec.write_text(json.dumps({"workload": {"model": "tiny", "num_clients": 2, "num_rounds": 3}, "threads": 1}))

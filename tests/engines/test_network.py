@@ -146,7 +146,6 @@ KILLS = {
 FAST_KILLS = [
     (FAST[0], "server"),
     (FAST[1], "client before its reply"),
-    (FAST[2], "client in a step"),
 ]
 MARKED_KILLS = [
     pytest.param(scenario, kill, marks=[] if (scenario, kill) in FAST_KILLS else pytest.mark.slow)

@@ -81,6 +81,7 @@ def test_failed_run_skips_the_checks_that_need_it(rank_worker):
     assert {outcome.skipped for outcome in outcomes[2:]} == {"the run on LocalEngine failed"}
 
 
+@pytest.mark.slow
 def test_secure_sum_passes_on_every_engine(rank_worker, capsys):
     """A method with its own messages, questions at both ends of a round, and a memory on the client."""
     report = check_method(SecureSum, worker=rank_worker)
