@@ -115,6 +115,7 @@ def partition_and_train(file: str, recipe: str, folder: str):
     }
 
 
+@pytest.mark.slow
 def test_string_labels_and_test_splits_are_read_from_repositories(news, recipe_for):
     recipe = recipe_for("anna/clients")
     with HubServer() as hub:

@@ -347,6 +347,7 @@ def most_live_tensors(output_dir, num_clients, monkeypatch):
     return max(counts)
 
 
+@pytest.mark.slow
 def test_memory_for_teachers_does_not_grow_with_the_number_of_clients(tmp_path, monkeypatch):
     few, many = (most_live_tensors(tmp_path / str(number), number, monkeypatch) for number in (2, 8))
     assert few == many

@@ -20,7 +20,9 @@ MARKED_SCENARIOS = [
 OTHER_ENGINES = [
     pytest.param(name, marks=[] if name == STRICTEST else pytest.mark.slow) for name in ENGINES if name != REFERENCE
 ]
-MOSTLY_SLOW = [pytest.param(name, marks=[] if "every_" in name else pytest.mark.slow) for name in SCENARIOS]
+MOSTLY_SLOW = [
+    pytest.param(name, marks=[] if "every_distillation_hook" in name else pytest.mark.slow) for name in SCENARIOS
+]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from workers import without_timings, worker
 
 NUM_PARTIES = 1 + len(SIZES)
 # Scenarios that run in the fast tests. They use every hook of an algorithm, and tensors that clients keep.
-FAST = ("aggregation every_aggregation_hook", "distillation every_distillation_hook", "aggregation fedper")
+FAST = ("aggregation every_aggregation_hook", "distillation every_distillation_hook")
 MARKED = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in SCENARIOS]
 
 
@@ -143,10 +143,7 @@ KILLS = {
 }
 
 
-FAST_KILLS = [
-    (FAST[0], "server"),
-    (FAST[1], "client before its reply"),
-]
+FAST_KILLS = [(FAST[0], "server")]  # `test_network_kills.py` kills a client
 MARKED_KILLS = [
     pytest.param(scenario, kill, marks=[] if (scenario, kill) in FAST_KILLS else pytest.mark.slow)
     for scenario in SCENARIOS

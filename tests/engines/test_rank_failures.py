@@ -160,6 +160,7 @@ def test_client_error_with_data_parallelism_names_the_client(launch, tmp_path: P
         assert "Client 'client 3', round 2: ValueError: these rows are bad" in error
 
 
+@pytest.mark.slow
 def test_run_resumes_after_a_killed_process(launch, finished, tmp_path: Path) -> None:
     answer = launch(tmp_path, "carry", 2, trouble="kill")
     assert answer["codes"] == [1, -signal.SIGKILL], logs(tmp_path)

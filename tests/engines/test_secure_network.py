@@ -82,10 +82,8 @@ def test_kill_of_the_server_at_a_random_time_does_not_change_a_byte(network, ref
     assert_same_run(local, directory)
 
 
-@pytest.mark.parametrize(
-    "phase",
-    [2, *(pytest.param(phase, marks=pytest.mark.slow) for phase in range(2 * PHASES) if phase != 2)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", range(2 * PHASES))
 def test_client_killed_in_a_phase_is_lost_in_one_round_only(network, reference, tmp_path, phase):
     """The client is killed when its reply is on disk and not yet sent, and starts again."""
     local, _ = reference
