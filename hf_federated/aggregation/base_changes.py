@@ -108,6 +108,8 @@ class BasePart(ClientPart):
                 f"the server sent changes {first} to {first + len(multiples)} of the base weights, but this client "
                 f"has the weights after change {version}"
             )
+        if min(multiples) < 1:
+            raise ValueError(f"the server sent the ranks {multiples} of the changes; each is at least 1")
         modules = find_lora_modules(self.context.model.trainer.model).values()
         return {module.base: _add_all(module, weights, state, multiples, version - first) for module in modules}
 

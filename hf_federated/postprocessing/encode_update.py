@@ -32,8 +32,8 @@ class EncodeUpdate(Postprocessor):
 
     Args:
         codec ([`~hf_federated.codecs.Codec`]): The codec `C`.
-        error_feedback (`bool`, *optional*, defaults to `True`): Whether the client keeps `e_i`, which needs the memory
-            of one update.
+        error_feedback (`bool`, *optional*, defaults to `True`): Whether the client keeps `e_i`. The error has the size
+            of an update.
 
     Raises:
         ValueError: In a run, if the memory of a client belongs to another round than the message of the server.

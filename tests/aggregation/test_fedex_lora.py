@@ -166,6 +166,8 @@ def test_a_client_without_a_reply_gets_all_changes_again():
     [
         (lambda state: state | {CHANGES: torch.tensor([1, 1])}, "changes 1 to 2 .* weights after change 0"),
         (lambda state: state | {CHANGES: torch.tensor([0, 1, 1])}, "changes 0 to 2"),
+        (lambda state: state | {CHANGES: torch.tensor([0, 0])}, r"the ranks \[0\] of the changes"),
+        (lambda state: state | {CHANGES: torch.tensor([0, -1])}, r"the ranks \[-1\] of the changes"),
         (lambda state: {name: value for name, value in state.items() if name != CHANGES}, CHANGES),
         (lambda state: {name: value for name, value in state.items() if not name.endswith(LEFT)}, LEFT),
     ],
