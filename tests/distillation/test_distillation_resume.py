@@ -13,7 +13,7 @@ ARGUMENTS = {"save_strategy": "epoch", "eval_strategy": "epoch"}
 # The kind of message at which the run of a method is killed, in the second round. The default is "distill".
 KILLED_AT = {"fedid": "feedback", "feddf": "fit", "fedaux": "fit", "feddrs": "fit", "feded": "predict"}
 # Methods and settings with the same state between rounds as others.
-SLOW_METHODS = ("cronus", "fedmd")
+SLOW_METHODS = ("cronus", "feddf", "fedmd", "mhat")
 SLOW_SETTINGS = ({"feedback": "per_example"}, {"feedback": "mpl"}, {"feedback": "none"}, {"weighting": "enwc"})
 CASES = [
     pytest.param(method, kwargs, marks=[pytest.mark.slow] if method in SLOW_METHODS or kwargs in SLOW_SETTINGS else [])

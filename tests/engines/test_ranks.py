@@ -41,18 +41,15 @@ SCENARIOS = [
 # Scenarios that always run over two and three processes. The conformance suite runs every algorithm over two
 # processes, so the other scenarios are slow tests.
 OVER_TWO = {"fedavg", "noise", "steps of the server", "carry", "lora", "local buffers", "fedid"}
-OVER_THREE = {"fedavg", "fedid"}
+OVER_THREE = {"fedavg"}
 SLOW = [pytest.mark.slow]
 RUNS = [pytest.param(name, 2, marks=[] if name in OVER_TWO else SLOW) for name in SCENARIOS]
 RUNS += [pytest.param(name, 2, marks=SLOW) for name in ("fedid mpl_sampled", "fedid per_example")]
 RUNS += [pytest.param(name, 3, marks=[] if name in OVER_THREE else SLOW) for name in SCENARIOS]
 RESUMED = {
     ("carry", (2, 1)),
-    ("scaffold", (1, 2)),
-    ("lora", (1, 2)),
     ("masked", (2, 1)),
     ("fedid", (3, 2)),
-    ("steps of the server", (2, 1)),
 }
 
 
@@ -120,6 +117,7 @@ def test_checkpoint_contains_the_same_teachers_over_any_number_of_processes(fini
     assert len(single) > 2 and single == several
 
 
+@pytest.mark.slow
 def test_data_parallel_processes_have_the_same_client_models(finished) -> None:
     directory = finished("fedid data", 2)
     assert same_bits(weights(directory, 0), weights(directory, 1))
@@ -176,10 +174,9 @@ def test_grpo_gives_identical_results_over_two_processes(finished) -> None:
 @pytest.mark.parametrize(
     "scenario",
     [
-        "unseeded fedavg",
         "unseeded lora",
-        "local lora",
-        *(pytest.param(f"unseeded {method}", marks=SLOW) for method in ("fedopt", "fedaux")),
+        pytest.param("local lora", marks=SLOW),
+        *(pytest.param(f"unseeded {method}", marks=SLOW) for method in ("fedavg", "fedopt", "fedaux")),
     ],
 )
 def test_every_process_starts_from_the_model_of_the_main_process(finished, scenario: str) -> None:

@@ -20,8 +20,6 @@ from hf_federated.server.collectors.round_records import FOLDER
 SCENARIO = "secure_aggregation secagg"
 NUM_PARTIES = 1 + len(SIZES)
 NUM_KILLS = 40
-# These kills of the server are part of every run of the tests.
-FAST_KILLS = (1,)
 # Phases of a client in a round. A client that is killed after the first one loses its secrets.
 PHASES = 5
 
@@ -62,10 +60,8 @@ def test_run_over_a_network_has_the_bytes_of_one_process(reference):
     assert num_clients(local) == [4, 4, 4]
 
 
-@pytest.mark.parametrize(
-    "number",
-    [number if number in FAST_KILLS else pytest.param(number, marks=pytest.mark.slow) for number in range(NUM_KILLS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(NUM_KILLS))
 def test_kill_of_the_server_at_a_random_time_does_not_change_a_byte(network, reference, tmp_path, number):
     local, seconds = reference
     choices = random.Random(f"server {number}")

@@ -58,7 +58,9 @@ def test_networked_run_gives_identical_weights_to_run_in_one_process(split, adap
     )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=[pytest.mark.slow] if name == "client_batch" else []) for name in STRATEGIES]
+)
 def test_networked_run_gives_identical_weights_in_mixed_precision(strategy, tmp_path):
     expected = []
     for bf16 in (True, False):

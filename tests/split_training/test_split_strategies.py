@@ -288,7 +288,7 @@ def test_bytes_of_a_step_are_within_one_percent_of_formula(strategy, tmp_path):
 @pytest.mark.parametrize(
     # The clients of "server_hierarchical" have links like those of "serial".
     "strategy",
-    ["serial", "client_batch", pytest.param("server_hierarchical", marks=pytest.mark.slow)],
+    ["serial", *(pytest.param(name, marks=pytest.mark.slow) for name in ("client_batch", "server_hierarchical"))],
 )
 def test_encryption_adds_28_bytes_per_message_and_a_handshake_per_rotation(strategy, tmp_path):
     plain = num_bytes_of_steps(tmp_path / "plain", strategy, num_epochs=2)

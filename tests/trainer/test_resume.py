@@ -39,12 +39,8 @@ MOMENTS = [
 QUICK = [
     ("fedopt", "client"),
     ("scaffold_disk", "before trainer_state.json"),
-    ("one_client", "before rename"),
-    ("balanced", "client"),
-    ("fp16", "client"),
     ("streams", "client"),
     ("lora", "aggregation"),
-    ("p_tuning", "before client states"),
     ("local_head", "client"),
     ("best", "rotation"),
     ("fedid", "exchange"),

@@ -32,7 +32,13 @@ def test_schedule_of_each_round_and_unknown_schedules_have_no_relative_rate(tmp_
     assert min(rates(tmp_path, num_rounds=10_000, lr_scheduler_type="cosine")) == 1e-3
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "polynomial", "constant_with_warmup"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "cosine",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("linear", "polynomial", "constant_with_warmup")),
+    ],
+)
 def test_rate_is_that_of_the_clients_in_the_middle_of_a_round(tmp_path, schedule):
     class Rates(FederatedCallback):
         def __init__(self):

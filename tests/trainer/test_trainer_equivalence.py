@@ -141,7 +141,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# The code path of each of these cases is that of another case.
+SLOW_CASES = {"constant_with_warmup", "polynomial", "inverse_sqrt", "cosine_with_min_lr", "cosine_with_restarts"}
+SLOW_CASES |= {"rmsprop", "adamw foreach", "label_smoothing", "evaluation on start"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] if case in SLOW_CASES else []) for case in CASES]
+)
 def test_one_client_equals_plain_trainer(tmp_path, case) -> None:
     assert_equal_runs(tmp_path, **CASES[case])
 
