@@ -1,0 +1,16 @@
+"""Tables in files: CSV as offices export it, JSON, Parquet, text and Excel workbooks, read as a stream of batches."""
+
+from .table import Table, TableError
+from .table_files import TABLE_SUFFIXES, data_suffix, read_table
+from .text_format import TableOptions, TextFormat
+
+
+__all__ = [
+    "TABLE_SUFFIXES",
+    "Table",
+    "TableError",
+    "TableOptions",
+    "TextFormat",
+    "data_suffix",
+    "read_table",
+]

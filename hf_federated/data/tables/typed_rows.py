@@ -1,0 +1,205 @@
+"""Convert rows of text into batches with types, as pandas infers them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from .table import BATCH_ROWS, Batch, TableError
+
+
+# The line at which each row starts, and the values of each row.
+TextRows: TypeAlias = "tuple[list[int], list[list[str]]]"
+# The texts that pandas reads as missing values.
+MISSING = (
+    "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A", "NA",
+    "NULL", "NaN", "None", "n/a", "nan", "null",
+)  # fmt: skip
+DECIMAL_COMMA = r"^[+-]?\d+,\d+$"
+PLAIN_INTEGER = r"^[+-]?\d+$"
+LEADING_ZERO = r"^[+-]?0\d"
+TYPE_NAMES = {"int64": "whole numbers", "uint64": "whole numbers", "double": "numbers", "bool": "true or false"}
+READ_AS_TEXT = "read the column as text with data.csv.text_columns in a recipe or --csv-text-columns"
+
+
+@dataclass
+class RowConverter:
+    """
+    Convert rows of text into batches.
+
+    The first batch determines the types of the columns, as in `datasets.load_dataset("csv")`. pandas converts the
+    values, so a file has the same types and values in both readers.
+
+    Args:
+        path (`Path`): The file, for error messages.
+        columns (`Sequence[str]`): The names of the columns.
+        text_columns (`Sequence[str]`): Columns that are text, even if all their values are numbers.
+        decimal_comma (`bool`, *optional*, defaults to `False`): Whether `1,5` is a number.
+        notes (`list[str]`): Receives sentences about values that a reader may not expect.
+    """
+
+    path: Path
+    columns: Sequence[str]
+    text_columns: Sequence[str] = ()
+    decimal_comma: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def batches(self, read: Callable[[], Iterator[TextRows]], as_text: bool) -> Iterator[Batch]:
+        """
+        Convert the rows.
+
+        Args:
+            read (`Callable`): Starts to read the rows.
+            as_text (`bool`): Whether all columns are text.
+        """
+        schema: pa.Schema | None = None
+        commas: list[str] = []
+        for lines, rows in read():
+            starts = np.array(lines, dtype=np.int64)
+            if as_text:
+                yield starts, text_batch(rows, self.columns)
+                continue
+            if schema is None:
+                schema, commas = self._infer(lines, rows, read)
+            texts = [field.name for field in schema if _is_text(field.type)]
+            batch = self._convert(rows, texts, commas)
+            arrays = [self._cast(batch.column(place), field, lines, rows, place) for place, field in enumerate(schema)]
+            yield starts, pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    def _infer(
+        self, lines: list[int], rows: list[list[str]], read: Callable[[], Iterator[TextRows]]
+    ) -> tuple[pa.Schema, list[str]]:
+        """The types of the columns, and the columns with decimal commas."""
+        batch = self._convert(rows, list(self.text_columns), [])
+        schema = batch.schema
+        if self.decimal_comma:
+            commas = [
+                field.name
+                for field, column in zip(schema, batch.columns, strict=True)
+                if _is_text(field.type) and field.name not in self.text_columns and _has_decimal_commas(column)
+            ]
+            schema = self._convert(rows, list(self.text_columns), commas).schema
+        else:
+            commas = []
+        empty = {
+            field.name
+            for field, column in zip(schema, batch.columns, strict=True)
+            if column.null_count == len(column) and field.name not in self.text_columns
+        }
+        if empty and len(rows) == BATCH_ROWS:
+            schema = self._infer_later(schema, empty, commas, read)
+        for name in commas:
+            self.notes.append(f"The column {name!r} has decimal commas, so 1,5 is read as 1.5.")
+        self._note_leading_zeros(schema, rows, lines)
+        return schema, commas
+
+    def _infer_later(
+        self, schema: pa.Schema, empty: set[str], commas: list[str], read: Callable[[], Iterator[TextRows]]
+    ) -> pa.Schema:
+        """Give a column without values in the first batch the type of the first batch in which it has a value."""
+        for _, rows in read():
+            batch = self._convert(rows, list(self.text_columns), commas)
+            for place, found in enumerate(batch.schema):
+                if found.name in empty and batch.column(place).null_count < len(rows):
+                    empty.discard(found.name)
+                    # Integers next to missing values are floats, as in the first batch.
+                    kind = pa.float64() if pa.types.is_integer(found.type) else found.type
+                    schema = schema.set(place, found.with_type(kind))
+            if not empty:
+                break
+        return schema
+
+    def _note_leading_zeros(self, schema: pa.Schema, rows: list[list[str]], lines: list[int]) -> None:
+        for place, column in enumerate(schema):
+            if pa.types.is_integer(column.type):
+                values = pa.array([row[place] for row in rows])
+                found = pc.index(pc.match_substring_regex(values, LEADING_ZERO), True).as_py()
+                if found >= 0:
+                    value = rows[found][place]
+                    self.notes.append(
+                        f"The column {column.name!r} has numbers with leading zeros, such as {value} on line"
+                        f" {lines[found]}, which is read as {int(value)}. To keep the zeros, {READ_AS_TEXT}."
+                    )
+
+    def _convert(self, rows: list[list[str]], texts: Sequence[str], commas: Sequence[str]) -> pa.RecordBatch:
+        """Convert rows with pandas, of which the columns `texts` stay text."""
+        import pandas as pd
+
+        for name in commas:
+            place = list(self.columns).index(name)
+            rows = [[*row[:place], row[place].replace(",", "."), *row[place + 1 :]] for row in rows]
+        stream = io.StringIO(newline="")
+        # The terminator has both characters of line breaks, so that the writer quotes values with either.
+        csv.writer(stream, lineterminator="\r\n").writerows(rows)
+        stream.seek(0)
+        numbers = {name: place for place, name in enumerate(self.columns)}
+        frame = pd.read_csv(
+            stream,
+            header=None,
+            index_col=False,
+            skip_blank_lines=False,
+            dtype={numbers[name]: str for name in texts if name in numbers},
+        )
+        frame.columns = list(self.columns)
+        return pa.RecordBatch.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
+
+    def _cast(
+        self, column: pa.Array, field: pa.Field, lines: list[int], rows: list[list[str]], place: int
+    ) -> pa.Array:
+        if column.type == field.type:
+            return column
+        try:
+            return column.cast(field.type)
+        except pa.ArrowInvalid as error:
+            for line, row in zip(lines, rows, strict=True):
+                if not _is_value(row[place], field.type):
+                    kind = TYPE_NAMES.get(str(field.type), str(field.type))
+                    raise TableError(
+                        f"{self.path}, line {line}, column {field.name!r}: the value {row[place][:50]!r} has another"
+                        f" type than the values of the first {BATCH_ROWS} rows, which are {kind}. Correct the value,"
+                        f" or {READ_AS_TEXT}."
+                    ) from error
+            raise TableError(
+                f"{self.path}, lines {lines[0]} to {lines[-1]}, column {field.name!r}: {error}"
+            ) from error
+
+
+def text_batch(rows: list[list[str]], columns: Sequence[str]) -> pa.RecordBatch:
+    """A batch of text, in which the texts that pandas reads as missing values are null."""
+    missing = pa.array(MISSING)
+    arrays = []
+    for values in zip(*rows, strict=True):
+        column = pa.array(values, type=pa.string())
+        arrays.append(pc.if_else(pc.is_in(column, missing), pa.scalar(None, pa.string()), column))
+    return pa.RecordBatch.from_arrays(arrays, names=list(columns))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _has_decimal_commas(column: pa.Array) -> bool:
+    commas = pc.match_substring_regex(column, DECIMAL_COMMA)
+    numbers = pc.or_(commas, pc.match_substring_regex(column, PLAIN_INTEGER))
+    return bool(pc.any(commas).as_py() and pc.all(numbers).as_py())
+
+
+def _is_value(text: str, kind: pa.DataType) -> bool:
+    """Whether pandas reads a text as a missing value or as a value of a type."""
+    if text in MISSING:
+        return True
+    if pa.types.is_boolean(kind):
+        return text in ("True", "TRUE", "true", "False", "FALSE", "false")
+    try:
+        number = float(text)
+    except ValueError:
+        return False
+    return not pa.types.is_integer(kind) or number.is_integer()
