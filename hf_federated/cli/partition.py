@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_federated.cli.csv_options import add_csv_options, table_options
 from hf_federated.experiments.errors import CommandError, command_errors
 
 
 if TYPE_CHECKING:
     from hf_federated.data import FederatedDatasetDict
+    from hf_federated.data.tables import TableOptions
 
 # The names in `hf_federated.data.partitioners.PARTITIONERS`, without its import.
 PARTITIONER_NAMES = (
@@ -33,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> 
         parser (`argparse.ArgumentParser`): The parser of the command.
         argv (`Sequence[str]`, *optional*): The arguments that follow the command.
     """
-    parser.add_argument("data", metavar="DATA", help="a dataset: a Hub id, a folder, or a CSV, JSON or Parquet file")
+    parser.add_argument(
+        "data", metavar="DATA", help="a dataset: a Hub id, a folder, or a CSV, JSON, Parquet or Excel file"
+    )
     parser.add_argument("--name", metavar="CONFIG", help="configuration of the dataset")
     parser.add_argument(
         "--split", help="the split to partition (default: all splits, each with the same proportions of clients)"
@@ -56,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> 
         metavar="COLUMN",
         help="also write the number of examples per label of each client, which reveals information about the clients",
     )
+    add_csv_options(parser)
     partitioner = _named_partitioner(argv)
     if partitioner in PARTITIONER_NAMES:
         from hf_federated.cli.dataclass_options import add_dataclass_options
@@ -127,7 +132,7 @@ def _partitioned(arguments: argparse.Namespace) -> tuple[FederatedDatasetDict, s
 
     with command_errors(f"--partitioner {arguments.partitioner}"):
         partitioner = build_from_options(PARTITIONERS[arguments.partitioner], arguments)
-    splits = load_splits(arguments.data, arguments.name, arguments.split, arguments.revision)
+    splits = load_splits(arguments.data, arguments.name, arguments.split, arguments.revision, table_options(arguments))
     with command_errors(arguments.data):
         clients = FederatedDatasetDict.from_dataset(splits, partitioner)
     return clients, getattr(partitioner, "label_column", arguments.publish_label_counts)
@@ -144,7 +149,7 @@ def _client_files(arguments: argparse.Namespace) -> tuple[FederatedDatasetDict, 
             raise CommandError(f"{option} is not allowed with --client-per-file, which reads local files.")
     if (Path(arguments.data) / PARTITION_FILE).is_file():
         raise CommandError(f"{arguments.data} is already partitioned. Give a folder with one file for each client.")
-    datasets = load_client_files(Path(arguments.data))
+    datasets = load_client_files(Path(arguments.data), table_options(arguments))
     with command_errors(arguments.data):
         clients = FederatedDataset.from_dict(datasets)
     clients.partitioning = {"partitioner": "client per file"}
@@ -168,7 +173,9 @@ def _check_output(output: str | None, overwrite: bool) -> None:
             check_replaceable(output)
 
 
-def load_splits(data: str, name: str | None, split: str | None, revision: str | None) -> Mapping[str, Any]:
+def load_splits(
+    data: str, name: str | None, split: str | None, revision: str | None, options: TableOptions | None = None
+) -> Mapping[str, Any]:
     """
     Load the splits of a local dataset, or resolve the splits of a dataset on the Hub.
 
@@ -177,6 +184,7 @@ def load_splits(data: str, name: str | None, split: str | None, revision: str | 
         name (`str`, *optional*): Configuration of the dataset.
         split (`str`, *optional*): Name of a split. Defaults to all splits.
         revision (`str`, *optional*): Branch, tag or commit of a dataset on the Hub.
+        options ([`TableOptions`], *optional*): What is known about CSV files.
 
     Returns:
         `Mapping[str, datasets.Dataset or DatasetSource]`: A `Dataset` (local) or `DatasetSource` (Hub) by split.
@@ -184,10 +192,11 @@ def load_splits(data: str, name: str | None, split: str | None, revision: str | 
     Raises:
         CommandError: If the dataset does not exist or cannot be read.
     """
-    from datasets import get_dataset_split_names, load_dataset
+    from datasets import get_dataset_split_names
 
     from hf_federated.data import DatasetSource
-    from hf_federated.experiments.data.files import check_local_path, check_single_format, hub_errors, load_file
+    from hf_federated.experiments.data.files import check_local_path, hub_errors, load_file
+    from hf_federated.experiments.data.folders import load_named_splits
 
     path = Path(data)
     if path.exists() and revision is not None:
@@ -197,10 +206,9 @@ def load_splits(data: str, name: str | None, split: str | None, revision: str | 
     check_local_path(data)
     with command_errors(data), hub_errors("DATA", data):
         if path.is_file():
-            splits: Any = load_file(path, split or "train")
+            splits: Any = load_file(path, split or "train", options)
         elif path.is_dir():
-            check_single_format(path)
-            splits = load_dataset(data, name)
+            splits = load_named_splits(data, config=name, options=options)
         else:
             # Resolve the commit once, so that all splits are from the same commit.
             commit = DatasetSource(data, revision=revision).resolved().revision

@@ -107,7 +107,7 @@ def test_missing_values_in_one_file_do_not_change_the_type_of_a_column(sites, va
         (
             lambda folder: (folder / "west.csv").write_text(""),
             "partition sites --client-per-file",
-            ["west.csv cannot be read"],
+            ["west.csv is empty"],
         ),
         (
             lambda folder: (folder / "west.csv").write_text("text,label\n007,good\n"),

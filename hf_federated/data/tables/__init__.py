@@ -1,7 +1,8 @@
 """Tables in files: CSV as offices export it, JSON, Parquet, text and Excel workbooks, read as a stream of batches."""
 
 from .table import Table, TableError
-from .table_files import TABLE_SUFFIXES, data_suffix, read_table
+from .table_dataset import load_tables
+from .table_files import TABLE_SUFFIXES, data_suffix, read_table, table_notes
 from .text_format import TableOptions, TextFormat
 
 
@@ -12,5 +13,7 @@ __all__ = [
     "TableOptions",
     "TextFormat",
     "data_suffix",
+    "load_tables",
     "read_table",
+    "table_notes",
 ]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .byte_stream import open_bytes
-from .encodings import find_encoding
+from .encodings import check_zeros, find_encoding
 from .separators import HOW_TO_SET, SAMPLE_CHARACTERS, find_separator
 from .table import BATCH_ROWS, Table, TableError
 from .text_format import NO_QUOTES, TableOptions, TextFormat, printable_separator
@@ -59,6 +59,7 @@ def read_delimited(path: Path, options: TableOptions, default: str) -> Table:
 def find_format(path: Path, options: TableOptions, default: str) -> TextFormat:
     """The format of a CSV file: the options that are set, and what the file shows for the others."""
     encoding = find_encoding(path, options.encoding)
+    check_zeros(path, encoding)
     with _open_text(path, encoding) as file:
         sample = file.read(SAMPLE_CHARACTERS)
     quote = None if options.quote == NO_QUOTES else options.quote or '"'

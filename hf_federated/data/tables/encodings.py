@@ -51,10 +51,8 @@ def find_encoding(path: Path, given: str | None = None) -> str:
     else:
         encoding = marked or _utf16_without_mark(path) or "utf-8"
     if _decodes(path, encoding):
-        _check_zeros(path, encoding)
         return encoding
     if encoding == "utf-8" and given is None:
-        _check_zeros(path, encoding)
         return legacy_encoding(path)
     line, reason = _first_invalid(path, encoding)
     where = f"{path}, line {line}" if line else str(path)
@@ -118,7 +116,8 @@ def _utf16_without_mark(path: Path) -> str | None:
     return "utf-16-le" if little > big else "utf-16-be"
 
 
-def _check_zeros(path: Path, encoding: str) -> None:
+def check_zeros(path: Path, encoding: str) -> None:
+    """Raise a [`TableError`] with the line of the first zero byte."""
     if encoding.startswith(("utf-16", "utf-32")):
         return
     lines = 1

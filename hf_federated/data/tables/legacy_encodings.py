@@ -48,10 +48,9 @@ def legacy_encoding(path: Path) -> str:
     if share is not None and share <= MAX_IMPLAUSIBLE:
         return "cp1252"
     shares = {name: _implausible(sample, name) for name in ALTERNATIVES}
-    better = sorted(
-        (name for name, other in shares.items() if other is not None and other <= MAX_IMPLAUSIBLE),
-        key=lambda name: shares[name] or 0.0,
-    )[:2]
+    limit = 0.5 if share is None else share / 2
+    plausible = {name: other for name, other in shares.items() if other is not None and other <= limit}
+    better = sorted(plausible, key=plausible.__getitem__)[:2]
     word = next((word for word in sample.splitlines()[0].split() if not word.isascii()), b"")[:30]
     readings = [
         f"{name} ({ALTERNATIVES.get(name, 'Western Europe')}): {word.decode(name, errors='replace')!r}"
@@ -101,8 +100,7 @@ def _is_implausible_letter(text: str, place: int, encoding: str) -> bool:
         return encoding == "cp1252"
     if encoding in ("cp1251", "cp1253"):
         return not _has_neighbor(text, place)
-    # Polish and Turkish have such words.
-    return encoding not in ("cp1250", "cp1254") and any(
+    return any(
         all(other.isalpha() and not other.isascii() for other in text[start : start + 3])
         for start in range(place - 2, place + 1)
     )

@@ -61,6 +61,15 @@ def read_table(path: str | Path, options: TableOptions | None = None) -> Table:
     return _read_parquet(path)
 
 
+def table_notes(table: Table) -> list[str]:
+    """Sentences about what a reader may not expect: another format than UTF-8 with commas, and unusual numbers."""
+    if table.kind in ("CSV", "Excel"):
+        next(table.batches(), None)  # complete the notes
+    expected = "\t" if data_suffix(table.path) == ".tsv" else ","
+    is_expected = table.format is None or table.format.is_expected(expected, allows_mark=table.kind != "text")
+    return [*([] if is_expected else [f"Read with {table.format}."]), *table.notes]
+
+
 def _text_batches(path: Path, encoding: str) -> Iterator[Batch]:
     line = 1
     with io.TextIOWrapper(open_bytes(path), encoding=encoding) as file:

@@ -41,9 +41,10 @@ class TextFormat:
         parts = [] if self.separator is None else [f"separator {printable_separator(self.separator)}"]
         return ", ".join([*parts, f"encoding {self.encoding}"])
 
-    def is_expected(self, separator: str | None = ",") -> bool:
-        """Whether the file is UTF-8 with the separator, as programs read it without settings."""
-        return self.encoding in ("utf-8", "utf-8-sig") and self.separator in (separator, None)
+    def is_expected(self, separator: str = ",", allows_mark: bool = True) -> bool:
+        """Whether the file is UTF-8 with the separator. A byte order mark can be allowed."""
+        encodings = ("utf-8", "utf-8-sig") if allows_mark else ("utf-8",)
+        return self.encoding in encodings and self.separator in (separator, None)
 
 
 @dataclass(frozen=True)

@@ -1,53 +1,87 @@
-"""Load local data files and check local data folders."""
+"""Load local data files, and one file for each client."""
 
 from __future__ import annotations
 
 import difflib
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
 from datasets.exceptions import DatasetsError
+from transformers.utils import logging
 
+from hf_federated.data.tables import (
+    TABLE_SUFFIXES,
+    TableError,
+    TableOptions,
+    data_suffix,
+    load_tables,
+    read_table,
+    table_notes,
+)
 from hf_federated.experiments.errors import CommandError, command_errors
 
 
-READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".txt": "text"}
+logger = logging.get_logger(__name__)
+
 # A file with such a name has the examples of a split, and not of a client.
 SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
-def data_suffix(path: Path) -> str | None:
-    """The suffix that defines the data format, such as `.jsonl` in `rows.jsonl.gz`, or `None` if there is none."""
-    return next((suffix.lower() for suffix in reversed(path.suffixes) if suffix.lower() in READERS), None)
-
-
-def load_file(path: Path, split: str) -> DatasetDict:
+def load_file(path: Path, split: str, options: TableOptions | None = None) -> DatasetDict:
     """
-    Load one file as one split.
+    Load one file as one split. A line of the log states the format, unless it is UTF-8 with commas.
 
     Args:
         path (`Path`): The data file.
         split (`str`): Name of the split.
+        options ([`TableOptions`], *optional*): What is known about CSV files.
 
     Raises:
         CommandError: If the format of the file is unknown, or the file cannot be read.
     """
-    suffix = data_suffix(path)
-    if suffix is None:
-        kind = f"a {path.suffix} file" if path.suffix else "a file without a suffix"
-        raise CommandError(f"{path} is {kind}. Allowed formats are {', '.join(READERS)}.")
-    options: dict[str, Any] = {"delimiter": "\t"} if suffix == ".tsv" else {}
+    loaded, notes = read_file(path, split, options)
+    log_notes({path.name: notes})
+    return loaded
+
+
+def read_file(path: Path, split: str, options: TableOptions | None = None) -> tuple[DatasetDict, list[str]]:
+    """Load one file as one split, and return sentences about what is unusual in the file."""
     try:
-        return load_dataset(READERS[suffix], data_files={split: glob.escape(str(path))}, **options)
+        table = read_table(path, options)
+        notes = table_notes(table)
+        if table.kind not in ("CSV", "Excel") and not notes:
+            return _load_without_options(path, split), []
+        return DatasetDict(load_tables({split: [path]}, options)), notes
+    except TableError as error:
+        raise CommandError(str(error)) from error
+
+
+def _load_without_options(path: Path, split: str) -> DatasetDict:
+    reader = TABLE_SUFFIXES[data_suffix(path) or ""]
+    try:
+        return load_dataset(reader, data_files={split: glob.escape(str(path))})
     except DatasetsError as error:
+        # `datasets` does not name the line.
+        for _ in read_table(path).batches():
+            pass
         raise CommandError(f"{path} cannot be read: {' '.join(str(error.__cause__ or error).split())}") from error
+
+
+def log_notes(notes: Mapping[str, Sequence[str]]) -> None:
+    """Log the sentences about files, each once with the names of its files."""
+    names: dict[str, list[str]] = {}
+    for name, sentences in notes.items():
+        for sentence in sentences:
+            names.setdefault(sentence, []).append(name)
+    for sentence, files in names.items():
+        others = "" if len(files) <= 3 else f" and {len(files) - 3} more files"
+        logger.warning(f"{', '.join(files[:3])}{others}: {sentence}")
 
 
 def is_missing_path(data: str) -> bool:
@@ -97,12 +131,13 @@ def hub_errors(field: str, name: str) -> Iterator[None]:
         ) from error
 
 
-def load_client_files(folder: Path) -> dict[str, Dataset]:
+def load_client_files(folder: Path, options: TableOptions | None = None) -> dict[str, Dataset]:
     """
     Load each file of a folder as the dataset of one client.
 
     Args:
         folder (`Path`): The folder. Hidden files and files in subfolders are not read.
+        options ([`TableOptions`], *optional*): What is known about CSV files.
 
     Returns:
         `dict[str, datasets.Dataset]`: Client id, which is the name of the file without its suffix, to dataset. A
@@ -130,18 +165,21 @@ def load_client_files(folder: Path) -> dict[str, Dataset]:
             )
     if not clients:
         raise CommandError(
-            f"{folder} has no data files. Allowed formats are {', '.join(READERS)}. Files in subfolders are not read."
+            f"{folder} has no data files. Allowed formats are {', '.join(TABLE_SUFFIXES)}. Files in subfolders are"
+            " not read."
         )
-    loaded = {}
+    loaded, notes = {}, {}
     for client_id, path in clients.items():
         with command_errors(str(path)):
-            loaded[client_id] = load_file(path, "train")["train"]
+            splits, notes[path.name] = read_file(path, "train", options)
+            loaded[client_id] = splits["train"]
+    log_notes(notes)
     return _with_same_types(loaded)
 
 
 def _client_id(path: Path) -> str:
     """The name of a file up to its data suffix, such as `st. mary` for `st. mary.csv.gz`."""
-    position = max(number for number, suffix in enumerate(path.suffixes) if suffix.lower() in READERS)
+    position = max(number for number, suffix in enumerate(path.suffixes) if suffix.lower() in TABLE_SUFFIXES)
     return path.name.removesuffix("".join(path.suffixes[position:]))
 
 
@@ -173,47 +211,7 @@ def _are_integers(values: pa.ChunkedArray) -> bool:
     return pc.all(pc.equal(pc.floor(values), values)).as_py()
 
 
-def check_same_schema(folder: Path) -> None:
-    """
-    Check that all Parquet files of a folder have the same columns and label names.
-
-    `datasets` reads all files with the features of the first file, so label ids would change their meaning.
-
-    Raises:
-        CommandError: If two files differ in their columns or in the order of their label names.
-    """
-    first: tuple[Path, Features] | None = None
-    for path in sorted(folder.rglob("*.parquet")):
-        features = Features.from_arrow_schema(pq.read_schema(path))
-        first = first or (path, features)
-        expected, found = (
-            {name: label_names(feature) for name, feature in schema.items()} for schema in (first[1], features)
-        )
-        if expected != found:
-            raise CommandError(
-                f"{first[0].relative_to(folder)} and {path.relative_to(folder)} in {folder} differ in their columns or"
-                " label names. Write both files with the same features."
-            )
-
-
 def label_names(feature: Any) -> list[str] | None:
     """The label names of a column of labels, or of lists of labels. `None` if the feature has no label names."""
     feature = getattr(feature, "feature", feature)
     return feature.names if isinstance(feature, ClassLabel) else None
-
-
-def check_single_format(folder: Path) -> None:
-    """
-    Check that all data files of a folder have the same format, because `datasets` reads only one format.
-
-    Raises:
-        CommandError: If the folder has data files of several formats.
-    """
-    found = {data_suffix(path): path for path in folder.rglob("*") if path.is_file()}
-    readers = {READERS[suffix]: path for suffix, path in found.items() if suffix is not None and suffix != ".txt"}
-    if len(readers) > 1:
-        examples = ", ".join(str(path.relative_to(folder)) for path in readers.values())
-        raise CommandError(
-            f"{folder} has files of several formats ({examples}), and only one of them would be read. Keep files of"
-            " one format."
-        )

@@ -115,7 +115,7 @@ def load_public(recipe: Recipe) -> Dataset | None:
     section = recipe.public
     if section is None or section.path is None:
         return None
-    examples = pooled(load_examples(section.path, "public.path", PUBLIC_SPLITS)[0])
+    examples = pooled(load_examples(section.path, "public.path", PUBLIC_SPLITS, options=recipe.data.table_options)[0])
     labels = [name for name in (label_column(recipe.task),) if name in examples.column_names]
     return sample_examples(examples.remove_columns(labels), section.max_rows, recipe.data.seed)
 
@@ -125,7 +125,9 @@ def load_server(recipe: Recipe) -> dict[str, Dataset]:
     section = recipe.public
     if section is None or section.server_path is None:
         return {}
-    return {SERVER_PATH: pooled(load_examples(section.server_path, "public.server_path", PUBLIC_SPLITS)[0])}
+    options = recipe.data.table_options
+    examples, _ = load_examples(section.server_path, "public.server_path", PUBLIC_SPLITS, options=options)
+    return {SERVER_PATH: pooled(examples)}
 
 
 def take_server(recipe: Recipe, splits: dict[str, Any]) -> Dataset | None:

@@ -7,17 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import ClassLabel, Dataset, Value, load_dataset, load_dataset_builder
-from datasets.exceptions import DatasetsError
+from datasets import ClassLabel, Dataset, Value
 
 from hf_federated.data import FederatedDataset, FederatedDatasetDict
 from hf_federated.data.storage.partition_file import PARTITION_FILE
-from hf_federated.experiments.data.files import (
-    check_same_schema,
-    check_single_format,
-    hub_errors,
-    load_file,
-)
+from hf_federated.data.tables import TableOptions
+from hf_federated.experiments.data.files import hub_errors, load_file
+from hf_federated.experiments.data.folders import load_named_splits, split_names
 from hf_federated.experiments.data.label_encoding import distinct_values, label_column
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
@@ -68,17 +64,19 @@ def load_splits(recipe: Recipe) -> RawSplits:
                     f"data: {data.path} is a file with one split, so the split {names[1]!r} does not exist. Use a"
                     " folder, or set data.test_path to the file with the test examples."
                 )
-            loaded: dict[str, Any] = dict(load_file(path, data.train_split))
+            loaded: dict[str, Any] = dict(load_file(path, data.train_split, data.table_options))
             candidates, note = [], _note_on_neighbor(data, path)
         else:
-            loaded = _load(data.path, names, data.name, data.revision)
+            loaded = load_named_splits(data.path, names, data.name, data.revision, data.table_options)
             # A folder is always searched, for the note on a test split that is not used.
             look = data.finds_test_split or path.is_dir()
-            candidates = _candidates(data, _split_names(data.path, data.name, data.revision) if look else [])
+            candidates = _candidates(data, split_names(data.path, data.name, data.revision) if look else [])
             note = ""
-        return _choose_test(
-            recipe, loaded, candidates, lambda split: _load(data.path, [split], data.name, data.revision)[split], note
-        )
+
+        def load(split: str) -> Dataset:
+            return load_named_splits(data.path, [split], data.name, data.revision, data.table_options)[split]
+
+        return _choose_test(recipe, loaded, candidates, load, note)
 
 
 def load_federated_splits(recipe: Recipe) -> RawSplits:
@@ -138,7 +136,7 @@ def _choose_test(
     """
     data = recipe.data
     if data.test_path is not None:
-        test, source = load_test_path(data.test_path, data.test_split)
+        test, source = load_test_path(data.test_path, data.test_split, data.table_options)
         return RawSplits({**loaded, TEST_PATH: test}, TEST_PATH, source)
     if data.test_split is not None:
         return RawSplits(loaded, data.test_split, f" of the split {data.test_split!r}")
@@ -167,13 +165,16 @@ def _missing(recipe: Recipe, examples: Dataset | FederatedDataset) -> str | None
     return None if distinct_values(examples, labels) - {-1} else f"labels in the column {labels!r}"
 
 
-def load_test_path(path: str, split: str | None) -> tuple[Dataset | FederatedDataset, str]:
+def load_test_path(
+    path: str, split: str | None, options: TableOptions | None = None
+) -> tuple[Dataset | FederatedDataset, str]:
     """
     Load the examples of `data.test_path`.
 
     Args:
         path (`str`): `data.test_path`.
         split (`str`, *optional*): `data.test_split`. Defaults to the only split, or else `test` or `validation`.
+        options ([`TableOptions`], *optional*): What is known about CSV files.
 
     Returns:
         `tuple[Dataset or FederatedDataset, str]`: The examples, and their description.
@@ -182,12 +183,16 @@ def load_test_path(path: str, split: str | None) -> tuple[Dataset | FederatedDat
         RecipeError: If the path or the split does not exist or cannot be read.
     """
     candidates = (split,) if split is not None else TEST_SPLITS
-    examples, found = load_examples(path, "data.test_path", candidates, split is not None)
+    examples, found = load_examples(path, "data.test_path", candidates, split is not None, options)
     return examples, f" of {path}" if found is None else f" of the split {found!r} of {path}"
 
 
 def load_examples(
-    name: str, field: str, candidates: Sequence[str], is_given: bool = False
+    name: str,
+    field: str,
+    candidates: Sequence[str],
+    is_given: bool = False,
+    options: TableOptions | None = None,
 ) -> tuple[Dataset | FederatedDataset, str | None]:
     """
     Load one split of a file, a folder or a dataset on the Hub.
@@ -198,6 +203,7 @@ def load_examples(
         candidates (`Sequence[str]`): Names of the split, of which the first one that exists is loaded. A single split
             is loaded under any name.
         is_given (`bool`, *optional*, defaults to `False`): Whether the recipe names the split with `data.test_split`.
+        options ([`TableOptions`], *optional*): What is known about CSV files.
 
     Returns:
         `tuple[Dataset or FederatedDataset, str or None]`: The examples, and the name of the split if there are
@@ -211,58 +217,23 @@ def load_examples(
         if path.is_file():
             if is_given:
                 raise RecipeError(f"data: {name} is a file with one split. Remove data.test_split.")
-            return load_file(path, "test")["test"], None
+            return load_file(path, "test", options)["test"], None
         federated = FederatedDatasetDict.load_from_disk(path) if (path / PARTITION_FILE).is_file() else None
-        names = list(_split_names(name) if federated is None else federated)
+        names = list(split_names(name) if federated is None else federated)
         is_single = len(names) == 1 and not is_given
         split = names[0] if is_single else next((item for item in candidates if item in names), None)
         if split is None:
             wanted = f"there is no split {candidates[0]!r}" if is_given else "the split to use is unknown"
             advice = " Set data.test_split to one of them." if field.startswith("data.") else ""
             raise RecipeError(f"{field}: {wanted}. The splits of {name} are {', '.join(names)}.{advice}")
-        examples = federated[split] if federated is not None else _load(name, [split])[split]
+        loaded = load_named_splits(name, [split], options=options) if federated is None else federated
+        examples = loaded[split]
     return examples, split if len(names) > 1 else None
 
 
 def task_without_label_names(recipe: Recipe) -> Task:
     """Build the task with placeholders for unknown label names."""
     return build("task", recipe.task.cls, {**dict.fromkeys(recipe.task.missing_labels, ["0"]), **recipe.task.given})
-
-
-def _load(
-    path: str, names: Sequence[str], config: str | None = None, revision: str | None = None
-) -> dict[str, Dataset]:
-    """Load splits of a folder or of a dataset on the Hub."""
-    files = None
-    if Path(path).is_dir():
-        check_single_format(Path(path))
-        check_same_schema(Path(path))
-        # If the card of a folder lists the data files, `datasets` reuses its cache even if the files change or another
-        # folder has the same name. With explicit `data_files`, it detects changes.
-        files = _files_of(path, config)
-        if all(name in files for name in names):
-            files = {name: files[name] for name in names}
-    try:
-        parts = load_dataset(path, config, data_files=files, revision=revision, split=list(names))
-    except DatasetsError as error:
-        if isinstance(error, OSError):  # the dataset was not found
-            raise
-        raise RecipeError(f"data: {path} cannot be read: {' '.join(str(error.__cause__ or error).split())}") from error
-    return dict(zip(names, parts, strict=True))
-
-
-def _split_names(path: str, config: str | None = None, revision: str | None = None) -> list[str]:
-    """The names of the splits of a folder or of a dataset on the Hub."""
-    if Path(path).is_dir():
-        return list(_files_of(path, config))
-    builder = load_dataset_builder(path, config, revision=revision)
-    return list(builder.info.splits or builder.config.data_files or {})
-
-
-def _files_of(path: str, config: str | None) -> dict[str, list[str]]:
-    """The data files of each split of a folder."""
-    found = load_dataset_builder(path, config).config.data_files or {}
-    return {str(split): list(map(str, paths)) for split, paths in found.items()}
 
 
 def _note_on_neighbor(data: DataSection, path: Path) -> str:

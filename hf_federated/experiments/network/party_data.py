@@ -83,10 +83,12 @@ def load_server_data(recipe: Recipe, test_examples: str | None = None) -> PartyD
     splits: dict[str, Any] = {}
     source = ""
     if data.test_path is not None:
-        examples, source = load_test_path(data.test_path, data.test_split)
+        examples, source = load_test_path(data.test_path, data.test_split, data.table_options)
         splits[TEST] = examples
     for split in data.further_test_splits:
-        splits[split] = load_examples(data.path, "data.further_test_splits", [split], is_given=True)[0]
+        splits[split] = load_examples(
+            data.path, "data.further_test_splits", [split], is_given=True, options=data.table_options
+        )[0]
     splits |= load_server(recipe)
     task, splits = _task(recipe, splits)
     server = take_server(recipe, splits)

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from hf_federated.experiments.recipe.schema import Section, documented, too_small
+from hf_federated.experiments.recipe.schema import (
+    RecipeError,
+    Section,
+    check_section,
+    dataclass_fields,
+    documented,
+    too_small,
+)
 
+
+if TYPE_CHECKING:
+    from hf_federated.data.tables import TableOptions
 
 # Share of the examples of each client that are test examples, if the data has no test split.
 DEFAULT_TEST_EXAMPLES = 0.1
@@ -67,6 +77,11 @@ class DataSection(Section):
     max_test_rows: int | None = documented(
         "Maximum number of test examples (and of each further test split), sampled with seed."
     )
+    csv: dict[str, Any] | None = documented(
+        "How CSV files are read, where the files do not show it: separator (such as ';' or tab), encoding (such as"
+        " cp1252), quote (a character, or none), decimal (',' or '.') and text_columns (columns whose numbers stay"
+        " text)."
+    )
     drop_empty: bool = documented("Drop examples with an empty text or answer.", False)
     seed: int = documented("Seed for sampling examples and clients, and for holding them out.", 0)
 
@@ -82,6 +97,30 @@ class DataSection(Section):
             ):
                 yield f"data.further_test_splits: {split!r} is train_split, test_split or a duplicate. Remove it."
         yield from too_small(self, "data.", seed=0, max_clients=1, max_train_rows=1, max_test_rows=1)
+        yield from self._csv_mistakes()
+
+    @property
+    def table_options(self) -> TableOptions:
+        """The options of `csv`."""
+        from hf_federated.data.tables import TableOptions
+
+        return TableOptions(**(self.csv or {}))
+
+    def _csv_mistakes(self) -> Iterator[str]:
+        if not self.csv:
+            return
+        # A recipe without the field is checked without an import of `datasets`.
+        from hf_federated.data.tables import TableOptions
+
+        try:
+            check_section("data.csv", self.csv, dataclass_fields(TableOptions))
+        except RecipeError as error:
+            yield from error.mistakes
+            return
+        try:
+            TableOptions(**self.csv)
+        except ValueError as error:
+            yield f"data.csv.{error}"
 
     @property
     def finds_test_split(self) -> bool:
