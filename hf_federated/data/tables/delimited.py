@@ -39,7 +39,7 @@ def read_delimited(path: Path, options: TableOptions, default: str) -> Table:
     header = next(rows, None)
     if header is None:
         raise TableError(f"{path} is empty. Write a line with the names of the columns, and a line for each row.")
-    columns = _column_names(path, header[0][0], header[1][0])
+    columns = column_names(path, header[0][0], header[1][0])
     if next(rows, None) is None:
         raise TableError(
             f"{path}, line {header[0][0]}: the file has the columns {', '.join(columns)}, but no rows. Add rows, or"
@@ -170,7 +170,7 @@ def _of_same_length(
     return [row + [""] * (num_columns - len(row)) for row in rows]
 
 
-def _column_names(path: Path, line: int, header: Sequence[str]) -> list[str]:
+def column_names(path: Path, line: int, header: Sequence[str]) -> list[str]:
     """The names of the columns. A column without a name, such as the index of pandas, is `Unnamed: 0`."""
     names = [name or f"Unnamed: {place}" for place, name in enumerate(header)]
     for place, name in enumerate(names):

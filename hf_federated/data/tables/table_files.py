@@ -17,9 +17,10 @@ from .encodings import find_encoding
 from .json_rows import read_json
 from .table import BATCH_ROWS, Batch, Table, TableError
 from .text_format import TableOptions, TextFormat
+from .workbook import read_workbook
 
 
-# The suffixes of table files, each with the name of its reader in `datasets`.
+# The suffixes of table files, each with the name of its reader in `datasets`, which cannot read Excel.
 TABLE_SUFFIXES = {
     ".parquet": "parquet",
     ".json": "json",
@@ -27,6 +28,7 @@ TABLE_SUFFIXES = {
     ".csv": "csv",
     ".tsv": "csv",
     ".txt": "text",
+    ".xlsx": "xlsx",
 }
 
 
@@ -40,7 +42,7 @@ def read_table(path: str | Path, options: TableOptions | None = None) -> Table:
     Read the format and the columns of a file. [`~Table.batches`] reads its rows.
 
     Args:
-        path (`str` or `Path`): A CSV, JSON, Parquet or text file, which may be compressed.
+        path (`str` or `Path`): A CSV, JSON, Parquet, Excel or text file, which may be compressed.
         options ([`TableOptions`], *optional*): What is known about CSV files.
 
     Raises:
@@ -48,11 +50,15 @@ def read_table(path: str | Path, options: TableOptions | None = None) -> Table:
     """
     path, options = Path(path), options or TableOptions()
     suffix = data_suffix(path)
+    if path.suffix.lower() in (".xls", ".ods", ".xlsb"):
+        raise TableError(f"{path} is a {path.suffix} file. Save it as .xlsx or as CSV UTF-8 in a spreadsheet program.")
     if suffix is None:
         kind = f"a {path.suffix} file" if path.suffix else "a file without a suffix"
         raise TableError(f"{path} is {kind}. Allowed formats are {', '.join(TABLE_SUFFIXES)}.")
     if suffix in (".csv", ".tsv"):
         return read_delimited(path, options, "\t" if suffix == ".tsv" else ",")
+    if suffix == ".xlsx":
+        return read_workbook(path, options)
     if suffix in (".json", ".jsonl"):
         return read_json(path, options)
     if suffix == ".txt":

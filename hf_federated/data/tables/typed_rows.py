@@ -70,7 +70,8 @@ class RowConverter:
             if schema is None:
                 schema, commas = self._infer(lines, rows, read)
             texts = [field.name for field in schema if _is_text(field.type)]
-            batch = self._convert(rows, texts, commas)
+            rows = self._with_points(rows, commas)
+            batch = self._convert(rows, texts)
             arrays = [self._cast(batch.column(place), field, lines, rows, place) for place, field in enumerate(schema)]
             yield starts, pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -78,7 +79,7 @@ class RowConverter:
         self, lines: list[int], rows: list[list[str]], read: Callable[[], Iterator[TextRows]]
     ) -> tuple[pa.Schema, list[str]]:
         """The types of the columns, and the columns with decimal commas."""
-        batch = self._convert(rows, list(self.text_columns), [])
+        batch = self._convert(rows, self.text_columns)
         schema = batch.schema
         if self.decimal_comma:
             commas = [
@@ -86,7 +87,7 @@ class RowConverter:
                 for field, column in zip(schema, batch.columns, strict=True)
                 if _is_text(field.type) and field.name not in self.text_columns and _has_decimal_commas(column)
             ]
-            schema = self._convert(rows, list(self.text_columns), commas).schema
+            schema = self._convert(self._with_points(rows, commas), self.text_columns).schema
         else:
             commas = []
         empty = {
@@ -106,7 +107,7 @@ class RowConverter:
     ) -> pa.Schema:
         """Give a column without values in the first batch the type of the first batch in which it has a value."""
         for _, rows in read():
-            batch = self._convert(rows, list(self.text_columns), commas)
+            batch = self._convert(self._with_points(rows, commas), self.text_columns)
             for place, found in enumerate(batch.schema):
                 if found.name in empty and batch.column(place).null_count < len(rows):
                     empty.discard(found.name)
@@ -129,13 +130,19 @@ class RowConverter:
                         f" {lines[found]}, which is read as {int(value)}. To keep the zeros, {READ_AS_TEXT}."
                     )
 
-    def _convert(self, rows: list[list[str]], texts: Sequence[str], commas: Sequence[str]) -> pa.RecordBatch:
+    def _with_points(self, rows: list[list[str]], commas: Sequence[str]) -> list[list[str]]:
+        """Write the numbers of some columns with decimal points."""
+        places = {place for place, name in enumerate(self.columns) if name in commas}
+        if not places:
+            return rows
+        return [
+            [value.replace(",", ".") if place in places else value for place, value in enumerate(row)] for row in rows
+        ]
+
+    def _convert(self, rows: list[list[str]], texts: Sequence[str]) -> pa.RecordBatch:
         """Convert rows with pandas, of which the columns `texts` stay text."""
         import pandas as pd
 
-        for name in commas:
-            place = list(self.columns).index(name)
-            rows = [[*row[:place], row[place].replace(",", "."), *row[place + 1 :]] for row in rows]
         stream = io.StringIO(newline="")
         # The terminator has both characters of line breaks, so that the writer quotes values with either.
         csv.writer(stream, lineterminator="\r\n").writerows(rows)
@@ -161,11 +168,11 @@ class RowConverter:
         except pa.ArrowInvalid as error:
             for line, row in zip(lines, rows, strict=True):
                 if not _is_value(row[place], field.type):
-                    kind = TYPE_NAMES.get(str(field.type), str(field.type))
                     raise TableError(
                         f"{self.path}, line {line}, column {field.name!r}: the value {row[place][:50]!r} has another"
-                        f" type than the values of the first {BATCH_ROWS} rows, which are {kind}. Correct the value,"
-                        f" or {READ_AS_TEXT}."
+                        f" type than the values of the first {BATCH_ROWS} rows, which are"
+                        f" {TYPE_NAMES.get(str(field.type), str(field.type))}. Correct the value, or"
+                        f" {_cure(row[place], field.type)}."
                     ) from error
             raise TableError(
                 f"{self.path}, lines {lines[0]} to {lines[-1]}, column {field.name!r}: {error}"
@@ -180,6 +187,12 @@ def text_batch(rows: list[list[str]], columns: Sequence[str]) -> pa.RecordBatch:
         column = pa.array(values, type=pa.string())
         arrays.append(pc.if_else(pc.is_in(column, missing), pa.scalar(None, pa.string()), column))
     return pa.RecordBatch.from_arrays(arrays, names=list(columns))
+
+
+def _cure(text: str, kind: pa.DataType) -> str:
+    if pa.types.is_integer(kind) and _is_value(text, pa.float64()):
+        return "write the number of the first row as a decimal number, such as 3.0"
+    return READ_AS_TEXT
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -151,11 +151,14 @@ def load_client_files(folder: Path, options: TableOptions | None = None) -> dict
         raise CommandError(f"{folder} is not a folder. Give a folder with one file for each client.")
     clients: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        # Hidden files are files of the system, such as `._north.csv` on macOS.
-        if path.is_file() and data_suffix(path) is not None and not path.name.startswith("."):
+        # Hidden files are files of the system, such as `._north.csv` on macOS and `~$north.xlsx` while Excel is open.
+        if path.is_file() and data_suffix(path) is not None and not path.name.startswith((".", "~$")):
             client_id = _client_id(path)
-            if client_id in clients:
-                raise CommandError(f"{clients[client_id]} and {path} name the same client {client_id}. Rename a file.")
+            exported = clients.get(client_id)
+            if path.suffix.lower() == ".xlsx" and exported is not None:
+                continue  # the workbook that was exported to the other file
+            if exported is not None:
+                raise CommandError(f"{exported} and {path} name the same client {client_id}. Rename a file.")
             clients[client_id] = path
     for client_id, path in clients.items():
         if client_id.lower() in SPLIT_NAMES:

@@ -135,8 +135,17 @@ def check_single_format(folder: Path) -> None:
     Raises:
         CommandError: If the folder has data files of several formats.
     """
-    found = {data_suffix(path): path for path in folder.rglob("*") if path.is_file()}
-    found = {suffix: path for suffix, path in found.items() if suffix not in (None, ".txt")}
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    if files and all(path.suffix.lower() in (".xlsx", ".txt", ".md") for path in files):
+        workbook = next((path for path in files if path.suffix.lower() == ".xlsx"), None)
+        if workbook is not None:
+            raise CommandError(
+                f"{workbook} is an Excel workbook, but the splits of a folder are not read from workbooks. Give the"
+                " path of the workbook, save it as CSV, or use `hf-federated partition --client-per-file` if each file"
+                " is a client."
+            )
+    found = {data_suffix(path): path for path in files}
+    found = {suffix: path for suffix, path in found.items() if suffix not in (None, ".txt", ".xlsx")}
     readers = {TABLE_SUFFIXES[str(suffix)]: path for suffix, path in found.items()}
     if len(readers) > 1:
         examples = ", ".join(str(path.relative_to(folder)) for path in readers.values())
