@@ -51,10 +51,12 @@ def legacy_encoding(path: Path) -> str:
     limit = 0.5 if share is None else share / 2
     plausible = {name: other for name, other in shares.items() if other is not None and other <= limit}
     better = sorted(plausible, key=plausible.__getitem__)[:2]
-    word = next((word for word in sample.splitlines()[0].split() if not word.isascii()), b"")[:30]
+    encodings = ("cp1252", *better)
+    words = (word for word in sample.split() if len({word.decode(name, errors="replace") for name in encodings}) > 1)
+    word = next(words, sample.split()[0])[:30]
     readings = [
         f"{name} ({ALTERNATIVES.get(name, 'Western Europe')}): {word.decode(name, errors='replace')!r}"
-        for name in ("cp1252", *better)
+        for name in encodings
     ]
     raise TableError(
         f"{path}, line {line}: the file is not UTF-8, and its encoding is ambiguous. One of its words is, in"

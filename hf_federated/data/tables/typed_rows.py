@@ -156,7 +156,15 @@ class RowConverter:
             dtype={numbers[name]: str for name in texts if name in numbers},
         )
         frame.columns = list(self.columns)
-        return pa.RecordBatch.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
+        try:
+            return pa.RecordBatch.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
+        except OverflowError:
+            # pandas reads integers of more than 64 bits as Python integers, which become text.
+            objects = [name for name in frame.columns if frame[name].dtype == object and name not in texts]
+            large = [name for name in objects if any(isinstance(value, int) for value in frame[name])]
+            if not large:
+                raise
+            return self._convert(rows, [*texts, *large])
 
     def _cast(
         self, column: pa.Array, field: pa.Field, lines: list[int], rows: list[list[str]], place: int
