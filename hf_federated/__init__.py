@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from .server.callbacks import AggregationCallback as AggregationCallback
     from .server.callbacks import DistillationCallback as DistillationCallback
     from .server.callbacks import FederatedCallback as FederatedCallback
+    from .server.live_report import LiveReport as LiveReport
     from .split import SplitModel as SplitModel
     from .split_training import SplitConfig as SplitConfig
     from .split_training import SplitFederatedTrainer as SplitFederatedTrainer
@@ -144,6 +145,7 @@ _MODULES = {
     "Krum": ".aggregation",
     "LabelDirichletPartitioner": ".data",
     "Ledger": ".messages.ledger",
+    "LiveReport": ".server.live_report",
     "LocalOnly": ".aggregation",
     "Method": ".methods",
     "MultiDomainPartitioner": ".data",

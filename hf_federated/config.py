@@ -232,6 +232,9 @@ class FederatedConfig(SavedConfig):
         report_anomalies (`bool`, *optional*, defaults to `False`):
             Whether to report the norm, the cosine and the distance rank of each update in the log and in
             `federated_anomalies.json`, as [`AnomalyReport`] does.
+        live_report (`bool`, *optional*, defaults to `False`):
+            Whether to write a page about the run to `_live_report.html` of the output directory after each round, as
+            [`LiveReport`] does.
         freeze (`str`, *optional*):
             Parameters to freeze before training: `"embeddings"`, a number of layers from the embedding up (`"2"`), or
             both (`"embeddings+2"`). Frozen parameters are not exchanged.
@@ -328,6 +331,7 @@ class FederatedConfig(SavedConfig):
     evaluate_clients: bool = option(False, "Also evaluate on the evaluation data of each client.")
     log_clients: bool = option(False, "Log the training of each client under client/<id>/.")
     report_anomalies: bool = option(False, "Report norm, cosine and distance rank of each update.")
+    live_report: bool = option(False, "Write a page about the run after each round.")
     freeze: str | None = option(None, "Parameters to freeze: 'embeddings', a number of layers, or 'embeddings+2'.")
     parallelism: str = option("data", "How the processes of a launch share the work.", choices=["data", "clients"])
     server_device: str | None = option(

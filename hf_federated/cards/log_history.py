@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any, Protocol
 
+from ..reporting.metric_names import is_metric
+
 
 Log = list[dict[str, Any]]
 
@@ -17,11 +19,6 @@ class LoggedRun(Protocol):
 
     state: Any
     run_args: Any  # the user's arguments; during training, `args` may hold the arguments of a local loop
-
-
-def is_metric(key: str) -> bool:
-    """Return whether a logged key is a metric of a global evaluation. Runtime and throughput are not metrics."""
-    return key.startswith("eval_") and not key.endswith(("_runtime", "_per_second", "_time"))
 
 
 def logs_by_step(log_history: Log, step_name: str, extra_keys: Iterable[str]) -> list[dict[str, Any]]:

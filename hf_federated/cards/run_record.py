@@ -22,11 +22,12 @@ from ..config import FederatedConfig
 from ..data import FederatedDataset
 from ..messages import ANNOUNCED_VALUES, Disclosure
 from ..messages.ledger import Ledger
+from ..reporting.metric_names import is_metric
 from ..secure_aggregation import SecureAggregation
 from ..utils.algorithm_names import SECURE_AGGREGATION_NAMES
 from .card_record import CardArguments, CardRecord, CardRun, common_fields
 from .facts import DataFacts
-from .log_history import final_weight_logs, is_metric, logs_by_step, to_json_value, training_seconds
+from .log_history import final_weight_logs, logs_by_step, to_json_value, training_seconds
 
 
 MAX_LISTED_CLIENTS = 20

@@ -94,6 +94,12 @@ COMMANDS = {
         "sent since the server started.",
         "add_status_arguments",
     ),
+    "watch": Command(
+        "watch",
+        "show a run while it lasts",
+        "Show the rounds, losses, metrics, clients and bytes of a run, of one process or of a server, and the time "
+        "left. The view follows the files in the output folder until the run ends. `--output` also writes a page.",
+    ),
     "expel": Command(
         "status",
         "expel a client from a run",

@@ -17,15 +17,14 @@ from typing import Any
 from transformers.utils import logging
 
 from ..utils.printable import printable
+from ..utils.run_files import EXPELLED_NAME, STATUS_NAME
+from ..utils.run_files import NETWORK_FOLDER as FOLDER
 from ..utils.storage import write_private
 from ..utils.untrusted_json import read_json
 
 
 logger = logging.get_logger(__name__)
 
-FOLDER = "network"
-STATUS_NAME = "status.json"
-EXPELLED_NAME = "expelled.json"
 INTERVAL = 1.0
 # Seconds without an update after which the server no longer runs.
 STALE_SECONDS = 30.0

@@ -19,6 +19,8 @@ from typing import Any
 from hf_federated.experiments.baselines import BaselineResult
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.text import plural
+from hf_federated.reporting.run_log import CLIENTS_NAME, LOG_NAME
+from hf_federated.reporting.run_page import PAGE_NAME
 from hf_federated.trainer.checkpoint import FEDERATED_DIR, clear_staging, discard, list_checkpoints
 from hf_federated.trainer.checks.resume import CHANGEABLE_FIELDS
 from hf_federated.trainer.client_checkpoint import TEACHERS_DIR
@@ -36,6 +38,8 @@ RESULTS_NAME = "results.json"
 # The default of `training.output_dir`.
 DEFAULT_OUTPUT_DIR = "trainer_output"
 BASELINES_DIR = "baselines"
+# What a run writes while it lasts.
+LOG_FILES = (LOG_NAME, CLIENTS_NAME, PAGE_NAME)
 # Sections and fields of a recipe that do not change the trained model.
 WITHOUT_EFFECT = ("audit", "benchmark", "card", "compare", "network", "plots")
 # Names of the files that a run writes at its end: model, tokenizer and configurations, results, card and plots.
@@ -227,7 +231,7 @@ class RunFolder:
                 if folder.is_dir() and not folder.is_symlink():
                     shutil.rmtree(folder)
         tracked = self.path.glob("runs/**/events.out.tfevents.*")
-        own = [self.path / name for name in (RUN_NAME, *self._previous.get("files", []))]
+        own = [self.path / name for name in (RUN_NAME, *LOG_FILES, *self._previous.get("files", []))]
         for path in [*own, *tracked]:
             # `_run.json` could have been edited.
             if path.is_file() and path.resolve().is_relative_to(self.path.resolve()):

@@ -79,6 +79,10 @@ class Ledger:
         down, up = self._bytes.get(round, {}).get(client_id, (0, 0))
         return down, up
 
+    def accounts(self, round: int) -> dict[str, tuple[int, int]]:
+        """Return the bytes down and up of each client in a round."""
+        return {client_id: (down, up) for client_id, (down, up) in self._bytes.get(round, {}).items()}
+
     def add(self, other: Ledger) -> None:
         """Add all bytes of another ledger, such as the ledger of a run before it was resumed from a checkpoint."""
         for round, clients in other._bytes.items():

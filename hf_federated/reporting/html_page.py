@@ -191,7 +191,13 @@ def pictures(figures: Iterable[str]) -> str:
     return f'<div class="pictures">{"".join(figures)}</div>'
 
 
-def line_chart(curves: Sequence[Curve], title: str, x_name: str, references: Mapping[str, float] | None = None) -> str:
+def line_chart(
+    curves: Sequence[Curve],
+    title: str,
+    x_name: str,
+    references: Mapping[str, float] | None = None,
+    is_count: bool = False,
+) -> str:
     """
     Return a figure with curves as inline SVG. Points that are not finite are left out.
 
@@ -200,6 +206,8 @@ def line_chart(curves: Sequence[Curve], title: str, x_name: str, references: Map
         title (`str`): What the vertical axis shows.
         x_name (`str`): What the horizontal axis shows.
         references (`Mapping[str, float]`, *optional*): Name to value of dashed horizontal lines.
+        is_count (`bool`, *optional*, defaults to `False`): Whether the vertical axis begins at 0 and has ticks at
+            integers only.
 
     Example:
 
@@ -217,7 +225,7 @@ def line_chart(curves: Sequence[Curve], title: str, x_name: str, references: Map
         return f"<figure><figcaption>{escape(title)}: no values yet</figcaption></figure>"
     xs = [x for _, points in drawn for x, _ in points]
     ys = [*(y for _, points in drawn for _, y in points), *lines.values()]
-    scale = _Scale(min(xs), max(xs), min(ys), max(ys))
+    scale = _Scale(min(xs), max(xs), min(ys), max(ys), is_count)
     parts = scale.axes(x_name)
     legend = []
     for number, (name, points) in enumerate(drawn):
@@ -276,10 +284,11 @@ def _thin(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]
 class _Scale:
     """Maps values to positions in a picture, with a margin above and below the curves."""
 
-    def __init__(self, left: float, right: float, bottom: float, top: float) -> None:
+    def __init__(self, left: float, right: float, bottom: float, top: float, is_count: bool) -> None:
         self.left, self.right = (left, right) if right > left else (left - 0.5, left + 0.5)
+        self.is_count = is_count
         margin = 0.06 * (top - bottom) or 0.05 * abs(top) or 0.5
-        self.bottom, self.top = bottom - margin, top + margin
+        self.bottom, self.top = 0.0 if is_count else bottom - margin, top + margin
 
     def x(self, value: float) -> float:
         return _LEFT + (value - self.left) / (self.right - self.left) * (_WIDTH - _LEFT - _RIGHT)
@@ -290,7 +299,8 @@ class _Scale:
     def axes(self, x_name: str) -> list[str]:
         """Grid lines, ticks and the name of the horizontal axis."""
         parts = []
-        for value in nice_ticks(self.bottom, self.top):
+        ticks = nice_ticks(self.bottom, self.top)
+        for value in [tick for tick in ticks if tick.is_integer()] if self.is_count else ticks:
             y = self.y(value)
             parts.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="var(--line)"/>')
             parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short_number(value)}</text>')

@@ -5,6 +5,7 @@ from .callbacks import AggregationCallback, DistillationCallback, FederatedCallb
 from .client_metrics import RoundSummary, spread_over_clients
 from .collectors import COLLECTORS, CollectorContext, SynchronousCollector, UpdateCollector
 from .fit_requests import FitSettings
+from .live_report import LiveReport
 from .previous_release import ServerState
 from .progress import RoundProgress
 from .round_loop import RoundLoop
@@ -19,6 +20,7 @@ __all__ = [
     "DistillationCallback",
     "FederatedCallback",
     "FitSettings",
+    "LiveReport",
     "RoundLoop",
     "RoundProgress",
     "RoundSummary",

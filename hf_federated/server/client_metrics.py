@@ -11,31 +11,14 @@ from transformers.utils import logging
 
 from ..messages import CLASS_COUNT
 from ..messages.validation import MAX_SHOWN_LENGTH
+from ..reporting.metric_names import lower_is_better
 from ..utils.printable import printable
 
 
 logger = logging.get_logger(__name__)
 
-# Last words of the names of metrics for which lower is better. For all other metrics, higher is better, except for
-# `metric_for_best_model`, whose direction the training arguments set.
-_LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "wer", "cer")
 # Entries of `Trainer` that are no results of a client.
 _IGNORED_SUFFIXES = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time", "epoch")
-
-
-def lower_is_better(metric: str, best_metric: str | None, greater_is_better: bool | None) -> bool:
-    """
-    Whether lower values of a metric are better.
-
-    Args:
-        metric (`str`): Name of the metric, with or without the prefix `eval_`.
-        best_metric (`str`, *optional*): `metric_for_best_model` of the training arguments.
-        greater_is_better (`bool`, *optional*): `greater_is_better` of the training arguments.
-    """
-    if best_metric is not None and greater_is_better is not None:
-        if metric.removeprefix("eval_") == best_metric.removeprefix("eval_"):
-            return not greater_is_better
-    return metric.rpartition("_")[2] in _LOWER_IS_BETTER
 
 
 # A value is left out of a mean if its magnitude is above this multiple of the median magnitude over the clients.

@@ -114,6 +114,7 @@ class Federation:
             check_resumed(saved["identity"], federation_identity(setup, args), checkpoint, setup.clients.is_remote)
         if not is_complete:
             self._announcements.start(self.engine.announcements)
+        self._client_ids = tuple(setup.clients)
         self._num_examples = setup.clients.num_rows
         self._row_limit = RowLimit(self._num_examples, setup.config.balance, setup.config.max_rows_per_round)
         self._progress = RoundProgress(lambda: self._trainer.callback_handler.callbacks, setup.num_rounds)
@@ -280,7 +281,7 @@ class Federation:
             server=ServerState(
                 self.loop.round,
                 num_rounds=self._setup.num_rounds,
-                client_ids=tuple(self._setup.clients),
+                client_ids=self._client_ids,
                 device=self._device,
             ),
             model=trainer.model,

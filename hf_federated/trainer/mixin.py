@@ -42,6 +42,7 @@ from ..data import FederatedDataset
 from ..distributed.process_group import fail_together_during_init
 from ..engines import Engine
 from ..postprocessing import Postprocessor
+from ..server.live_report import LiveReport
 from ..server.round_loop import SERVER_NAME
 from ..tasks import Task
 from ..utils.gc import frozen_gc
@@ -64,6 +65,7 @@ from .launch_consistency import check_consistency
 from .loop_stubs import RoundDataLoader, RoundsCallback, RoundScheduler, ServerOptimizer, round_arguments
 from .optimizer_factories import OptimizerFactories
 from .output_lock import output_dir_lock
+from .run_recorder import RunRecorder
 from .saving import SavingMixin
 from .setup import FederationSetup
 
@@ -154,6 +156,9 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         # Processes with different `parallelism` would block at different collective operations.
         check_consistency(self._setup, "construction of the trainer", self.args, None)
         self.add_callback(RoundsCallback(self))
+        # Before the callbacks of the user, which may read the log of the run.
+        self._recorder = RunRecorder(self)
+        self.callback_handler.callbacks.insert(0, self._recorder)
         # Contexts that end when the training is announced.
         self._until_announced = ExitStack()
         self._user_args = self.args
@@ -269,7 +274,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             resume_from_checkpoint (`str` or `bool`, *optional*): As in `Trainer`. A resumed run ends with the same
                 weights and checkpoints as an uninterrupted run, bit for bit. A resumed run may change these fields of
                 the configuration: `num_rounds`, `min_clients`, `evaluate_clients`, `log_clients`, `report_anomalies`,
-                `parallelism`, `client_store` and `max_resident_clients`.
+                `live_report`, `parallelism`, `client_store` and `max_resident_clients`.
             trial (`Any`, *optional*): As in `Trainer`. A federation does not support hyperparameter search.
             ignore_keys_for_eval (`list[str]`, *optional*): As in `Trainer`.
 
@@ -324,6 +329,10 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             is_interrupt = isinstance(error, KeyboardInterrupt)
             reason = "it was interrupted" if is_interrupt else f"{type(error).__name__} on the server"
             self._federation_setup.engine.stop(reason)
+            self._recorder.end("interrupted" if is_interrupt else f"failed: {type(error).__name__}: {error}")
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, LiveReport):
+                    callback.write()
             raise
         finally:
             self._is_federating = False

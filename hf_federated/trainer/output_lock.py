@@ -13,10 +13,8 @@ from transformers.utils import logging
 from ..distributed.process_group import ProcessGroup
 from ..utils.errors import UserError
 from ..utils.file_lock import FileLock, FileLockedError
+from ..utils.run_files import LOCK_FILE
 
-
-# `Trainer` does not push files whose name starts with `_`. The file names a host.
-LOCK_FILE = "_hf_federated.lock"
 
 logger = logging.get_logger(__name__)
 

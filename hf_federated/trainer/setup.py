@@ -28,7 +28,7 @@ from ..methods import Method
 from ..postprocessing import Postprocessor, SendChanges, exchange_codec_steps, exchange_dtype
 from ..secure_aggregation import SecureAggregation
 from ..secure_aggregation.credentials import Credentials
-from ..server import AggregationCallback, AnomalyReport, DistillationCallback, UpdateCollector
+from ..server import AggregationCallback, AnomalyReport, DistillationCallback, LiveReport, UpdateCollector
 from ..server.collectors import SecureCollector
 from ..utils.algorithm_names import COLLECTOR_NAMES
 from ..utils.shards import Shards
@@ -159,6 +159,8 @@ class FederationSetup:
         resolved = replace(resolved, keep_local=combination.keep_local)
         if resolved.report_anomalies and not has_report:
             trainer.add_callback(AnomalyReport())
+        if resolved.live_report and not any(isinstance(callback, LiveReport) for callback in user_callbacks):
+            trainer.add_callback(LiveReport())
         check_arguments(trainer, resolved, aggregation)
         check_participants(aggregation, distillation, participants, clients, args)
         check_given_models(participants, trainer.model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import weakref
 from pathlib import Path
@@ -118,6 +119,21 @@ class FileLock:
 
 
 _HELD: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def read_holder(path: Path) -> tuple[int, str] | None:
+    """
+    Return the process id and the host that a lock file names, or `None` if there is no such file.
+
+    The holder may have been killed: then the file remains, and its lock is free. This function does not ask for the
+    lock, because a process that asks for it at the same moment would fail.
+    """
+    try:
+        text = path.read_bytes()[:_MAX_HOLDER_BYTES].decode(errors="replace")
+    except OSError:
+        return None
+    match = re.fullmatch(r"process (\d{1,9}) on (.+)", text)
+    return None if match is None else (int(match[1]), match[2])
 
 
 def _close_in_child() -> None:

@@ -10,7 +10,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from hf_federated.server.client_metrics import RoundSummary, lower_is_better, spread_over_clients
+from hf_federated.reporting.metric_names import lower_is_better
+from hf_federated.server.client_metrics import RoundSummary, spread_over_clients
 
 
 def test_each_metric_has_mean_worst_best_and_population_standard_deviation():

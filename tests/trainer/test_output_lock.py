@@ -57,7 +57,8 @@ def test_second_process_is_refused_until_the_first_is_killed(holder, tmp_path):
     holder.wait()
     trainer.train()
     assert trainer.state.global_step == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
+    assert sorted(path.name for path in tmp_path.glob("[!_]*")) == ["checkpoint-1", "checkpoint-2"]
+    assert not (tmp_path / LOCK_FILE).exists()
 
 
 def test_split_training_is_refused_too(holder, tmp_path):

@@ -23,6 +23,7 @@ CHANGEABLE_FIELDS = (
     "evaluate_clients",
     "log_clients",
     "report_anomalies",
+    "live_report",
     "parallelism",
     "client_store",
     "max_resident_clients",
