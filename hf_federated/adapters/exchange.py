@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from ..config import EXCHANGES, HEAD
 from ..utils.lora_modules import find_lora_modules
 from ..utils.selection import Selection, select
+from .residual import ResidualAdapter, needs_residual
 from .shards import ShardedTensors, free_unsharded, values_here
 
 
@@ -50,15 +51,17 @@ class Exchange:
         keep_local (`str`, `Sequence[str]` or `Callable`, *optional*):
             The local tensors, as `keep_local` of [`FederatedConfig`].
         with_base (`bool`, *optional*, defaults to `False`):
-            Whether the base weights of LoRA modules are exchanged too, for a method that changes them.
+            Whether the base weights of LoRA modules are exchanged too, for a method that changes them. If they cannot
+            be written, the model gets a residual adapter, whose factors are exchanged instead.
 
     Attributes:
         kind (`str`): `"adapter"`, `"trainable"`, `"all"`, or `"selected"` for patterns and functions.
         parameters (`dict[str, torch.nn.Parameter]`): The exchanged parameters by name.
         local_parameters (`dict[str, torch.nn.Parameter]`): The trainable local parameters by name.
-        base_parameters (`dict[str, torch.nn.Parameter]`): The base weights of LoRA modules by name. Empty unless
-            `with_base` is set.
-        initial_base (`dict[str, torch.Tensor]`): Copies of the base weights before any client trained.
+        base_parameters (`dict[str, torch.nn.Parameter]`): The base weights of LoRA modules, or the factors of the
+            residual adapter, by name. Empty unless `with_base` is set.
+        initial_base (`dict[str, torch.Tensor]`): Copies of `base_parameters` before any client trained.
+        residual ([`~hf_federated.adapters.residual.ResidualAdapter`], *optional*): The residual adapter.
         has_local (`bool`): Whether there are local parameters or buffers.
         shards ([`~hf_federated.adapters.shards.ShardedTensors`]): The parameters that FSDP2 divides over processes.
             [`~Exchange.read`] and [`~Exchange.write`] then read and write the shards of this process.
@@ -111,8 +114,11 @@ class Exchange:
         kept = set(local)
         exchanged = [name for name in candidates if name not in kept]
         self.parameters: dict[str, nn.Parameter] = {name: parameters[name] for name in exchanged if name in parameters}
+        self.residual = ResidualAdapter(model) if with_base and needs_residual(model) else None
         base = [module.base for module in find_lora_modules(model).values()] if with_base else []
-        self.base_parameters = {name: parameters[name] for name in base}
+        self.base_parameters: dict[str, nn.Parameter] = (
+            {name: parameters[name] for name in base} if self.residual is None else self.residual.parameters
+        )
         self.initial_base = {name: value.detach().clone() for name, value in self.base_parameters.items()}
         self.parameters |= self.base_parameters
         self.local_parameters = {name: self._trained[name] for name in local if name in self._trained}
@@ -198,6 +204,13 @@ class Exchange:
     def num_values(self) -> int:
         """The number of scalars exchanged in one direction, without base weights of LoRA modules."""
         return sum(tensor.numel() for name, tensor in self.tensors.items() if name not in self.base_parameters)
+
+    @property
+    def max_values(self) -> int:
+        """The largest number of scalars in a state. The rank of a residual adapter grows."""
+        if self.residual is None:
+            return sum(tensor.numel() for tensor in self.tensors.values())
+        return self.num_values + self.residual.max_values
 
     def follow(self, other: Exchange) -> None:
         """Read and write the tensors of another exchange. The tensors of a model before its sharding can be freed."""
@@ -316,6 +329,8 @@ class Exchange:
             KeyError: If a name is missing. The message contains the name.
         """
         try:
+            if self.residual is not None:
+                self.residual.resize(state)
             values = [state[name] for name in self.names]
         except KeyError as error:
             raise KeyError(f"The state lacks {error.args[0]!r}, which the model exchanges.") from None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
@@ -129,6 +129,11 @@ class Aggregation(Method):
     @property
     def counts_tokens(self) -> bool:
         return self.weighting == "tokens"
+
+    @property
+    def resized_names(self) -> Collection[str]:
+        """Names of the tensors of the global state whose shape may change in a round."""
+        return ()
 
     # ---- Server side
 
@@ -261,7 +266,7 @@ class Aggregation(Method):
 
     def finish(self, round: Round) -> State:
         aggregated = self.aggregate(round.collected, round.state)
-        check_aggregate(self, aggregated, round.state)
+        check_aggregate(self, aggregated, round.state, self.resized_names)
         if (name := first_non_finite(aggregated)) is not None:
             raise RoundFailedError(
                 f"Round {round.number + 1}: {self!r} computed NaN or infinite values for {name!r} from finite "

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import ClassVar
 
 import torch
 
-from ..messages import ClientUpdate
 from ..methods import Accumulator, UpdateCollection
 from ..utils.weighted_mean import State, Tensors
-from .base_changes import BaseChangesAggregation
-from .lora_factors import FactorPair, find_pairs
-
-
-UPDATES = "updates"
+from .base_changes import UPDATES, BaseChangesAggregation
+from .lora_factors import FactorPair
 
 
 class FedExLoRA(BaseChangesAggregation):
@@ -33,7 +28,13 @@ class FedExLoRA(BaseChangesAggregation):
     last one, or the base weights of the LoRA modules if these have fewer values. Each client keeps the base weights of
     the LoRA modules. `federated/lora_inexactness` in the log is the residual as a share of the change of the round.
 
+    Quantized base weights, tied ones and those in half precision are not written. A second, frozen adapter of the
+    model then has the sum of all residuals in float32. It is active together with the trained adapter, and its rank
+    grows by `(n − 1) r` in each round, up to the smaller dimension of the module, where nothing is lost.
+    `federated/lora_residual_rank` in the log is its largest rank.
+
     `save_model` and checkpoints contain the merged model, because the adapter alone does not equal the global model.
+    With the second adapter, they contain one adapter that is the sum of both.
 
     | paper | here |
     |---|---|
@@ -43,14 +44,18 @@ class FedExLoRA(BaseChangesAggregation):
     Args:
         weighting (`str`, *optional*, defaults to `"examples"`):
             Weight of an update: `"examples"`, `"tokens"` or `"uniform"`, as in [`Aggregation`].
+        max_residual_rank (`int`, *optional*):
+            Largest rank of the second adapter. The largest singular values are kept, and
+            `federated/lora_residual_truncation` in the log is the largest lost share of the norm of a module.
 
     Raises:
-        ValueError: If `weighting` is unknown. When the trainer is built, if the model has no LoRA module of which both
-            factors are exchanged, or a base weight is not in float32 or float64, or is tied to another weight.
+        ValueError: If an argument is unknown or out of range. When the trainer is built, if the model has no LoRA
+            module of which both factors are exchanged, or has a further adapter and base weights that cannot be
+            written.
 
     Requirements:
-        A PEFT model with LoRA and base weights in float32. The server keeps the factors of a round in a temporary
-        file. `collector="synchronous"`.
+        A PEFT model with LoRA. The server keeps the factors of a round in a temporary file.
+        `collector="synchronous"`.
 
     Relations:
         - [`FedIT`] leaves the residual out.
@@ -69,19 +74,6 @@ class FedExLoRA(BaseChangesAggregation):
 
     name: ClassVar[str] = "fedex_lora"
     changes_base = True
-
-    def accumulator(self, state: State, extra: State | None = None) -> Accumulator:
-        base = self.base_names
-        accumulator = super().accumulator({name: value for name, value in state.items() if name not in base}, extra)
-        factors = {name: state[name] for pair in find_pairs(state) for name in (pair.a, pair.b)}
-        accumulator.collections[UPDATES] = UpdateCollection(factors)
-        return accumulator
-
-    def accumulate(self, accumulator: Accumulator, update: ClientUpdate) -> None:
-        base = self.base_names
-        accumulator.collections[UPDATES].add(update.client_id, update.state, self.weight(update))
-        adapter = {name: value for name, value in update.state.items() if name not in base}
-        super().accumulate(accumulator, dataclasses.replace(update, state=adapter))
 
     @torch.no_grad()
     def aggregate(self, accumulator: Accumulator, state: State) -> State:

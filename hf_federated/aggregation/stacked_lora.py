@@ -16,12 +16,11 @@ from ..utils.arguments import require
 from ..utils.lora_modules import LoraModule, check_uniform, find_lora_modules, scaling_of
 from ..utils.random import derived_seed
 from ..utils.weighted_mean import State, Tensors
-from .base_changes import BaseChangesAggregation, BasePart
+from .base_changes import UPDATES, BaseChangesAggregation, BasePart
 from .lora_factors import FactorPair, factored_svd, find_pairs, pair_with_product
 from .lora_inexactness import product_norm
 
 
-UPDATES = "updates"
 # Names of the median and the maximum over the modules in the log.
 TRUNCATION = "federated/lora_truncation"
 
@@ -91,7 +90,8 @@ class StackedLora(BaseChangesAggregation):
     With `reset=True`, the server adds the whole mean to the base weights, `W_0 ← W_0 + T`. The clients start from a
     new adapter with the product 0: the elements of `A` are uniform between `−1/√in` and `1/√in`, as in PEFT, and `B`
     is zero. A client receives the stacked factors of all rounds since its last one, or the base weights of the LoRA
-    modules if these have fewer values. `save_model` and checkpoints contain the merged model.
+    modules if these have fewer values. `save_model` and checkpoints contain the merged model. If the base weights
+    cannot be written, for example because they are quantized, a second adapter has the changes, as in [`FedExLoRA`].
 
     `federated/lora_truncation` and `federated/lora_truncation_max` in the log are the median and the maximum over the
     modules of `‖s B A − T‖_F / ‖T − T_before‖_F`, the error of the truncation as a share of the change of the round.
@@ -114,11 +114,13 @@ class StackedLora(BaseChangesAggregation):
             Seed of the new adapters with `reset=True`.
         weighting (`str`, *optional*, defaults to `"examples"`):
             Weight of an update: `"examples"`, `"tokens"` or `"uniform"`, as in [`Aggregation`].
+        max_residual_rank (`int`, *optional*):
+            Largest rank of the second adapter with `reset=True`, as in [`FedExLoRA`].
 
     Raises:
         ValueError: If an argument is out of range or `reset=True` is combined with `rank` or `energy`. When the
             trainer is built, if the model has no LoRA module of which both factors are exchanged, a client has a
-            higher rank than the server, or the base weights do not support `reset=True`, as in [`FedExLoRA`].
+            higher rank than the server, or the model does not support `reset=True`, as in [`FedExLoRA`].
 
     Requirements:
         A PEFT model with LoRA. The server keeps the factors of a round in a temporary file. `collector="synchronous"`,
@@ -151,8 +153,9 @@ class StackedLora(BaseChangesAggregation):
         reset: bool = False,
         seed: int = 0,
         weighting: str = "examples",
+        max_residual_rank: int | None = None,
     ) -> None:
-        super().__init__(weighting)
+        super().__init__(weighting, max_residual_rank)
         require("rank", rank, rank is None or rank >= 1, "at least 1")
         require("energy", energy, energy is None or 0 < energy <= 1, "above 0 and at most 1")
         if reset and (rank is not None or energy is not None):
@@ -242,22 +245,6 @@ class StackedLora(BaseChangesAggregation):
         return dataclasses.replace(update, state=whole)
 
     # ---- Sums
-
-    def accumulator(self, state: State, extra: State | None = None) -> Accumulator:
-        factors = {name: state[name] for pair in find_pairs(state) for name in (pair.a, pair.b)}
-        base = self.base_names
-        others = {name: value for name, value in state.items() if name not in factors and name not in base}
-        accumulator = super().accumulator(others, extra)
-        accumulator.collections[UPDATES] = UpdateCollection(factors)
-        return accumulator
-
-    def accumulate(self, accumulator: Accumulator, update: ClientUpdate) -> None:
-        base, factors = self.base_names, accumulator.collections[UPDATES]
-        factors.add(update.client_id, update.state, self.weight(update))
-        others = {
-            name: value for name, value in update.state.items() if name not in factors.reference and name not in base
-        }
-        super().accumulate(accumulator, dataclasses.replace(update, state=others))
 
     @torch.no_grad()
     def aggregate(self, accumulator: Accumulator, state: State) -> State:

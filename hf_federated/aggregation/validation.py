@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..utils.weighted_mean import State
 MAX_LISTED_NAMES = 5
 
 
-def check_aggregate(algorithm: Any, aggregated: Any, state: State) -> None:
+def check_aggregate(algorithm: Any, aggregated: Any, state: State, resized: Collection[str] = ()) -> None:
     """
     Check that an algorithm returned a state with the names and shapes of the global state.
 
@@ -21,6 +22,7 @@ def check_aggregate(algorithm: Any, aggregated: Any, state: State) -> None:
         algorithm ([`Aggregation`]): The algorithm, for the message.
         aggregated (`Any`): The return value of [`Aggregation.aggregate`].
         state (`dict[str, torch.Tensor]`): The global state.
+        resized (`Collection[str]`, *optional*): Names of tensors whose shape may change.
 
     Raises:
         TypeError: If the algorithm did not return a dictionary.
@@ -37,7 +39,9 @@ def check_aggregate(algorithm: Any, aggregated: Any, state: State) -> None:
         f"{name} is {_describe(aggregated[name])} instead of {_describe(value)}"
         for name, value in state.items()
         if name in aggregated
-        and not (isinstance(aggregated[name], torch.Tensor) and aggregated[name].shape == value.shape)
+        and not (
+            isinstance(aggregated[name], torch.Tensor) and (name in resized or aggregated[name].shape == value.shape)
+        )
     ]
     problems = [
         ("no value for", [name for name in state if name not in aggregated]),

@@ -206,7 +206,10 @@ class Agreement:
         own = exchange.tensors
         # A server in the same process has the tensors of the client anyway.
         if self.record is not None:
-            _check_values(request, max(sum(value.numel() for value in own.values()), MIN_VALUES))
+            _check_values(request, max(exchange.max_values, MIN_VALUES))
+        if exchange.residual is not None:
+            # The client half of the method checks the factors, whose rank grows.
+            own = {name: value for name, value in own.items() if name not in exchange.base_parameters}
         if not isinstance(request, (Fit, Evaluate)):
             return
         if request.state and self._has_individual_states:

@@ -41,13 +41,6 @@ LORA_RULES: tuple[Rule, ...] = (
     # ---- Changed base weights of LoRA modules
     Rule(
         f.CHANGES_BASE,
-        f.QUANTIZED,
-        "changes cannot be added to quantized weights",
-        "Load the model without quantization, or use a method that keeps the base weights, such as "
-        "aggregation='fedit'.",
-    ),
-    Rule(
-        f.CHANGES_BASE,
         f.ALL_EXCHANGE,
         "clients would send the base weights",
         "Leave `exchange` out.",

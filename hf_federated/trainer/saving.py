@@ -15,9 +15,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .._compat import push_from_checkpoint
+from ..adapters.residual import joined_adapter
 from ..adapters.shards import with_tied_weights
 from ..cards import render_model_card
 from ..utils.errors import CheckpointError
+from ..utils.lora_modules import RESIDUAL
 from .base import RoleMixin
 from .checkpoint import (
     check_weights,
@@ -48,7 +50,8 @@ class SavingMixin(RoleMixin):
 
         The ledger of a checkpoint is in its file `federated/server.safetensors`, in a compact form.
         PEFT saves a model card with an adapter. The card of the run replaces this card. With a method that changes the
-        base weights of LoRA modules, the merged model is saved, because the adapter alone is not the global model.
+        base weights of LoRA modules, the merged model is saved, because the adapter alone is not the global model. If
+        a second adapter has the changes, one adapter with the sum of both is saved.
         """
         if self.federation is None:
             super().save_model(output_dir, _internal_call)
@@ -67,24 +70,30 @@ class SavingMixin(RoleMixin):
         if self._federation_setup.is_sharded:
             # The whole model, in the main process: `SHARDED_STATE_DICT` writes no file that `from_pretrained` reads.
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-        with self._merged_model(), self._arguments(self._user_args):
+        with self._whole_model(), self._arguments(self._user_args):
             super().save_model(output_dir, _internal_call)
             if self.args.should_save and is_adapter:
                 self._save_card(output_dir)
 
     @contextmanager
-    def _merged_model(self) -> Iterator[None]:
-        """Replace the model by a merged copy while it is saved, if its base weights are not those of the user."""
+    def _whole_model(self) -> Iterator[None]:
+        """
+        Let a model be saved as one adapter or as a merged copy, if its base weights are not those of the user.
+        """
         setup, model = self._setup, self.model
-        changes_base = setup is not None and setup.aggregation.changes_base and isinstance(model, PeftModel)
-        if not changes_base or not self.args.should_save:
+        if not self.args.should_save or not isinstance(model, PeftModel):
             yield
-            return
-        self.model = copy.deepcopy(model).merge_and_unload()
-        try:
+        elif RESIDUAL in model.peft_config:
+            with joined_adapter(model):
+                yield
+        elif setup is not None and setup.aggregation.changes_base:
+            self.model = copy.deepcopy(model).merge_and_unload()
+            try:
+                yield
+            finally:
+                self.model = model
+        else:
             yield
-        finally:
-            self.model = model
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the parent's checkpoint and the federation's state to a staging directory, then rename it."""

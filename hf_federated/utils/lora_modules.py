@@ -1,14 +1,21 @@
-"""The LoRA modules of a model: the names of the factors and of the base weight, and the scale of PEFT."""
+"""The LoRA modules of a model: the names of the factors and of the base weight, and the scale of PEFT.
+
+A method can change base weights. Weights in half precision, quantized weights and tied weights do not change. A
+second, frozen adapter of PEFT, the residual adapter, then contains the changes.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import nn
+
+
+# Name of the residual adapter.
+RESIDUAL = "federated_residual"
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,36 @@ class LoraModule:
         return int(self.layer.r[self.adapter])
 
     @property
-    def base_weight(self) -> torch.Tensor:
-        """The base weight."""
-        return self.layer.get_base_layer().weight
+    def is_embedding(self) -> bool:
+        """Whether the layer is an embedding, of which PEFT keeps the factors in other dictionaries."""
+        return self.adapter in self.layer.lora_embedding_A
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether the residual adapter contains the changes of the base weight."""
+        return RESIDUAL in self.layer.scaling
+
+    @property
+    def changed_names(self) -> tuple[str, ...]:
+        """Names in the global state of the tensors that change with the base weight: `W`, or `L` and `R`."""
+        return (f"{self.base}/residual_left", f"{self.base}/residual_right") if self.has_residual else (self.base,)
+
+    def factors(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """
+        Return the factors `B` and `A` of an adapter.
+
+        Args:
+            adapter (`str`): Name of the adapter.
+        """
+        layer = self.layer
+        if self.is_embedding:
+            return layer.lora_embedding_B[adapter], layer.lora_embedding_A[adapter]
+        return layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
+
+    @property
+    def base_parameter(self) -> nn.Parameter | None:
+        """The base weight, or `None` if a quantized layer has tensors of other names."""
+        return dict(self.layer.get_base_layer().named_parameters()).get("weight")
 
 
 def find_lora_modules(model: nn.Module) -> dict[str, LoraModule]:

@@ -3,91 +3,34 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
-from federations import build_federation
+from lora_federations import METHODS, TEN, client_part, lora_model, many_layers, run_round, train, trained, weights_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from robust_reference import as_update
-from tiny import rows, same_weights, tiny_model
+from tiny import rows, same_weights
 from torch import nn
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
-from transformers.pytorch_utils import Conv1D
 
-from hf_federated import FederatedCallback, FedExLoRA, Round, StackedLora
+from hf_federated import FedExLoRA, Round, StackedLora
 from hf_federated.adapters import Exchange
-from hf_federated.aggregation.base_changes import CHANGES, LEFT, VERSION
+from hf_federated.aggregation.base_changes import CHANGES, LEFT
 from hf_federated.engines import LocalEngine
-from hf_federated.messages import Fit
-from hf_federated.methods import ClientContext
 from hf_federated.utils.lora_modules import find_lora_modules
-
-
-class ManyLayers(nn.Module):
-    """A wide and a narrow linear layer, a layer with a transposed weight, a convolution and an embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(5, 9), nn.Linear(9, 5)
-        self.transposed = Conv1D(7, 4)
-        self.convolution = nn.Conv2d(3, 5, 2)
-        self.embedding = nn.Embedding(11, 6)
-
-
-LAYERS = [name for name, _ in ManyLayers().named_children()]
-
-
-def many_layers(rank=2):
-    torch.manual_seed(0)
-    config = LoraConfig(r=rank, lora_alpha=5, target_modules=LAYERS, use_rslora=True)
-    model = get_peft_model(ManyLayers().double(), config)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            parameter.data = torch.randn(parameter.shape, dtype=torch.float64)
-    return model
-
-
-def weights_of(model):
-    """The weights that PEFT computes from the base weights and the adapter."""
-    layers = {name: getattr(model.base_model.model, name) for name in LAYERS}
-    return {
-        name: (layer.base_layer.weight + layer.get_delta_weight("default")).detach() for name, layer in layers.items()
-    }
-
-
-def run_round(method, exchange, client_models, examples, number=0):
-    """Aggregate the adapters of models whose base weights are those of the server, and write the result."""
-    state, clients = exchange.read(), list(client_models)
-    method.begin(Round(number, tuple(clients), state))
-    accumulator = method.accumulator(state)
-    for client_id, model in client_models.items():
-        sent = {name: value for name, value in Exchange(model).read().items() if "lora_" in name}
-        assert sent.keys() == method.expected_for(client_id, state).keys()
-        update = as_update(client_id, sent, examples[client_id])
-        accumulator.add(method.whole_update(update, state))
-    round = Round(number, tuple(clients), state, sums=accumulator)
-    exchange.write(method.finish(round))
-
-
-def trained(model, seed):
-    """A copy of a model with other factors."""
-    client, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    for name, parameter in client.named_parameters():
-        if "lora_" in name:
-            parameter.data += 0.3 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
-    return client
 
 
 @pytest.mark.parametrize("method", [FedExLoRA(), StackedLora(reset=True)], ids=lambda method: method.name)
 @pytest.mark.parametrize("num_clients", [1, 2, 5])
-def test_weights_of_the_model_are_the_mean_of_the_weights_of_the_clients(method, num_clients):
+@pytest.mark.parametrize("is_tied", [False, True], ids=["base weights", "residual adapter"])
+def test_weights_of_the_model_are_the_mean_of_the_weights_of_the_clients(method, num_clients, is_tied):
     """The weights of PEFT are the oracle, also for layers with a transposed weight and layers that are not square."""
-    model = many_layers()
+    model = many_layers(is_tied=is_tied)
+    exchange = Exchange(model, with_base=True)
+    assert (exchange.residual is None) != is_tied
     method.check_model(model, {})
     method.setup(3, num_clients)
-    exchange = Exchange(model, with_base=True)
-    for number in range(2):
+    for number in range(4 if is_tied else 2):
         clients = {f"client {each}": trained(model, 10 * number + each) for each in range(num_clients)}
         examples = {client_id: 1 + each for each, client_id in enumerate(clients)}
         expected = {}
@@ -183,16 +126,6 @@ def test_a_client_refuses_changes_that_do_not_follow_its_weights(change, message
         part.place(change(method.state_for("c", exchange.read())))
 
 
-def client_part(method, exchange, model, memory, version):
-    """The client half of a client with a memory, for a request with the given number of changes."""
-    context = ClientContext(
-        "c", SimpleNamespace(exchange=exchange, trainer=SimpleNamespace(model=model)), memory=memory
-    )
-    part = method.client(context)
-    part.receive(Fit(0, "c", 0, {}, settings={VERSION: version}))
-    return part
-
-
 def test_a_client_adds_only_the_changes_that_its_weights_lack():
     """The server sends all changes to a client that did not reply, but the client may have trained."""
     model, method = many_layers(rank=1), FedExLoRA()
@@ -211,56 +144,6 @@ def test_a_client_adds_only_the_changes_that_its_weights_lack():
 # ---- Federations
 
 
-def lora_model(**config):
-    torch.manual_seed(0)
-    model = tiny_model(problem_type="single_label_classification", **config)
-    return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))
-
-
-class Logits(FederatedCallback):
-    """Records the logits of the server before each round, and those of the clients before they train."""
-
-    def __init__(self) -> None:
-        self.inputs = torch.tensor(rows(4, seed=5)["input_ids"])
-        self.server, self.clients = [], []
-
-    def read(self, model):
-        was_training = model.training
-        with torch.no_grad():
-            logits = model.eval()(input_ids=self.inputs).logits
-        model.train(was_training)
-        return logits
-
-    def on_round_begin(self, args, state, control, model, **kwargs):
-        self.server.append(self.read(model))
-        self.clients.append([])
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        if self.clients:
-            self.clients[-1].append(self.read(model))
-
-
-TEN = {f"client {number}": rows(4 + number % 3, seed=number) for number in range(10)}
-
-
-def train(directory, aggregation, num_rounds=6, clients=TEN, **federation):
-    logits = Logits()
-    trainer = build_federation(
-        directory,
-        clients,
-        num_rounds=num_rounds,
-        federation={"clients_per_round": 2, **aggregation, **federation},
-        trainer={"model": lora_model(), "callbacks": [logits], "client_callbacks": [logits]},
-        learning_rate=0.05,
-    )
-    trainer.train()
-    return trainer, logits
-
-
-METHODS = {
-    "fedex_lora": {"aggregation": "fedex_lora"},
-    "reset": {"aggregation": "stacked_lora", "aggregation_kwargs": {"reset": True}},
-}
 methods = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
@@ -298,16 +181,7 @@ def test_the_saved_model_is_the_global_model(tmp_path, method):
 def test_serialized_messages_change_no_byte(tmp_path, method):
     options = {"num_rounds": 3, "clients": dict(list(TEN.items())[:4])}
     plain, _ = train(tmp_path / "plain", method, **options)
-    logits = Logits()
-    serialized = build_federation(
-        tmp_path / "serialized",
-        options["clients"],
-        num_rounds=3,
-        federation={"clients_per_round": 2, **method},
-        trainer={"model": lora_model(), "callbacks": [logits], "engine": LocalEngine(serialize=True)},
-        learning_rate=0.05,
-    )
-    serialized.train()
+    serialized, _ = train(tmp_path / "serialized", method, engine=LocalEngine(serialize=True), **options)
     assert same_weights(plain.model, serialized.model)
 
 
@@ -326,23 +200,6 @@ def test_one_client_gives_the_bytes_of_fedit(tmp_path):
     fedex, _ = train(tmp_path / "fedex", METHODS["fedex_lora"], 2, clients, clients_per_round=1)
     fedit, _ = train(tmp_path / "fedit", {"aggregation": "fedit"}, 2, clients, clients_per_round=1)
     assert same_weights(fedex.model, fedit.model)
-
-
-@methods
-def test_base_weights_in_half_precision_are_refused(tmp_path, method):
-    model = lora_model()
-    model.base_model.model.bert.to(torch.bfloat16)
-    with pytest.raises(ValueError, match="has the dtype torch.bfloat16. Load the model with dtype=torch.float32"):
-        build_federation(tmp_path, federation=method, trainer={"model": model})
-
-
-@methods
-def test_tied_base_weights_are_refused(tmp_path, method):
-    model = lora_model()
-    layers = model.base_model.model.bert.encoder.layer
-    layers[1].attention.self.key.weight = layers[0].attention.self.query.base_layer.weight
-    with pytest.raises(ValueError, match="is also the weight .*key.weight'. Leave the module out"):
-        build_federation(tmp_path, federation=method, trainer={"model": model})
 
 
 def test_rank_and_energy_are_refused_with_reset():
