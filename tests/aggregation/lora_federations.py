@@ -123,19 +123,19 @@ class Logits(FederatedCallback):
 TEN = {f"client {number}": rows(4 + number % 3, seed=number) for number in range(10)}
 
 
-def build(directory, aggregation, num_rounds=6, clients=TEN, model=None, engine=None, args=(), **federation):
+def build(directory, aggregation, num_rounds=6, clients=TEN, model=None, args=(), **trainer):
     """A federation of which two clients train in a round, and the recorded logits."""
     logits = Logits()
     trainer = build_federation(
         directory,
         clients,
         num_rounds=num_rounds,
-        federation={"clients_per_round": 2, **aggregation, **federation},
+        federation={"clients_per_round": 2, **aggregation},
         trainer={
             "model": lora_model() if model is None else model,
             "callbacks": [logits],
             "client_callbacks": [logits],
-            "engine": engine,
+            **trainer,
         },
         **{"learning_rate": 0.05, **dict(args)},
     )

@@ -197,8 +197,8 @@ def test_clients_send_no_base_weights(tmp_path):
 
 def test_one_client_gives_the_bytes_of_fedit(tmp_path):
     clients = {"north": rows(8)}
-    fedex, _ = train(tmp_path / "fedex", METHODS["fedex_lora"], 2, clients, clients_per_round=1)
-    fedit, _ = train(tmp_path / "fedit", {"aggregation": "fedit"}, 2, clients, clients_per_round=1)
+    fedex, _ = train(tmp_path / "fedex", {**METHODS["fedex_lora"], "clients_per_round": 1}, 2, clients)
+    fedit, _ = train(tmp_path / "fedit", {"aggregation": "fedit", "clients_per_round": 1}, 2, clients)
     assert same_weights(fedex.model, fedit.model)
 
 

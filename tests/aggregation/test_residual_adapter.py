@@ -18,7 +18,7 @@ from lora_federations import (
     trained,
 )
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from tiny import same_weights, tiny_model
+from tiny import rows, same_weights, tiny_model
 
 from hf_federated import FedExLoRA
 from hf_federated.adapters import Exchange
@@ -310,4 +310,4 @@ def test_best_checkpoint_without_the_state_of_the_server_is_refused(tmp_path, me
         "save_only_model": True,
     }
     with pytest.raises(ValueError, match="the best one cannot be loaded. Set save_only_model=False"):
-        build(tmp_path, method, model=half_model(), args={**best, "save_only_model": True})
+        build(tmp_path, method, model=half_model(), args={**best, "save_only_model": True}, eval_dataset=rows(2))
