@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset, IterableDataset
 from torch import nn
+
+from .._compat import set_signature_columns
 
 
 _PACKAGE = Path(__file__).parents[1]
@@ -17,6 +22,58 @@ class UnsupportedTrainerError(ValueError):
     """
     The trainer cannot train each client separately. The error ends the run, because it does not depend on the client.
     """
+
+
+class RemovedColumnError(ValueError):
+    """A data collator, a transform, a loss or a model read a column that `remove_unused_columns` had removed."""
+
+
+@contextmanager
+def explain_removed_columns(trainer: Any, examples: Any) -> Iterator[None]:
+    """
+    Name `remove_unused_columns` if an error of the block is about a column that the trainer removed.
+
+    Args:
+        trainer (`transformers.Trainer`): The trainer of a client.
+        examples (`Any`): The examples of the client, before the trainer removes columns.
+
+    Raises:
+        RemovedColumnError: If the block reads a removed column by its name, or lacks an argument of the model while
+            columns were removed. Other errors stay as they are.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError) as error:
+        # Subclasses are errors of this package or of other libraries with their own meaning.
+        is_plain = type(error) in (KeyError, TypeError, ValueError)
+        columns = list(examples.column_names or ()) if isinstance(examples, (Dataset, IterableDataset)) else []
+        if not is_plain or not trainer.args.remove_unused_columns or not columns:
+            raise
+        read = read_columns(trainer)
+        removed = [name for name in columns if name not in read]
+        if isinstance(error, KeyError):
+            is_about_columns = bool(error.args) and error.args[0] in removed
+        else:
+            absent = {name for name in read if name not in columns}
+            is_about_columns = bool(removed) and not absent.isdisjoint(re.findall(r"\w+", str(error)))
+        if not is_about_columns:
+            raise
+        raise RemovedColumnError(
+            f"{type(error).__name__}: {error}. The trainer removed the columns {', '.join(removed)}, because "
+            f"{type(trainer.model).__name__} has no such arguments. If the data collator, a transform or the loss "
+            "reads a removed column, set remove_unused_columns=False in the training arguments. If the model reads "
+            "it, rename the column to the argument of the model."
+        ) from error
+
+
+def read_columns(trainer: Any) -> list[str]:
+    """Return the columns that a trainer does not remove: the arguments of its model, and the labels."""
+    before = trainer._signature_columns
+    set_signature_columns(trainer)
+    columns = [str(name) for name in trainer._signature_columns or ()]
+    # The names of the labels can still change.
+    trainer._signature_columns = before
+    return columns
 
 
 def describe_failure(error: Exception) -> str:

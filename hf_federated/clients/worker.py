@@ -32,7 +32,7 @@ from ..utils.trainer_banner import trainer_banner
 from ..utils.weighted_mean import State
 from .agreement import Agreement
 from .evaluation import evaluate
-from .failures import UnsupportedTrainerError, describe_failure
+from .failures import UnsupportedTrainerError, describe_failure, explain_removed_columns
 from .gradient_scaler import ALL_STEPS_SKIPPED, ClientScaler
 from .kept_state import LOCAL, MEMORIES, STEP_MEMORIES, has_state_after, state_before, with_note
 from .local_training import (
@@ -336,7 +336,8 @@ class ClientWorker:
             if scaler is not None:
                 scaler.install()
             try:
-                trainer.train()
+                with explain_removed_columns(trainer, examples):
+                    trainer.train()
             except BaseException:
                 # An interrupted training does not clean up, and the next client must not see its state.
                 if (handle := vars(trainer).get("neftune_hook_handle")) is not None:

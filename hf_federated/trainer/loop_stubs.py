@@ -16,11 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from .._compat import set_train_tokens
-
-
-# Default of `logging_steps`, `eval_steps` and `save_steps` in `TrainingArguments`. With this value, the loop over
-# rounds logs, evaluates or saves after every round.
-DEFAULT_STEPS = 500
+from ..utils.due_steps import DEFAULT_STEPS
 
 
 def round_arguments(args: TrainingArguments, num_rounds: int) -> TrainingArguments:

@@ -46,10 +46,12 @@ from ..server.live_report import LiveReport
 from ..server.round_loop import SERVER_NAME
 from ..tasks import Task
 from ..utils.gc import frozen_gc
+from ..utils.storage import check_folder
 from ..utils.trainer_banner import trainer_banner
 from .checkpoint import checkpoint_to_resume, clear_staging, read_server_state, rotate
 from .checks.arguments import check_trainer_class
 from .checks.data import as_federated_dataset, check_without_examples, example_of_the_format
+from .checks.first_round import check_checkpoint_space
 from .dataset_preparation import (
     DatasetPlaceholder,
     Preparation,
@@ -121,6 +123,8 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
     ) -> None:
         """Construct a trainer with a federation."""
         check_trainer_class(type(self))
+        if isinstance(args := arguments.get("args"), TrainingArguments) and args.should_save and args.output_dir:
+            check_folder(args.output_dir)
         user_arguments = dict(arguments)
         self._optimizer_factories = OptimizerFactories.take(arguments, accepts_instances=False)
         user_callbacks = list(arguments.get("callbacks") or [])
@@ -303,6 +307,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         self._user_args = self.args
         self._resume_from = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
         self._check_manifest(self._resume_from)
+        check_checkpoint_space(self, self._federation_setup.num_rounds)
         if self._resume_from is not None:
             read_server_state(self._resume_from, self._federation_setup.files)
         neftune = self.neftune_noise_alpha

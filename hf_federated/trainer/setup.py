@@ -35,6 +35,7 @@ from ..utils.shards import Shards
 from .checkpoint import WHOLE, ShardFiles
 from .checks.arguments import check_arguments, is_sharded, resolve_federation
 from .checks.data import check_clients, sample_clients
+from .checks.first_round import check_first_round
 from .checks.participants import check_participants, check_predictions, check_server_dataset
 from .checks.secure_aggregation import build_secure_aggregation, check_cohort, check_weights
 
@@ -180,6 +181,7 @@ class FederationSetup:
         sampler = check_server(lambda: sample_clients(clients, resolved), alone)
         check_server(lambda: check_server_dataset(aggregation, distillation, participants), None)
         check_clients(trainer, clients, eval_clients, resolved, participants.task is not None, distillation)
+        check_first_round(trainer, resolved, clients, participants.task is not None)
         _check_model(trainer, resolved, distillation, participants)
         check_weights(aggregation, secure)
         if secure is not None:

@@ -90,6 +90,76 @@ def storage_errors(
         raise StorageError(_describe(folder, found, num_bytes(), advice)) from error
 
 
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """
+    Check that a folder can be created or written to, without a write.
+
+    Args:
+        folder (`str` or `os.PathLike`): The folder. It can be missing.
+
+    Raises:
+        StorageError: If the path or a part of it is a file, or if the folder cannot be written to.
+    """
+    path = Path(folder).absolute()
+    existing = _existing_part(path)
+    if not existing.is_dir():
+        part = "is a file" if existing == path else f"cannot be created, because {existing} is a file"
+        raise StorageError(f"The output folder {os.fspath(folder)} {part}. Choose another output folder.")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        is_read_only = hasattr(os, "statvfs") and os.statvfs(existing).f_flag & os.ST_RDONLY
+        raise StorageError(_describe(folder, errno.EROFS if is_read_only else errno.EACCES, 0, ""))
+
+
+def check_free_space(
+    folder: str | os.PathLike[str], checkpoint_bytes: int, num_checkpoints: int, limit: int = 0, existing: int = 0
+) -> str | None:
+    """
+    Check that the checkpoints of a run fit on the disk of its output folder.
+
+    Args:
+        folder (`str` or `os.PathLike`): The output folder. It can be missing.
+        checkpoint_bytes (`int`): Smallest size of a checkpoint.
+        num_checkpoints (`int`): Number of checkpoints that exist at the same time.
+        limit (`int`, *optional*, defaults to `0`): `save_total_limit`, or `0` for no limit.
+        existing (`int`, *optional*, defaults to `0`): Bytes of checkpoints that the run replaces.
+
+    Returns:
+        `str`, *optional*: A warning, if one checkpoint fits but not all of them.
+
+    Raises:
+        StorageError: If not even one checkpoint fits.
+    """
+    usage = shutil.disk_usage(_existing_part(Path(folder).absolute()))
+    free, needed = usage.free + existing, checkpoint_bytes * num_checkpoints
+    if needed <= free or not usage.total:  # Some network file systems have no size.
+        return None
+    sizes = f"{os.fspath(folder)} has {format_size(free)} of free disk space, but "
+    one = f"a checkpoint has at least {format_size(checkpoint_bytes)}"
+    if checkpoint_bytes > free:
+        raise StorageError(
+            f"The output folder {sizes}{one}: at least {format_size(checkpoint_bytes - free)} are missing. Free disk "
+            "space, choose another output folder, or set save_strategy='no'. Then continue with --resume "
+            "(`resume_from_checkpoint=True`), or start again if there is no checkpoint."
+        )
+    cause = (
+        f"save_total_limit={limit}, and the next checkpoint is written before one is deleted"
+        if limit
+        else ("there is no save_total_limit")
+    )
+    return (
+        f"The output folder {sizes}{one}, and {num_checkpoints} of them need {format_size(needed)} ({cause}). The run "
+        "would end with a full disk. Free disk space, set a smaller `save_total_limit`, or choose another output "
+        "folder."
+    )
+
+
+def _existing_part(path: Path) -> Path:
+    """Return the path, or the innermost folder above it that exists."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
 def size_of_folder(path: Path) -> int:
     """Return the number of bytes of all files in a folder, or 0 if there is no folder."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -129,10 +199,7 @@ def _is_related(path: str | os.PathLike[str], folder: Path) -> bool:
 
 
 def _describe(folder: str | os.PathLike[str], number: int, num_bytes: int, advice: str) -> str:
-    existing = Path(folder).absolute()
-    while not existing.exists():
-        existing = existing.parent
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(_existing_part(Path(folder).absolute())).free
     sizes = [f"at least {format_size(num_bytes)} are needed"] * (num_bytes > 0) + [f"{format_size(free)} are free"]
     remedy = "Free disk space" if number in _FULL else "Make the folder writable"
     sentences = [

@@ -6,6 +6,7 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from ...aggregation import Aggregation
@@ -14,6 +15,7 @@ from ...clients.participants import Participants, count_overlap
 from ...data import FederatedDataset
 from ...data.client_ids import similar_ids_hint
 from ...distillation import Distillation
+from ...utils.optimizer_packages import check_optimizer_package
 from .arguments import refuse_settings, unsupported_client_arguments
 from .data import first_without_tokens
 
@@ -57,6 +59,7 @@ def check_participants(
                 f"the training arguments of the trainer have fp16={fp16}. Set the same value for all clients",
             )
             refuse_settings(unsupported, f" of client {client_id!r}")
+            check_optimizer_package(OptimizerNames(spec.args.optim).value)
     if not clients.is_remote and (num_shared := count_overlap(clients, participants)):
         logger.warning(
             f"{num_shared} of the clients' examples are also public examples. Clients would predict examples that "
