@@ -13,12 +13,16 @@ from hf_federated.cli.recipe_options import (
     make_current_folder_importable,
 )
 from hf_federated.experiments.errors import CommandError
+from hf_federated.experiments.recipe.early_checks import check_early, output_folder
 from hf_federated.experiments.recipe.fields import check_names
 from hf_federated.experiments.recipe.yaml_file import read_values
+from hf_federated.utils.client_names import escape_client_id
 
 
 # `hf_federated.transport.protocol.DEFAULT_MAX_MESSAGE_BYTES`, without its import.
 MAX_MESSAGE_BYTES = 1 << 30
+# Name of the folder of the server.
+SERVER_NAME = "server"
 # Options that only recipes without, or with, a section `split` use.
 WITHOUT_SPLIT = ("insecure", "test_examples", "num_to_start", "overwrite", "dry_run")
 WITH_SPLIT = ("peer", "server_fingerprint")
@@ -164,7 +168,7 @@ def serve(arguments: argparse.Namespace) -> None:
     Raises:
         CommandError: If the recipe, the certificates or the address cannot be used, or the run failed.
     """
-    if _has_split(arguments):
+    if _has_split(arguments, SERVER_NAME):
         from hf_federated.experiments.network.split_run import split_server as run
     else:
         from hf_federated.experiments.network.commands import serve as run
@@ -181,7 +185,7 @@ def join(arguments: argparse.Namespace) -> None:
     Raises:
         CommandError: If the recipe, the examples or the certificates cannot be used, or the run failed.
     """
-    if _has_split(arguments):
+    if _has_split(arguments, arguments.client):
         from hf_federated.experiments.network.split_run import split_client as run
     else:
         from hf_federated.experiments.network.commands import join as run
@@ -208,11 +212,15 @@ def _warn_of_deprecation(old: str, new: str) -> None:
     )
 
 
-def _has_split(arguments: argparse.Namespace) -> bool:
-    """Whether the recipe trains a split model. Misspelled fields are reported before slow imports."""
+def _has_split(arguments: argparse.Namespace, party: str) -> bool:
+    """Whether the recipe trains a split model. Mistakes that need no model are reported before slow imports."""
     _check_options(arguments)
     values = read_values(arguments.recipe, arguments.overrides)
     check_names(values)
+    path = Path(output_folder(values, arguments.output_dir), escape_client_id(party))
+    given = vars(arguments)
+    is_server = party == SERVER_NAME
+    check_early(values, str(path), not is_server, is_server, given.get("examples"), given.get("test_examples"))
     make_current_folder_importable()
     has_split = values.get("split") is not None
     federation = values.get("federation") or {}

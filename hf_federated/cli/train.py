@@ -16,6 +16,7 @@ from hf_federated.cli.recipe_options import (
     add_recipe_arguments,
     make_current_folder_importable,
 )
+from hf_federated.experiments.recipe.early_checks import check_early, output_folder
 from hf_federated.experiments.recipe.fields import check_names
 from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.utils.storage import storage_errors
@@ -47,14 +48,15 @@ def train(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         values = read_values(arguments.recipe, arguments.overrides)
         check_names(values)
-        # These imports take seconds. A misspelled field is reported before them.
+        path = output_folder(values, arguments.output_dir)
+        check_early(values, path)
+        # These imports take seconds. Mistakes that need no model are reported before them.
         from hf_federated.experiments.recipe.recipe import parse_recipe
-        from hf_federated.experiments.run_folder import DEFAULT_OUTPUT_DIR, RunFolder
+        from hf_federated.experiments.run_folder import RunFolder
         from hf_federated.experiments.train_recipe import train_recipe
 
         make_current_folder_importable()
         recipe = parse_recipe(values)
-        path = arguments.output_dir or recipe.training.get("output_dir") or DEFAULT_OUTPUT_DIR
         folder = RunFolder(path, values, arguments.resume, arguments.overwrite)
         with storage_errors(path):
             train_recipe(recipe, path, folder=folder)

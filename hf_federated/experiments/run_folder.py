@@ -35,8 +35,6 @@ from ..utils.untrusted_json import read_json
 # The file contains local paths. `Trainer.push_to_hub` uploads no file whose name starts with an underscore.
 RUN_NAME = "_run.json"
 RESULTS_NAME = "results.json"
-# The default of `training.output_dir`.
-DEFAULT_OUTPUT_DIR = "trainer_output"
 BASELINES_DIR = "baselines"
 # What a run writes while it lasts.
 LOG_FILES = (LOG_NAME, CLIENTS_NAME, PAGE_NAME)

@@ -48,13 +48,16 @@ class Task(ABC):
     - `prediction_unit`: the unit that one prediction of the model describes;
     - `encode_public` and `prepare_public`: encode public examples for distillation and mark the predicted positions;
     - `trainer_class` and `arguments_class`: the trainer that computes the metrics, and the class of its arguments;
-    - `main_metric` and `lower_is_better`: the metric for comparing runs, and its direction.
+    - `main_metric` and `lower_is_better`: the metric for comparing runs, and its direction;
+    - `metric_names`: the names of all metrics, if they do not depend on the examples.
     """
 
     model_class: ClassVar[Any]
     trainer_class: ClassVar[type[Trainer]] = Trainer
     arguments_class: ClassVar[type[TrainingArguments]] = TrainingArguments
     lower_is_better: ClassVar[bool] = False
+    # Names of all metrics of an evaluation, without `metric` of the arguments. Empty if they depend on the examples.
+    metric_names: ClassVar[tuple[str, ...]] = ()
     needs_rows: ClassVar[bool] = False
     # Unit that one softmax of the model describes: an example (`"row"`), a `"word"` of the example, or a `"token"` of
     # the vocabulary. `None` for other predictions, which cannot be distilled.

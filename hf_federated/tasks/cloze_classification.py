@@ -6,7 +6,7 @@ import itertools
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import evaluate
 import numpy as np
@@ -85,6 +85,7 @@ class ClozeClassification(CandidateTask):
 
     # The metric for comparing runs.
     main_metric = "accuracy"
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1_macro", "f1_weighted", "log_loss")
 
     def __post_init__(self) -> None:
         for argument in ("label_names", "words"):

@@ -25,6 +25,7 @@ class GenerationTask(Task):
 
     # The metric for comparing runs.
     main_metric = "rougeL"
+    metric_names: ClassVar[tuple[str, ...]] = ("rouge1", "rouge2", "rougeL")
     trainer_class: ClassVar[type[Trainer]] = Seq2SeqTrainer
     arguments_class: ClassVar[type[TrainingArguments]] = Seq2SeqTrainingArguments
 

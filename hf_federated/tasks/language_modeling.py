@@ -86,6 +86,7 @@ class LanguageModeling(Task):
 
     # The metric for comparing runs.
     main_metric = "perplexity"
+    metric_names: ClassVar[tuple[str, ...]] = ("perplexity",)
     lower_is_better: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -104,6 +104,7 @@ class QuestionAnswering(Task):
 
     # The metric for comparing runs.
     main_metric = "token_f1"
+    metric_names: ClassVar[tuple[str, ...]] = ("exact_match", "token_f1")
     model_class: ClassVar[Any] = AutoModelForQuestionAnswering
     # The softmax is over the tokens of the input, which depend on the tokenizer.
     prediction_unit = None

@@ -80,6 +80,7 @@ class SequenceTagging(Task):
     max_length: int | None = None
 
     model_class: ClassVar[Any] = AutoModelForTokenClassification
+    metric_names: ClassVar[tuple[str, ...]] = ("token_accuracy", "span_precision", "span_recall", "span_f1")
     prediction_unit = "word"
 
     def __post_init__(self) -> None:

@@ -79,6 +79,7 @@ class TextClassification(Task):
     metric: str = "accuracy"
 
     model_class: ClassVar[Any] = AutoModelForSequenceClassification
+    metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "f1_macro", "f1_weighted")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "label_names", check_names("label_names", self.label_names))

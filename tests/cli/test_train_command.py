@@ -153,6 +153,9 @@ def test_each_task_trains_with_its_baselines(recipe_path, texts_dir, model_dir, 
         results["baselines"]["local"]["metrics"],
     ):
         assert np.isfinite(metrics[metric])
+    # `metric_for_best_model` is checked against these names before training.
+    names = recipe.task.cls.metric_names
+    assert not names or set(results["federated"]["metrics"]) == {*names, "loss"}
     printed = capsys.readouterr().out
     assert "Test: 12 examples of the split 'test'." in printed
     title = metric.replace("_", " ")
@@ -313,7 +316,7 @@ def test_saved_federated_dataset_keeps_its_partition(recipe_path, texts_dir, tmp
         (["partition.min_size=5"], ["partition", "5"]),
         (["partition=null"], ["partition is missing", "is not a federated dataset"]),
         (["data.test_clients=null", "data.test_split=dev"], ["data.path", "dev"]),
-        (["task={name: question-answering}", "federation.evaluate_clients=true"], ["evaluate_clients", "question"]),
+        (["task={name: question-answering}"], ["task.question_column is 'question'", "text, label, movie"]),
         (["task={name: superglue-seq2seq}", "federation.evaluate_clients=true"], ["evaluate_clients", "superglue"]),
         (["model.kwargs={num_hidden_layer: 1}"], ["model", "num_hidden_layer"]),
         (["data.test_clients=40"], ["data.test_clients", "40 of 40"]),

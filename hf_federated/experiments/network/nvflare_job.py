@@ -26,8 +26,9 @@ from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.network.listed_counts import listed_counts
 from hf_federated.experiments.network.run import PartyRun, build_client, build_server, party_folder, serve_run
 from hf_federated.experiments.recipe.recipe import Recipe, parse_recipe
+from hf_federated.experiments.recipe.sections import DEFAULT_OUTPUT_DIR
 from hf_federated.experiments.recipe.yaml_file import read_values
-from hf_federated.experiments.run_folder import DEFAULT_OUTPUT_DIR, RunFolder
+from hf_federated.experiments.run_folder import RunFolder
 
 
 # `nvflare job submit` parses and rewrites all files of a job that end in .yaml.

@@ -24,7 +24,8 @@ from hf_federated.experiments.network.listed_counts import listed_counts
 from hf_federated.experiments.network.party_data import PartyData, load_client_data, load_server_data
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import build, recipe_errors
-from hf_federated.experiments.run_folder import DEFAULT_OUTPUT_DIR, RESULTS_NAME, RunFolder
+from hf_federated.experiments.recipe.sections import DEFAULT_OUTPUT_DIR
+from hf_federated.experiments.run_folder import RESULTS_NAME, RunFolder
 from hf_federated.experiments.train_recipe import save_outputs
 from hf_federated.experiments.trainer_arguments import PartyDatasets, trainer_arguments
 from hf_federated.trainer import federate

@@ -20,6 +20,8 @@ from hf_federated.experiments.recipe.schema import (
 if TYPE_CHECKING:
     from hf_federated.data.tables import TableOptions
 
+# The default of `training.output_dir`.
+DEFAULT_OUTPUT_DIR = "trainer_output"
 # Share of the examples of each client that are test examples, if the data has no test split.
 DEFAULT_TEST_EXAMPLES = 0.1
 # The attacks of `hf_federated.audits.payloads`. The names are listed here, so that a check imports no torch.
