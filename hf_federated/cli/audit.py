@@ -28,7 +28,7 @@ from hf_federated.cards.payload_leakage import add_payload_audit, payload_report
 from hf_federated.cards.tables import plural
 from hf_federated.cli.dataclass_options import add_dataclass_options, build_from_options
 from hf_federated.cli.partition import load_splits
-from hf_federated.cli.recipe_options import add_set_option, make_current_folder_importable
+from hf_federated.cli.recipe_options import add_output_dir, add_set_option, make_current_folder_importable
 from hf_federated.data import DatasetSource
 from hf_federated.experiments.audit.recipe_audit import audit_recipe, public_name
 from hf_federated.experiments.data.files import hub_errors
@@ -38,6 +38,7 @@ from hf_federated.experiments.recipe.recipe import parse_recipe
 from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.utils.optional_packages import require_packages
 from hf_federated.utils.remote_code import load_causal_model, load_repository_tokenizer
+from hf_federated.utils.storage import check_folder
 
 
 # Suffixes of the file names of recipes.
@@ -74,12 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> 
         metavar="MODEL",
         help="the model whose head the victims use, if it differs from MODEL, such as a model with a trained adapter",
     )
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        required=True,
-        help="folder for audit.json and report.md, and for audit.png of a split model",
-    )
+    add_output_dir(parser, "folder for audit.json and report.md, and for audit.png of a split model")
     parser.add_argument(
         "--card", metavar="FILE", help="a model card (README.md) to which a section with the results is added"
     )
@@ -137,16 +133,15 @@ def audit(arguments: argparse.Namespace) -> None:
         )
     print(f"\n{inversion_table(result.inversions)}\n\n{targets_text(result)}\n\n{embedding_text(result)}\n")
     _write_results(arguments, result, leakage_report(result, "audit.png"), add_leakage)
-    with command_errors(f"--output {arguments.output}"):
-        plot_leakage(result, Path(arguments.output, "audit.png"))
-    print(f"Wrote audit.json, report.md and audit.png to {arguments.output}.")
+    with command_errors(f"--output-dir {arguments.output_dir}"):
+        plot_leakage(result, Path(arguments.output_dir, "audit.png"))
+    print(f"Wrote audit.json, report.md and audit.png to {arguments.output_dir}.")
 
 
 def _check_output(arguments: argparse.Namespace) -> None:
     if arguments.card is not None and not Path(arguments.card).is_file():
         raise CommandError(f"--card: the file {arguments.card} does not exist.")
-    if Path(arguments.output).exists() and not Path(arguments.output).is_dir():
-        raise CommandError(f"--output: {arguments.output} is a file. Choose a folder.")
+    check_folder(arguments.output_dir)
 
 
 def _audit_recipe(arguments: argparse.Namespace) -> None:
@@ -164,13 +159,13 @@ def _audit_recipe(arguments: argparse.Namespace) -> None:
     audit = audit_recipe(parse_recipe(values), lambda line: print(line, flush=True))
     print(f"\n{payload_table(audit)}\n")
     _write_results(arguments, audit, payload_report(audit), add_payload_audit)
-    print(f"Wrote audit.json and report.md to {arguments.output}.")
+    print(f"Wrote audit.json and report.md to {arguments.output_dir}.")
 
 
 def _write_results(arguments: argparse.Namespace, audit: Any, report: str, add_section: Callable[..., str]) -> None:
     """Write the results and the report to the output folder, and add a section to the model card."""
-    with command_errors(f"--output {arguments.output}"):
-        folder = Path(arguments.output)
+    with command_errors(f"--output-dir {arguments.output_dir}"):
+        folder = Path(arguments.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         audit.save(folder / "audit.json")
         (folder / "report.md").write_text(report, encoding="utf-8")

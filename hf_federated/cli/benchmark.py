@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: CommandParser, argv: Sequence[str] = ()) -> None:
     """Add the arguments of the command to a parser."""
-    parser.further_help = _benchmark_help
     parser.add_argument("recipes", metavar="RECIPE", nargs="+", help="YAML file with a section benchmark")
     add_set_option(parser)
     parser.add_argument(
@@ -76,9 +75,3 @@ def benchmark(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return INTERRUPTED
-
-
-def _benchmark_help() -> str:
-    from hf_federated.cli.field_help import benchmark_help
-
-    return benchmark_help()

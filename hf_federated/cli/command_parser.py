@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,17 @@ class Command:
         description (`str`): Text for the help of the command.
         add_arguments (`str`, *optional*, defaults to `"add_arguments"`): Function of the module that adds the
             arguments of the command to a parser.
+        examples (`tuple[str, ...]`, *optional*): Command lines for the end of the help.
+        has_recipe (`bool`, *optional*, defaults to `False`): Whether `--help SECTION` describes the fields of a
+            recipe.
     """
 
     module: str
     help: str
     description: str
     add_arguments: str = "add_arguments"
+    examples: tuple[str, ...] = ()
+    has_recipe: bool = False
 
     def load(self, name: str) -> Any:
         """Import the module of the command and return one of its functions."""
@@ -46,11 +51,14 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, command: Command, **kwargs: Any) -> None:
         # An abbreviation could match options of a partitioner, which depend on `--partitioner`.
-        super().__init__(description=command.description, allow_abbrev=False, **kwargs)
+        super().__init__(description=command.description, allow_abbrev=False, add_help=False, **kwargs)
         self.command = command
-        # Computes a further help text, which is expensive, when the help is printed.
-        self.further_help: Callable[[], str] | None = None
         self._is_complete = False
+        with_section: dict[str, Any] = {"nargs": "?", "metavar": "SECTION"} if command.has_recipe else {"nargs": 0}
+        of_section = (
+            ", or describe the fields of a section of a recipe, and exit" if command.has_recipe else " and exit"
+        )
+        self.add_argument("-h", "--help", action=_HelpAction, help=f"show this help{of_section}", **with_section)
 
     def add_command_arguments(self, argv: Sequence[str] = ()) -> None:
         """
@@ -70,6 +78,32 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
-        """Return the help of the arguments and the further help text."""
-        further = "" if self.further_help is None else f"\n{self.further_help()}\n"
-        return super().format_help() + further
+        """Return the help of the arguments, the sections of a recipe, and examples."""
+        parts = [super().format_help()]
+        if self.command.has_recipe:
+            from hf_federated.cli.field_help import sections_help
+
+            parts.append(sections_help(self.prog))
+        if self.command.examples:
+            parts.append("\n".join(["examples:", *(f"  {example}" for example in self.command.examples)]) + "\n")
+        return "\n".join(parts)
+
+    def format_section(self, section: str) -> str:
+        """Return the help of the fields of a section. An unknown section ends the command."""
+        from hf_federated.cli.field_help import section_help
+
+        try:
+            return section_help(section)
+        except ValueError as error:
+            self.error(str(error))
+
+
+class _HelpAction(argparse.Action):
+    """`--help`, and `--help SECTION` for the fields of a recipe."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS})
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        print(parser.format_section(values) if isinstance(values, str) else parser.format_help(), end="")
+        parser.exit()

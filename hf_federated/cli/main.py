@@ -29,12 +29,23 @@ COMMANDS = {
         "code: `model.kwargs: {trust_remote_code: true}` runs the code of a model repository, and a name of the form "
         "`module:Class` imports the module, also from the current folder. Read the recipe of a stranger before you "
         "train it.",
+        examples=(
+            "hf-federated train recipe.yaml",
+            "hf-federated train recipe.yaml --set federation.num_rounds=20 --output-dir outputs/long",
+            "hf-federated train recipe.yaml --resume",
+        ),
+        has_recipe=True,
     ),
     "benchmark": Command(
         "benchmark",
         "run a recipe with several algorithms and seeds",
         "Execute the runs in the section benchmark of a recipe, and compare them with published results. A recipe can "
         "run code, see `hf-federated train --help`.",
+        examples=(
+            "hf-federated benchmark recipe.yaml --dry-run",
+            "hf-federated benchmark recipe.yaml --seeds 0 1 2",
+        ),
+        has_recipe=True,
     ),
     "estimate": Command(
         "estimate",
@@ -43,22 +54,37 @@ COMMANDS = {
         "of an optimizer step, and the time at a given speed of devices and connections. The weights of models are "
         "not loaded. The data are read only if they are local and a number of clients, examples or labels is neither "
         "given nor part of the recipe. A recipe can run code, see `hf-federated train --help`.",
+        examples=(
+            "hf-federated estimate recipe.yaml",
+            "hf-federated estimate recipe.yaml --num-clients 100 --num-examples 500 --json",
+        ),
+        has_recipe=True,
     ),
     "partition": Command(
         "partition",
         "partition a dataset into clients",
         "Partition a dataset into clients, and save them to a folder or push them to the Hub.",
+        examples=(
+            "hf-federated partition reviews.csv --partitioner natural --column site --output clients",
+            "hf-federated partition sites/ --client-per-file --output clients",
+            "hf-federated partition you/reviews --partitioner iid --num-clients 10 --push-to-hub you/reviews-10",
+        ),
     ),
     "inspect": Command(
         "inspection",
         "inspect a federated dataset",
         "Print and plot the number of examples and the labels of each client.",
+        examples=(
+            "hf-federated inspect clients",
+            "hf-federated inspect clients --label-column label --output plots",
+        ),
     ),
     "certificates": Command(
         "certificates",
         "create certificates for the server and the clients of a network",
         "Create a private certificate authority, and certificates for the server and the clients of a network. Run "
         "the command again to add clients.",
+        examples=("hf-federated certificates certificates --server server.example.org --client north --client south",),
     ),
     "audit": Command(
         "audit",
@@ -66,6 +92,11 @@ COMMANDS = {
         "With a recipe, attack the parameters, adapters or predictions that its clients send: tokens, sequences, "
         "membership and canaries. With a model and a dataset, attack the hidden states and embedding gradients of a "
         "split model. Both attack local examples, and report what the attacks find.",
+        examples=(
+            "hf-federated audit recipe.yaml --output-dir outputs/audit",
+            "hf-federated audit gpt2 texts.csv --output-dir outputs/audit",
+        ),
+        has_recipe=True,
     ),
     "serve": Command(
         "network",
@@ -73,6 +104,11 @@ COMMANDS = {
         "Train a recipe with clients on other machines, as the server. With a section `split`, this machine has the "
         "server's blocks. A recipe can run code, see `hf-federated train --help`.",
         "add_serve_arguments",
+        examples=(
+            "hf-federated serve recipe.yaml --certificates certificates --client north --client south",
+            "hf-federated serve recipe.yaml --certificates certificates --resume",
+        ),
+        has_recipe=True,
     ),
     "join": Command(
         "network",
@@ -80,12 +116,19 @@ COMMANDS = {
         "Take part in the training of a recipe as a client. The examples stay on this machine. With a section "
         "`split`, this machine has a client's blocks. A recipe can run code, see `hf-federated train --help`.",
         "add_join_arguments",
+        examples=(
+            "hf-federated join recipe.yaml --client north --examples north.csv --certificates certificates",
+            "hf-federated join recipe.yaml --client north --examples north.csv --certificates certificates --dry-run",
+        ),
+        has_recipe=True,
     ),
     "export-nvflare": Command(
         "export_nvflare",
         "write a recipe as a job of NVIDIA FLARE",
         "Write a recipe as a job of NVIDIA FLARE (extra `nvflare`). The clients are NVFlare sites with their own "
         "examples.",
+        examples=("hf-federated export-nvflare recipe.yaml --output job",),
+        has_recipe=True,
     ),
     "status": Command(
         "status",
@@ -93,6 +136,7 @@ COMMANDS = {
         "Show the round, and for each client its state, when it was last heard, and the bytes that it received and "
         "sent since the server started.",
         "add_status_arguments",
+        examples=("hf-federated status outputs/server",),
     ),
     "watch": Command(
         "watch",
@@ -105,6 +149,7 @@ COMMANDS = {
         "expel a client from a run",
         "Tell a running server to disconnect a client and to refuse it from then on, also after a resume.",
         "add_expel_arguments",
+        examples=("hf-federated expel outputs/server north",),
     ),
     "split-server": Command(
         "network",
@@ -122,6 +167,7 @@ COMMANDS = {
         "split_merge",
         "build the full model from the parts of a split model",
         "Build the full model, or its PEFT adapter, from the parts that server and clients saved.",
+        examples=("hf-federated split-merge outputs/server outputs/north outputs/south --output-dir merged",),
     ),
 }
 

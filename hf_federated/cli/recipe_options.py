@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import Any
 
 
 # The exit code of a shell for a process that ended by Ctrl-C: 128 + SIGINT.
@@ -18,6 +19,23 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output-dir", metavar="DIR", help="output folder (default: training.output_dir of the recipe)"
     )
+
+
+def add_output_dir(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add the required option `--output-dir`, and its deprecated name `--output`."""
+    parser.add_argument("--output-dir", "--output", action=_OutputDir, metavar="DIR", required=True, help=text)
+
+
+class _OutputDir(argparse.Action):
+    """Stores the folder. The deprecated name of the option prints a note."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if option_string == "--output":
+            print(
+                "hf-federated: `--output` is deprecated and will be removed in version 0.3. Use `--output-dir`.",
+                file=sys.stderr,
+            )
+        setattr(namespace, self.dest, values)
 
 
 def add_set_option(parser: argparse.ArgumentParser) -> None:

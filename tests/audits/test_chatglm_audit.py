@@ -130,7 +130,7 @@ def test_command_audits_code_of_a_repository_only_if_permitted(generation, tmp_p
     texts = [f"{'aeioubcdf'[number]} warm film in Paris" for number in range(9)]
     Dataset.from_dict({"text": texts}).to_parquet(tmp_path / "rows" / "train.parquet")
     write_repository(tmp_path / "model", generation, texts * 3)
-    command = "audit model rows --output out --head-blocks 0 1 --num-attacker-rows 4 --num-victim-rows 3".split()
+    command = "audit model rows --output-dir out --head-blocks 0 1 --num-attacker-rows 4 --num-victim-rows 3".split()
     command += "--max-length 12 --gradient-rows 2 --target-rows 2 --num-candidates 4 --num-steps 3".split()
     assert main(command) == 2
     assert "trust_remote_code" in capsys.readouterr().err

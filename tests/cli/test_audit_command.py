@@ -18,7 +18,7 @@ from hf_federated.cli.main import main
 
 
 COMMAND = (
-    "audit model rows --output out --head-blocks 0 --attackers nearest search --num-attacker-rows 5"
+    "audit model rows --output-dir out --head-blocks 0 --attackers nearest search --num-attacker-rows 5"
     " --num-victim-rows 4 --max-length 10 --gradient-rows 2 --num-candidates 4"
 ).split()
 
@@ -104,7 +104,7 @@ def test_victim_model_can_be_an_adapter_with_safetensors_weights(folder, capsys)
         (["--split", "test"], "rows has no split 'test'"),
         (["--card", "none.md"], "--card: the file none.md does not exist"),
         (["--device", "nowhere"], "--device nowhere:"),
-        (["--output", "rows/train.parquet"], "--output: rows/train.parquet is a file"),
+        (["--output-dir", "rows/train.parquet"], "The output folder rows/train.parquet is a file. Choose another"),
     ],
 )
 def test_invalid_options_are_rejected_with_a_one_line_message(folder, options, message, capsys):
@@ -112,6 +112,13 @@ def test_invalid_options_are_rejected_with_a_one_line_message(folder, options, m
     # Progress bars of loading can precede the error.
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("hf-federated: error:") and message in error and not (folder / "out").exists()
+
+
+def test_former_name_of_the_output_folder_works_with_a_note(folder, capsys):
+    command = [word.replace("--output-dir", "--output") for word in COMMAND]
+    assert main([*command, "--card", "none.md"]) == 2
+    note, error = capsys.readouterr().err.strip().splitlines()
+    assert "`--output` is deprecated" in note and "Use `--output-dir`" in note and "none.md" in error
 
 
 def test_help_lists_the_fields_of_the_audit_configuration(capsys):

@@ -307,7 +307,9 @@ def describe_unknown_fields(prefix: str, keys: Sequence[Any], known: list[str]) 
         the search for similar names takes milliseconds per field.
     """
     where = f"the section {prefix.removesuffix('.')}" if prefix else "a recipe"
-    allowed = ", ".join(known) if len(known) <= 30 else "the fields that `hf-federated train --help` lists"
+    section = prefix.removesuffix(".") or "other"
+    command = f"`hf-federated train --help {section}`"
+    allowed = ", ".join(known) if len(known) <= 30 else f"the fields that {command} lists"
     found = []
     for key in map(str, keys[:MAX_UNKNOWN_FIELDS]):
         usual = [name for name, others in USUAL_NAMES.items() if name in known and key.lower() in others]

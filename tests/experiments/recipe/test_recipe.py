@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import doctest
+import re
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +14,8 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_federated import FederatedConfig, IidPartitioner
-from hf_federated.cli.field_help import recipe_help
-from hf_federated.cli.main import main
+from hf_federated.cli.field_help import recipe_help, section_names
+from hf_federated.cli.main import COMMANDS, build_parser, main
 from hf_federated.experiments.recipe import recipe as recipe_module
 from hf_federated.experiments.recipe.fields import check_names, named_section_fields, section_fields
 from hf_federated.experiments.recipe.recipe import load_recipe
@@ -342,12 +344,49 @@ def test_help_lists_all_fields_with_type_and_default():
         assert line in text
 
 
-def test_train_help_contains_the_recipe_help(capsys):
+def printed_help(capsys, *words):
     with pytest.raises(SystemExit) as caught:
-        main(["train", "--help"])
-    assert caught.value.code == 0
-    printed = capsys.readouterr().out
-    assert "--output-dir" in printed and recipe_help() in printed
+        main([*words])
+    printed = capsys.readouterr()
+    return caught.value.code, printed.out, printed.err
+
+
+def test_train_help_fits_on_a_screen_and_names_the_sections(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, printed, _ = printed_help(capsys, "train", "--help")
+    assert code == 0 and "--output-dir" in printed and len(printed.splitlines()) <= 40
+    assert set(section_names()) <= set(re.findall(r"\w+", printed.partition("sections of a recipe")[2]))
+    assert printed_help(capsys, "train", "--help", "all")[1].strip() == recipe_help()
+
+
+def test_help_of_a_section_lists_its_fields_and_selects_them_by_a_word(capsys):
+    _, training, _ = printed_help(capsys, "train", "--help", "training")
+    for item in dataclasses.fields(TrainingArguments):
+        assert f"training.{item.name}: " in training
+    assert "federation." not in training
+    _, steps, _ = printed_help(capsys, "serve", "-h", "training.steps")
+    shown = re.findall(r"^    training\.(\w+): ", steps, flags=re.MULTILINE)
+    assert shown == [item.name for item in dataclasses.fields(TrainingArguments) if "steps" in item.name]
+    assert "partition.name: label-dirichlet" in printed_help(capsys, "train", "--help", "partition.alpha")[1]
+    assert "benchmark.seeds" in printed_help(capsys, "benchmark", "--help", "benchmark")[1]
+
+
+@pytest.mark.parametrize("topic", ["traning", "training.nosuch", "partition.nosuch", "nosuch"])
+def test_help_of_an_unknown_section_names_the_sections(topic, capsys):
+    code, _, error = printed_help(capsys, "train", "--help", topic)
+    assert code == 2 and f"--help {topic}" in error
+    assert topic != "traning" or "did you mean training? Sections are model, data, " in error
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if not COMMANDS[name].help.startswith("deprecated")])
+def test_examples_in_the_help_are_valid_commands(name, capsys):
+    examples = COMMANDS[name].examples
+    assert examples
+    _, printed, _ = printed_help(capsys, name, "--help")
+    for line in examples:
+        assert f"\n  {line}\n" in printed
+        arguments = build_parser().parse_args(shlex.split(line)[1:])
+        assert arguments.command == name
 
 
 def test_train_help_warns_that_a_recipe_can_run_code(capsys):
