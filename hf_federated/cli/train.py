@@ -28,7 +28,6 @@ def add_arguments(parser: CommandParser, argv: Sequence[str] = ()) -> None:
     add_existing_run_options(
         parser, resume="continue the run in the output folder from its last checkpoint; the recipe must be the same"
     )
-    parser.further_help = _recipe_help
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -51,6 +50,7 @@ def train(arguments: argparse.Namespace) -> int:
         path = output_folder(values, arguments.output_dir)
         check_early(values, path)
         # These imports take seconds. Mistakes that need no model are reported before them.
+        from hf_federated.experiments.library_messages import without_idle_messages
         from hf_federated.experiments.recipe.recipe import parse_recipe
         from hf_federated.experiments.run_folder import RunFolder
         from hf_federated.experiments.train_recipe import train_recipe
@@ -58,7 +58,7 @@ def train(arguments: argparse.Namespace) -> int:
         make_current_folder_importable()
         recipe = parse_recipe(values)
         folder = RunFolder(path, values, arguments.resume, arguments.overwrite)
-        with storage_errors(path):
+        with storage_errors(path), without_idle_messages():
             train_recipe(recipe, path, folder=folder)
         return 0
     # The progress bar prints its last state when the trainer is deleted. The message must be the last line.
@@ -74,9 +74,3 @@ def _command(arguments: argparse.Namespace) -> str:
     words += [word for override in arguments.overrides for word in ("--set", override)]
     words += [] if arguments.output_dir is None else ["--output-dir", arguments.output_dir]
     return shlex.join(words)
-
-
-def _recipe_help() -> str:
-    from hf_federated.cli.field_help import recipe_help
-
-    return recipe_help()

@@ -10,6 +10,7 @@ from typing import Any
 from hf_federated.engines import NetworkEngine
 from hf_federated.engines.run_monitor import readmit_clients
 from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.experiments.library_messages import without_idle_messages
 from hf_federated.experiments.network.event_log import log_events
 from hf_federated.experiments.network.fingerprints import parse_peer
 from hf_federated.experiments.network.run import (
@@ -58,7 +59,7 @@ def serve(arguments: argparse.Namespace) -> None:
             heartbeat_timeout=arguments.heartbeat_timeout,
             max_message_bytes=arguments.max_message_bytes,
         )
-    with storage_errors(path):
+    with storage_errors(path), without_idle_messages():
         _serve(recipe, engine, arguments, folder)
 
 
@@ -95,7 +96,7 @@ def join(arguments: argparse.Namespace) -> None:
     with command_errors("--certificates"):
         if arguments.certificates is not None:
             TlsCredentials.of_client(arguments.certificates, arguments.client)
-    with storage_errors(party_folder(recipe, arguments.client, arguments.output_dir)):
+    with storage_errors(party_folder(recipe, arguments.client, arguments.output_dir)), without_idle_messages():
         _join(recipe, address or "", arguments)
 
 
