@@ -1,5 +1,6 @@
 """Federated datasets, the partitioners that create them, and the statistics and plots that describe them."""
 
+from .checks import Finding, check_datasets
 from .distillation_split import DistillationSplit, split_for_distillation
 from .federated_dataset import FederatedDataset, FederatedDatasetDict
 from .hub import ConcurrentPushError
@@ -38,6 +39,7 @@ __all__ = [
     "FeatureClusterPartitioner",
     "FederatedDataset",
     "FederatedDatasetDict",
+    "Finding",
     "IidPartitioner",
     "LabelCounts",
     "LabelDirichletPartitioner",
@@ -51,6 +53,7 @@ __all__ = [
     "Partitioner",
     "PerClassDirichletPartitioner",
     "QuantityDirichletPartitioner",
+    "check_datasets",
     "describe_partition",
     "estimate_alpha",
     "jensen_shannon_divergence",

@@ -22,7 +22,7 @@ OUTSIDE = "O"
 # The loss ignores this label. Tokenized tags have it at sub-words and special tokens.
 IGNORED = -100
 # The position prefixes of the schemes IOB2, IOBES and BILOU.
-_POSITION_PREFIX = re.compile("[BILMESU]-(?=.)")
+POSITION_PREFIX = re.compile("[BILMESU]-(?=.)")
 # Maximum number of counts in one table of rows and types, which limits the memory.
 _MOST_COUNTS = 2**21
 
@@ -156,7 +156,7 @@ def _read_tags(values: pa.ChunkedArray, feature: object, column: str) -> tuple[n
             f" {len(tag_names)} tags of the column {column!r}. Correct the tag, or drop the row."
         )
 
-    types = [_POSITION_PREFIX.sub("", name, count=1) for name in tag_names]
+    types = [POSITION_PREFIX.sub("", name, count=1) for name in tag_names]
     names = list(dict.fromkeys([*types, OUTSIDE]))
     if tags.type in (pa.string(), pa.large_string()):
         names.sort()

@@ -1,0 +1,134 @@
+"""A finding of a data check: what is wrong, where it is, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+
+if TYPE_CHECKING:
+    from .site_table import Batch, SiteTable
+
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+# Number of line numbers that a finding keeps.
+MAX_LINES = 5
+# Largest number of characters of a value in a message.
+MAX_VALUE_LENGTH = 60
+
+
+@dataclass(frozen=True)
+class Finding:
+    """
+    A finding of [`~hf_federated.data.check_datasets`] or `hf-federated check`.
+
+    Args:
+        kind (`str`): The kind of the finding, such as `"missing text"`.
+        severity (`str`): `"error"` if training refuses the data or learns nothing from them, `"warning"` if the result
+            is probably not the wanted one, or `"note"` for what may be as it should be.
+        message (`str`): What was found, as a sentence without its place.
+        cure (`str`): What to do.
+        site (`str`, *optional*): The site. `None` if the finding concerns all sites.
+        file (`str`, *optional*, defaults to `""`): The file. Empty if the rows are not in a file.
+        lines (`Sequence[int]`, *optional*): The first few line numbers in the file, or row numbers if `unit` is
+            `"row"`, from 1.
+        count (`int`, *optional*, defaults to `0`): Number of rows that the finding concerns.
+        value (`str`, *optional*, defaults to `""`): The value that was found, such as a label.
+        unit (`str`, *optional*, defaults to `"line"`): `"line"` for lines of a file, or `"row"`.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.data import Finding
+
+    >>> finding = Finding(
+    ...     "missing text", "error", "The column 'text' is empty.", "Drop the rows.", "north", "north.csv", (5, 9), 7
+    ... )
+    >>> print(finding)
+    error: north.csv, lines 5, 9 and 5 more: The column 'text' is empty. Drop the rows.
+
+    ```
+    """
+
+    kind: str
+    severity: Severity
+    message: str
+    cure: str
+    site: str | None = None
+    file: str = ""
+    lines: Sequence[int] = ()
+    count: int = 0
+    value: str = ""
+    unit: str = "line"
+
+    @property
+    def place(self) -> str:
+        """The file or the site, with the first line numbers. Empty if the finding concerns all sites."""
+        words = [self.file or (f"site {self.site!r}" if self.site is not None else "")]
+        if self.lines:
+            shown = ", ".join(map(str, self.lines))
+            more = f" and {self.count - len(self.lines)} more" if self.count > len(self.lines) else ""
+            words.append(f"{self.unit}{'' if len(self.lines) == 1 and not more else 's'} {shown}{more}")
+        return ", ".join(filter(None, words))
+
+    def __str__(self) -> str:
+        place = f"{self.place}: " if self.place else ""
+        return f"{self.severity}: {place}{self.message} {self.cure}".rstrip()
+
+
+@dataclass
+class Place:
+    """The rows of one site in one file: their number and the first line numbers."""
+
+    site: int
+    table: SiteTable
+    count: int = 0
+    lines: tuple[int, ...] = ()
+
+    def finding(self, sites: Sequence[str], **fields: Any) -> Finding:
+        """A finding at this place."""
+        return Finding(
+            site=sites[self.site] or None,
+            file=self.table.name,
+            lines=self.lines,
+            count=self.count,
+            unit=self.table.unit,
+            **fields,
+        )
+
+
+class Places:
+    """The places of rows that a check collects, in the order in which they were read."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, int], Place] = {}
+
+    def add(self, batch: Batch, mask: np.ndarray) -> None:
+        """Add the rows of a batch for which `mask` is true."""
+        if mask.any():
+            rows = np.flatnonzero(mask)
+            self.add_rows(batch.table, batch.sites[rows], batch.lines[rows])
+
+    def add_rows(self, table: SiteTable, sites: np.ndarray, lines: np.ndarray) -> None:
+        """Add rows of a table with these sites and line numbers."""
+        for site in np.unique(sites).tolist():
+            place = self._places.setdefault((id(table), site), Place(site, table))
+            found = lines[sites == site]
+            place.count += len(found)
+            if len(place.lines) < MAX_LINES:
+                place.lines += tuple(found[: MAX_LINES - len(place.lines)].tolist())
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._places.values())
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def shortened(value: object) -> str:
+    """The repr of a value, with `…` in place of the end of a long value."""
+    text = value if isinstance(value, str) else str(value)
+    return repr(text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 1]}…")

@@ -1,0 +1,90 @@
+"""Names of sites and labels that people read as one name, and that differ in case or whitespace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ..client_ids import find_look_alikes
+from .finding import Finding, Place
+from .label_places import LabelPlaces
+from .many_labels import is_label_like
+
+
+def look_alike_sites(places: Mapping[str, Place]) -> Iterator[Finding]:
+    """
+    One finding for each site whose name looks like the name of a larger site, or has whitespace around it.
+
+    Args:
+        places (`Mapping[str, Place]`): The first row and the number of rows of each site by its name.
+    """
+    sizes = {site: place.count for site, place in places.items()}
+    for site, name in canonical_names(sizes).items():
+        if site != name:
+            like = f"looks like the site {name!r}" if name in places else "has whitespace around it"
+            yield Finding(
+                "look-alike site",
+                "warning",
+                f"The site {site!r} ({sizes[site]} rows) {like}, but is a different client.",
+                f"Name the site {name!r} (--fix DIR).",
+                site,
+                places[site].table.name,
+                places[site].lines[:1],
+                sizes[site],
+                site,
+                places[site].table.unit,
+            )
+
+
+def look_alike_labels(counts: LabelPlaces) -> Iterator[Finding]:
+    """One finding for each label that differs from a more frequent label in case or whitespace only."""
+    if counts.is_full or not counts.is_text or not is_label_like(counts):
+        return
+    places: dict[str, Place] = {}
+    sizes: dict[str, int] = {}
+    for (_, label, _), first in counts.places.items():
+        places.setdefault(label, first)
+        sizes[label] = sizes.get(label, 0) + first.count
+    for label, name in canonical_names(sizes).items():
+        if label != name:
+            like = f"looks like the label {name!r}" if name in sizes else "has whitespace around it"
+            place = places[label]
+            yield Finding(
+                "look-alike label",
+                "warning",
+                f"The label {label!r} ({sizes[label]} rows) {like}, but is a different label.",
+                f"Write the label as {name!r} (--fix DIR).",
+                counts.sites[place.site],
+                place.table.name,
+                place.lines[:1],
+                sizes[label],
+                label,
+                place.table.unit,
+            )
+
+
+def canonical_names(sizes: Mapping[str, int]) -> dict[str, str]:
+    """
+    The name to use for each name: without whitespace around it, and the most frequent of the names that look alike.
+
+    Args:
+        sizes (`Mapping[str, int]`): Number of rows of each name.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.data.checks.look_alikes import canonical_names
+
+    >>> canonical_names({"north": 9, "North ": 1, " south": 2})
+    {'north': 'north', 'North ': 'north', ' south': 'south'}
+
+    ```
+    """
+    names = {name: name.strip() or name for name in sizes}
+    for group in find_look_alikes(sizes):
+        # Names that differ in whitespace around them count as one name.
+        totals: dict[str, int] = {}
+        for name in group:
+            totals[names[name]] = totals.get(names[name], 0) + sizes[name]
+        chosen = max(totals, key=totals.__getitem__)
+        names.update(dict.fromkeys(group, chosen))
+    return names

@@ -1,0 +1,106 @@
+"""Tables of datasets in memory and of stored federated datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import ClassLabel, Dataset, Features
+
+from ..storage.folder import open_folder
+from .site_table import TRAIN, SiteTable
+
+
+# Number of rows of a batch.
+BATCH_SIZE = 20_000
+
+
+def dataset_tables(datasets: Any, split: str = TRAIN, site: str | None = "") -> list[SiteTable]:
+    """
+    The tables of a dataset, or of the datasets of all clients.
+
+    Args:
+        datasets (`datasets.Dataset`, [`FederatedDataset`] or `Mapping[str, datasets.Dataset]`): The rows.
+        split (`str`, *optional*, defaults to `"train"`): `"train"` or `"test"`.
+        site (`str`, *optional*): The site of a single dataset, or `None` if a column has it.
+
+    Raises:
+        TypeError: If the rows of a client cannot be read as a `datasets.Dataset`.
+    """
+    if isinstance(datasets, Dataset):
+        return [_dataset_table(datasets, site, split)]
+    if not isinstance(datasets, Mapping):
+        raise TypeError(
+            f"check_datasets got a {type(datasets).__name__}. Pass a datasets.Dataset, a FederatedDataset, or a"
+            " mapping from site to datasets.Dataset."
+        )
+    return [_dataset_table(rows, str(client_id), split) for client_id, rows in datasets.items()]
+
+
+def _dataset_table(dataset: Any, site: str | None, split: str) -> SiteTable:
+    if not isinstance(dataset, Dataset):
+        raise TypeError(
+            f"check_datasets reads rows of a datasets.Dataset, got a {type(dataset).__name__} of the site {site!r}."
+            " Convert it with datasets.Dataset.from_list(rows)."
+        )
+
+    def batches() -> Iterator[tuple[np.ndarray, pa.Table]]:
+        begin = 0
+        for rows in dataset.with_format("arrow").iter(BATCH_SIZE):
+            yield np.arange(begin + 1, begin + len(rows) + 1), rows
+            begin += len(rows)
+
+    features = dataset.features
+    return SiteTable("", site, dataset.column_names, batches, split, "row", class_names(features))
+
+
+def stored_tables(folder: Path, split: str, as_split: str = TRAIN) -> list[SiteTable]:
+    """
+    The tables of a stored federated dataset: one for each Parquet file.
+
+    Args:
+        folder (`Path`): A folder with `partition.json`.
+        split (`str`): The split to read.
+        as_split (`str`, *optional*, defaults to `"train"`): `"train"` or `"test"`.
+
+    Raises:
+        ValueError: If the folder has row numbers in place of rows.
+    """
+    stored = open_folder(folder)
+    if split in stored.index:
+        raise ValueError(
+            f"{folder} has row numbers in place of rows (--index-only). Check the dataset that was partitioned."
+        )
+    names = class_names(stored.features)
+    return [
+        parquet_table(folder / file.path, client.client_id, as_split, names)
+        for client in stored.clients_of(split)
+        for file in client.splits[split].files
+    ]
+
+
+def parquet_table(path: Path, site: str | None, split: str, label_names: Mapping[str, list[str]]) -> SiteTable:
+    """The table of a Parquet file. Its batches have row numbers, from 1."""
+
+    def batches() -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
+        begin = 0
+        with pq.ParquetFile(path) as file:
+            for rows in file.iter_batches(BATCH_SIZE):
+                yield np.arange(begin + 1, begin + len(rows) + 1), rows
+                begin += len(rows)
+
+    return SiteTable(str(path), site, pq.read_schema(path).names, batches, split, "row", label_names)
+
+
+def class_names(features: Features) -> dict[str, list[str]]:
+    """The names of the labels of each column of labels, or of lists of labels."""
+    found = {}
+    for name, feature in features.items():
+        feature = getattr(feature, "feature", feature)
+        if isinstance(feature, ClassLabel):
+            found[name] = list(feature.names)
+    return found
