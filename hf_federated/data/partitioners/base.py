@@ -335,7 +335,9 @@ _CHECKS: dict[str, Callable[[Partitioner, str], None]] = {
     "seed": partial(check_integer, minimum=0),
     **dict.fromkeys(("alpha", "beta", "quantity_beta"), check_concentration),
     **dict.fromkeys(("column", "domain_column", "label_column"), check_column_name),
-    **dict.fromkeys(("diverse_domains", "diverse_labels", "keep_column", "merge_small"), check_boolean),
+    **dict.fromkeys(
+        ("balance_entities", "diverse_domains", "diverse_labels", "keep_column", "merge_small"), check_boolean
+    ),
 }
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from datasets import Dataset
+from datasets import ClassLabel, Dataset
 
-from ..labels import read_labels_of_splits
+from ..labels import OUTSIDE, read_labels_of_splits
 from .base import (
     Partition,
     SplitsPartitioner,
@@ -59,10 +60,14 @@ class LabelDirichletPartitioner(SplitsPartitioner):
             Minimum number of examples per client in the first split.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the draws. The global random generators are neither used nor changed.
+        balance_entities (`bool`, *optional*, defaults to `False`):
+            Whether all clients get the same share of examples with entities, for a column of tags. Only the entity
+            types then follow `q_j`. Otherwise, with a small `alpha`, most clients get examples without entities only,
+            and a model that is averaged over such clients predicts no entity.
 
     Raises:
-        `ValueError`: If there are fewer than `num_clients * min_size` examples, if the label column does not exist, or
-            if an example has no label.
+        `ValueError`: If there are fewer than `num_clients * min_size` examples, if the label column does not exist, if
+            an example has no label, or if `balance_entities` is set and the column has no tags with names.
         `TypeError`: If the column type cannot hold labels.
 
     Example:
@@ -87,6 +92,7 @@ class LabelDirichletPartitioner(SplitsPartitioner):
     quantity_beta: float | None = None
     min_size: int = 1
     seed: int = 0
+    balance_entities: bool = False
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -94,15 +100,37 @@ class LabelDirichletPartitioner(SplitsPartitioner):
     def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
         check_splits(splits)
         labels, names = read_labels_of_splits(splits, self.label_column)
-        return self.partition_labels(labels, len(names))
+        return self.partition_labels(labels, len(names), self._outside(splits, names))
 
-    def partition_labels(self, labels: Mapping[str, np.ndarray], num_labels: int) -> dict[str, Partition]:
+    def settings(self) -> dict[str, Any]:
+        # The settings of a partition without the option are those of earlier versions.
+        return {name: value for name, value in super().settings().items() if name != "balance_entities" or value}
+
+    def _outside(self, splits: Mapping[str, Dataset], names: list[str]) -> int | None:
+        """The number of the label of examples without entities, or `None` if they are not balanced."""
+        if not self.balance_entities:
+            return None
+        feature = next(iter(splits.values())).features[self.label_column]
+        tags = getattr(feature, "feature", None)
+        if not (isinstance(tags, ClassLabel) or getattr(tags, "dtype", "") in ("string", "large_string")):
+            raise ValueError(
+                f"LabelDirichletPartitioner: balance_entities is set, but the column {self.label_column!r} is {feature}"
+                " and not a list of tags with names. Set label_column to the column of tags, or cast the tags to"
+                " ClassLabel."
+            )
+        return names.index(OUTSIDE) if OUTSIDE in names else None
+
+    def partition_labels(
+        self, labels: Mapping[str, np.ndarray], num_labels: int, outside: int | None = None
+    ) -> dict[str, Partition]:
         """
         Partition splits by labels that are not in a column.
 
         Args:
             labels (`Mapping[str, np.ndarray]`): Split name to the label of each example, as integers from 0.
             num_labels (`int`): Number of labels over all splits.
+            outside (`int`, *optional*): A label of which all clients get the same share, such as that of examples
+                without entities. The other labels follow `q_j`.
 
         Returns:
             `dict[str, Partition]`: Split name to its partition.
@@ -114,15 +142,22 @@ class LabelDirichletPartitioner(SplitsPartitioner):
             sizes[name] = self._sizes(len(codes), min_size)
         generator = np.random.default_rng(self.seed)
         first = np.bincount(next(iter(labels.values())), minlength=num_labels)
+        if outside is not None:
+            first[outside] = 0
+            if not first.any():
+                raise ValueError("LabelDirichletPartitioner: balance_entities is set, but no example has an entity.")
         shares = draw_shares(generator, self.alpha, first / first.sum(), self.num_clients)
         partitions = {}
         for name, codes in labels.items():
             available = np.bincount(codes, minlength=num_labels)
             # Skip labels that have no share and no rows. Drawing them would only use up random numbers, and the first
             # split would get a different partition when a later split has more labels.
+            counts, left = np.zeros(shares.shape, dtype=np.int64), sizes[name]
+            if outside is not None:
+                counts[:, outside] = equal_shares(int(available[outside]), left)
+                left, available[outside] = left - counts[:, outside], 0
             drawn = np.flatnonzero(shares.any(axis=0) | (available > 0))
-            counts = np.zeros(shares.shape, dtype=np.int64)
-            counts[:, drawn] = draw_counts(generator, shares[:, drawn], sizes[name], available[drawn])
+            counts[:, drawn] += draw_counts(generator, shares[:, drawn], left, available[drawn])
             owners = assign_rows(generator, codes, counts)
             partitions[name] = Partition.from_owners(numbered_client_ids(self.num_clients), owners)
         return partitions
@@ -133,6 +168,11 @@ class LabelDirichletPartitioner(SplitsPartitioner):
         sizes = np.full(self.num_clients, num_rows // self.num_clients, dtype=np.int64)
         sizes[-1] += num_rows % self.num_clients
         return sizes
+
+
+def equal_shares(num_rows: int, sizes: np.ndarray) -> np.ndarray:
+    """Divide rows over clients in proportion to their sizes, up to rounding. No client gets more than its size."""
+    return np.diff(np.cumsum(sizes) * num_rows // sizes.sum(), prepend=0)
 
 
 def draw_counts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from datasets import ClassLabel, Features, Value
+from datasets import ClassLabel, Dataset, Features, List, Value
 from partition_checks import (
     client_rows,
     count_labels,
@@ -200,3 +200,61 @@ def test_sequences_of_tags_can_be_labels():
     partition = LabelDirichletPartitioner(8, "tags", alpha=1e-6).partition(with_labels(kinds, tags=rows))
     counts = count_labels(partition, kinds)
     assert counts[0].max() == 50
+
+
+def tagged_rows(num_rows=2000):
+    """Tags of words of which two thirds of the rows have no entity, as in OntoNotes."""
+    entities = [["O", "B-LOC", "I-LOC"], ["B-PER", "O", "O"], ["O", "B-ORG", "O"]]
+    return [entities[number // 3 % 3] if number % 3 == 0 else ["O", "O", "O"] for number in range(num_rows)]
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 0.1, 100])
+@pytest.mark.parametrize("quantity_beta", [None, 0.3])
+def test_balance_entities_gives_all_clients_the_same_share_of_examples_with_entities(alpha, quantity_beta):
+    tags = tagged_rows()
+    dataset = Dataset.from_dict({"ner_tags": tags})
+    partitioner = LabelDirichletPartitioner(
+        20, "ner_tags", alpha=alpha, quantity_beta=quantity_beta, min_size=5, balance_entities=True
+    )
+    partition = partitioner.partition(dataset)
+    has_entity = np.array([any(tag != "O" for tag in row) for row in tags])
+    assert sorted(partition.indices.tolist()) == list(range(2000))
+    for client, size in enumerate(partition.sizes):
+        assert abs(has_entity[partition.rows(client)].sum() - size * has_entity.mean()) < 1
+    # The entity types differ between clients as much as without the option.
+    kinds = [{tag for row in partition.rows(client) for tag in tags[row] if tag != "O"} for client in range(20)]
+    assert (max(map(len, kinds[:5])) <= 2) == (alpha == 1e-3)
+
+
+def test_small_alpha_without_balance_leaves_clients_without_entities():
+    tags = tagged_rows()
+    partition = LabelDirichletPartitioner(20, "ner_tags", alpha=0.01).partition(Dataset.from_dict({"ner_tags": tags}))
+    has_entity = np.array([any(tag != "O" for tag in row) for row in tags])
+    assert sum(not has_entity[partition.rows(client)].any() for client in range(20)) > 3
+
+
+def test_balance_entities_of_two_splits_and_of_class_labels():
+    names = ["O", "B-LOC", "I-LOC", "B-PER", "B-ORG"]
+    features = Features({"ner_tags": List(ClassLabel(names=names))})
+    rows = {"ner_tags": [[names.index(tag) for tag in row] for row in tagged_rows(300)]}
+    splits = {name: Dataset.from_dict(rows, features) for name in ("train", "test")}
+    partitioner = LabelDirichletPartitioner(6, "ner_tags", alpha=0.01, balance_entities=True)
+    for partition in partitioner.partition_splits(splits).values():
+        has_entity = np.arange(300) % 3 == 0
+        assert {int(has_entity[partition.rows(client)].sum()) for client in range(6)} <= {16, 17}
+
+
+@pytest.mark.parametrize("column", [["a", "b"] * 10, [[0, 1]] * 20])
+def test_balance_entities_needs_tags_with_names(column):
+    with pytest.raises(ValueError, match="not a list of tags with names"):
+        LabelDirichletPartitioner(2, "tags", balance_entities=True).partition(Dataset.from_dict({"tags": column}))
+
+
+def test_balance_entities_without_any_entity():
+    with pytest.raises(ValueError, match="no example has an entity"):
+        LabelDirichletPartitioner(2, "tags", balance_entities=True).partition(Dataset.from_dict({"tags": [["O"]] * 9}))
+
+
+def test_settings_have_balance_entities_only_if_it_is_set():
+    assert "balance_entities" not in LabelDirichletPartitioner(2).settings()
+    assert LabelDirichletPartitioner(2, balance_entities=True).settings()["balance_entities"] is True
