@@ -70,6 +70,14 @@ COMMANDS = {
             "hf-federated partition you/reviews --partitioner iid --num-clients 10 --push-to-hub you/reviews-10",
         ),
     ),
+    "check": Command(
+        "check",
+        "find what is wrong in the examples of all sites",
+        "Find missing texts and labels, duplicates within a site, between sites and between training and test, names "
+        "of sites and labels that look alike, labels of one site, a label column of ids, columns that differ between "
+        "sites, sites without rows or entities, and texts that the model cuts. The exit code is 1 if a finding is an "
+        "error.",
+    ),
     "inspect": Command(
         "inspection",
         "inspect a federated dataset",

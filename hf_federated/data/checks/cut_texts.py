@@ -79,8 +79,8 @@ class CutTexts(Check):
             self.sites,
             kind="cut text",
             severity="warning" if place.count >= WARNING_SHARE * num_rows else "note",
-            message=f"{place.count} of {num_rows} rows have more than {self.max_length} tokens (up to"
-            f" {self._longest}), and the model does not read the rest.",
+            message=f"More than {self.max_length} tokens (up to {self._longest}) in {place.count} of {num_rows} rows."
+            " The model does not read the rest.",
             cure="Choose a model that reads longer texts, or split or shorten the texts.",
         )
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from ..tables import TableError
 from .base import Check
 from .constant_label import constant_labels
 from .cut_texts import CutTexts
 from .duplicates import Duplicates
-from .empty_sites import empty_sites
+from .empty_sites import empty_sites, unreadable_tables
 from .entities import sites_without_entities
 from .finding import SEVERITIES, Finding, Place
 from .label_places import LabelPlaces
@@ -127,19 +128,12 @@ def examine(
     ]
     if limit is not None and columns.texts:
         checks.append(CutTexts(columns, tables, sites.names, limit.tokenizer, limit.max_length))
-    num_rows: Counter[int] = Counter()
-    for number, table in enumerate(tables):
-        for lines, rows in table.batches():
-            if len(lines):
-                num_rows[number] += len(lines)
-                batch = sites.batch(table, columns, lines, rows)
-                counts.read(batch)
-                for check in checks:
-                    check.read(batch)
+    num_rows, errors = _read(tables, columns, sites, [counts, *checks])
 
     def findings() -> Iterator[Finding]:
-        yield from different_schemas(columns, tables)
-        yield from empty_sites(tables, num_rows)
+        yield from unreadable_tables(tables, errors)
+        yield from empty_sites(tables, num_rows, errors)
+        yield from different_schemas(columns, [table for n, table in enumerate(tables) if n not in errors])
         for check in checks:
             yield from check.findings()
         yield from look_alike_sites({name: place for name, place in sites.places.items() if name})
@@ -171,6 +165,25 @@ def examine(
         labels,
         _skipped(columns, limit),
     )
+
+
+def _read(
+    tables: Sequence[SiteTable], columns: Columns, sites: Sites, readers: Sequence[Any]
+) -> tuple[Counter[int], dict[int, str]]:
+    """Read all tables once. Return the number of rows, and the reason why a table cannot be read, by position."""
+    num_rows: Counter[int] = Counter()
+    errors = {number: table.error for number, table in enumerate(tables) if table.error}
+    for number, table in enumerate(tables):
+        try:
+            for lines, rows in table.batches():
+                if len(lines):
+                    num_rows[number] += len(lines)
+                    batch = sites.batch(table, columns, lines, rows)
+                    for reader in readers:
+                        reader.read(batch)
+        except TableError as error:
+            errors[number] = str(error)
+    return num_rows, errors
 
 
 def _skipped(columns: Columns, limit: Limit | None) -> list[str]:

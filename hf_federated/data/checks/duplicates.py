@@ -99,8 +99,9 @@ class Duplicates(Check):
             yield Finding(
                 kind,
                 self._severity(kind, len(here), num_rows),
-                f"{_share(len(here), num_rows)}, the first one {self._where(other, rows, int(first))}"
-                + (f"; {relabeled} of them have another label." if relabeled else "."),
+                f"Repeated texts in {len(here)} of {num_rows} rows; the first is that of"
+                f" {self._where(other, rows, int(first))}"
+                + (f". Rows with another label than the original: {relabeled}." if relabeled else "."),
                 CURES[kind],
                 self.sites[site] or None,
                 self.tables[table].name,
@@ -116,7 +117,7 @@ class Duplicates(Check):
     def _where(self, table: SiteTable, rows: Rows, row: int) -> str:
         site = self.sites[rows.sites[row]]
         of_site = f" of site {site!r}" if site else ""
-        return f"as in {table.unit} {rows.lines[row]}{of_site}{f' ({table.name})' if table.name else ''}"
+        return f"{table.unit} {rows.lines[row]}{of_site}{f' ({table.name})' if table.name else ''}"
 
 
 def first_occurrences(values: np.ndarray) -> np.ndarray:
@@ -127,7 +128,3 @@ def first_occurrences(values: np.ndarray) -> np.ndarray:
     first = np.empty(len(values), dtype=np.int64)
     first[order] = np.repeat(order[starts], np.diff(np.append(starts, len(values))))
     return first
-
-
-def _share(count: int, num_rows: int) -> str:
-    return f"{count} of {num_rows} rows {'repeats' if count == 1 else 'repeat'} a text"

@@ -69,14 +69,22 @@ class Finding:
         """The file or the site, with the first line numbers. Empty if the finding concerns all sites."""
         words = [self.file or (f"site {self.site!r}" if self.site is not None else "")]
         if self.lines:
-            shown = ", ".join(map(str, self.lines))
-            more = f" and {self.count - len(self.lines)} more" if self.count > len(self.lines) else ""
-            words.append(f"{self.unit}{'' if len(self.lines) == 1 and not more else 's'} {shown}{more}")
+            shown, num_more = ", ".join(map(str, self.lines)), self.count - len(self.lines)
+            if len(self.lines) == 1:
+                words.append(f"{self.unit} {shown}{f' (the first of {self.count})' if num_more > 0 else ''}")
+            else:
+                words.append(f"{self.unit}s {shown}{f' and {num_more} more' if num_more > 0 else ''}")
         return ", ".join(filter(None, words))
 
     def __str__(self) -> str:
-        place = f"{self.place}: " if self.place else ""
-        return f"{self.severity}: {place}{self.message} {self.cure}".rstrip()
+        return f"{self.severity}: {self.placed_message} {self.cure}".rstrip()
+
+    @property
+    def placed_message(self) -> str:
+        """The place and the message."""
+        # The error of a reader already has the file and the line.
+        has_place = not self.place or (self.file and self.message.startswith(self.file))
+        return self.message if has_place else f"{self.place}: {self.message}"
 
 
 @dataclass

@@ -24,7 +24,7 @@ def look_alike_sites(places: Mapping[str, Place]) -> Iterator[Finding]:
             yield Finding(
                 "look-alike site",
                 "warning",
-                f"The site {site!r} ({sizes[site]} rows) {like}, but is a different client.",
+                f"The site {site!r} ({rows_text(sizes[site])}) {like}, but is a different client.",
                 f"Name the site {name!r} (--fix DIR).",
                 site,
                 places[site].table.name,
@@ -51,7 +51,7 @@ def look_alike_labels(counts: LabelPlaces) -> Iterator[Finding]:
             yield Finding(
                 "look-alike label",
                 "warning",
-                f"The label {label!r} ({sizes[label]} rows) {like}, but is a different label.",
+                f"The label {label!r} ({rows_text(sizes[label])}) {like}, but is a different label.",
                 f"Write the label as {name!r} (--fix DIR).",
                 counts.sites[place.site],
                 place.table.name,
@@ -60,6 +60,11 @@ def look_alike_labels(counts: LabelPlaces) -> Iterator[Finding]:
                 label,
                 place.table.unit,
             )
+
+
+def rows_text(count: int) -> str:
+    """A number of rows with its noun."""
+    return f"{count} row{'' if count == 1 else 's'}"
 
 
 def canonical_names(sizes: Mapping[str, int]) -> dict[str, str]:

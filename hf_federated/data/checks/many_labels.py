@@ -27,7 +27,10 @@ def many_labels(counts: LabelPlaces) -> Iterator[Finding]:
         "error" if num_rows < ERROR_ROWS * num_labels else "warning",
         f"The column {counts.column!r} has {more}{num_labels} different labels in {num_rows} rows.",
         "Name the column of the labels (--label-column): a column of ids or texts has no labels.",
+        site=None if place is None else counts.sites[place.site] or None,
         file="" if place is None else place.table.name,
+        lines=() if place is None else place.lines,
+        unit="line" if place is None else place.table.unit,
         count=num_rows,
         value="" if place is None else place.label,
     )

@@ -54,7 +54,7 @@ class NumberTexts(Check):
                     self.sites,
                     kind="numbers as text",
                     severity="warning",
-                    message=f"{place.count} of {self._num_rows[table, name]} texts in {name!r} are numbers.",
+                    message=f"Texts in {name!r} are numbers: {place.count} of {self._num_rows[table, name]}.",
                     cure="Name the column of the texts (--text-column).",
                 )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from .finding import Finding
 from .label_places import LabelPlaces
+from .look_alikes import canonical_names
 from .many_labels import is_label_like
 from .site_table import TEST
 
@@ -14,8 +15,10 @@ def single_site_labels(counts: LabelPlaces) -> Iterator[Finding]:
     """One finding for each label of a single training site, if there are several sites."""
     if counts.is_full or len(counts.by_site()) < 2 or not is_label_like(counts):
         return
+    names = canonical_names({label: sum(item.count for item in places) for label, places in counts.of_split().items()})
     for label, places in counts.of_split().items():
-        if len(places) == 1:
+        # A label that looks like another label has its own finding.
+        if len(places) == 1 and names[label] == label:
             yield places[0].finding(
                 counts.sites,
                 kind="label of one site",

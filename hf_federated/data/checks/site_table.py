@@ -10,6 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..tables import Table
+
 
 # Names of columns, in the order in which they are looked for.
 TEXT_NAMES = ("text", "sentence", "review", "content", "document", "tokens", "words", "question", "body", "message")
@@ -31,6 +33,9 @@ class SiteTable:
         split (`str`, *optional*, defaults to `"train"`): `"train"` or `"test"`.
         unit (`str`, *optional*, defaults to `"line"`): What the line numbers count: `"line"` or `"row"`.
         label_names (`dict[str, list[str]]`, *optional*): The names of the labels of each column of `ClassLabel`.
+        file (`Table`, *optional*): The file of the rows, if it was read as a table of the user.
+        error (`str`, *optional*, defaults to `""`): Why the file cannot be read. Empty if it can.
+        is_empty (`bool`, *optional*, defaults to `False`): Whether the file cannot be read because it has no rows.
     """
 
     name: str
@@ -40,6 +45,9 @@ class SiteTable:
     split: str = TRAIN
     unit: str = "line"
     label_names: Mapping[str, list[str]] = field(default_factory=dict)
+    file: Table | None = None
+    error: str = ""
+    is_empty: bool = False
 
     @cached_property
     def schema(self) -> pa.Schema:
@@ -99,7 +107,7 @@ def find_columns(
     Args:
         tables (`Sequence[SiteTable]`): The tables.
         texts (`Sequence[str]`, *optional*): The columns of texts that the user names.
-        label (`str`, *optional*): The column of labels that the user names.
+        label (`str`, *optional*): The column of labels that the user names. Empty if the examples have no labels.
         site (`str`, *optional*): The column of sites that the user names.
 
     Raises:
@@ -116,9 +124,10 @@ def find_columns(
     if label is None:
         label = next((lower[name] for name in LABEL_NAMES if name in lower and lower[name] not in texts), None)
     if not texts:
-        text = next((lower[name] for name in TEXT_NAMES if name in lower and _is_text(types[lower[name]])), None)
+        named = [lower[name] for name in TEXT_NAMES if name in lower]
+        text = next((name for name in named if _is_text(types[name])), next(iter(named), None))
         texts = () if text is None or text == label else (text,)
-    return Columns(tuple(texts), label, site)
+    return Columns(tuple(texts), label or None, site)
 
 
 def is_list(arrow_type: pa.DataType) -> bool:

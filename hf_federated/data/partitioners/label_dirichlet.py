@@ -114,9 +114,9 @@ class LabelDirichletPartitioner(SplitsPartitioner):
         tags = getattr(feature, "feature", None)
         if not (isinstance(tags, ClassLabel) or getattr(tags, "dtype", "") in ("string", "large_string")):
             raise ValueError(
-                f"LabelDirichletPartitioner: balance_entities is set, but the column {self.label_column!r} is {feature}"
-                " and not a list of tags with names. Set label_column to the column of tags, or cast the tags to"
-                " ClassLabel."
+                f"LabelDirichletPartitioner: balance_entities is set, but the column {self.label_column!r} is"
+                f" {feature} and not a list of tags with names. Set label_column to the column of tags, or cast the"
+                " tags to ClassLabel."
             )
         return names.index(OUTSIDE) if OUTSIDE in names else None
 

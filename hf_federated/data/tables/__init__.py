@@ -1,6 +1,6 @@
 """Tables in files: CSV as offices export it, JSON, Parquet, text and Excel workbooks, read as a stream of batches."""
 
-from .table import Table, TableError
+from .table import EmptyTableError, Table, TableError
 from .table_dataset import load_tables
 from .table_files import TABLE_SUFFIXES, data_suffix, read_table, table_notes
 from .text_format import TableOptions, TextFormat
@@ -8,6 +8,7 @@ from .text_format import TableOptions, TextFormat
 
 __all__ = [
     "TABLE_SUFFIXES",
+    "EmptyTableError",
     "Table",
     "TableError",
     "TableOptions",

@@ -13,7 +13,7 @@ from pathlib import Path
 from .byte_stream import open_bytes
 from .encodings import check_zeros, find_encoding
 from .separators import HOW_TO_SET, SAMPLE_CHARACTERS, find_separator
-from .table import BATCH_ROWS, Table, TableError
+from .table import BATCH_ROWS, EmptyTableError, Table, TableError
 from .text_format import NO_QUOTES, TableOptions, TextFormat, printable_separator
 from .typed_rows import RowConverter, TextRows
 
@@ -38,10 +38,10 @@ def read_delimited(path: Path, options: TableOptions, default: str) -> Table:
     rows = _rows(path, text_format, None)
     header = next(rows, None)
     if header is None:
-        raise TableError(f"{path} is empty. Write a line with the names of the columns, and a line for each row.")
+        raise EmptyTableError(f"{path} is empty. Write a line with the names of the columns, and a line for each row.")
     columns = column_names(path, header[0][0], header[1][0])
     if next(rows, None) is None:
-        raise TableError(
+        raise EmptyTableError(
             f"{path}, line {header[0][0]}: the file has the columns {', '.join(columns)}, but no rows. Add rows, or"
             " remove the file."
         )

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from .byte_stream import open_bytes
 from .encodings import find_encoding
-from .table import BATCH_ROWS, Batch, Table, TableError
+from .table import BATCH_ROWS, Batch, EmptyTableError, Table, TableError
 from .text_format import TableOptions, TextFormat
 
 
@@ -32,7 +32,7 @@ def read_json(path: Path, options: TableOptions) -> Table:
     rows = _rows(path, text_format.encoding)
     first = list(islice(rows, BATCH_ROWS))
     if not first:
-        raise TableError(f"{path} has no rows. Write one JSON object on each line.")
+        raise EmptyTableError(f"{path} has no rows. Write one JSON object on each line.")
     columns = list(dict.fromkeys(chain.from_iterable(row for _, row in first)))
     return Table(
         path,

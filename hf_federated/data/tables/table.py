@@ -23,6 +23,10 @@ class TableError(ValueError):
     """A file that cannot be read as a table. The message names the file, the line and the correction."""
 
 
+class EmptyTableError(TableError):
+    """A file without rows."""
+
+
 @dataclass(frozen=True)
 class Table:
     """

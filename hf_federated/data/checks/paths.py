@@ -1,0 +1,104 @@
+"""The tables of a path: a folder with a file for each site, a single file, or a stored federated dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from datasets import Features
+
+from ..storage.folder import open_folder
+from ..storage.partition_file import PARTITION_FILE
+from ..tables import EmptyTableError, TableError, TableOptions, data_suffix, read_table
+from .site_table import TEST, TRAIN, SiteTable
+from .sources import class_names, stored_tables
+
+
+# A file with such a name has the examples of a split, and not of a site.
+TEST_NAMES = ("test", "validation", "valid", "val", "dev", "eval")
+SPLIT_NAMES = (TRAIN, *TEST_NAMES)
+
+
+def path_tables(
+    path: Path, site_column: str | None = None, options: TableOptions | None = None, split: str | None = None
+) -> list[SiteTable]:
+    """
+    The tables of a path, with the training tables first.
+
+    In a folder of files, each file is a site with the name of the file. Files named `train` and `test`, and the splits
+    of a federated dataset, have training and test rows.
+
+    Args:
+        path (`Path`): A file, a folder of files, or the folder of a federated dataset.
+        site_column (`str`, *optional*): The column with the site of each row.
+        options (`TableOptions`, *optional*): What is known about CSV files.
+        split (`str`, *optional*): The split of all rows, `"train"` or `"test"`. By default, the names of files and the
+            splits of a federated dataset determine it.
+
+    Raises:
+        ValueError: If the folder has no data files, or a federated dataset has no rows.
+    """
+    if (path / PARTITION_FILE).is_file():
+        return _federated_tables(path, split)
+    if path.is_file():
+        return [file_table(path, site_name(path) if site_column is None else None, split or TRAIN, options)]
+    paths = [item for item in sorted(path.iterdir()) if _is_data(item)]
+    if not paths:
+        raise ValueError(f"{path} has no data files. Files in subfolders are not read.")
+    tables = []
+    for item in paths:
+        name = split_name(item)
+        found = split or (TRAIN if name in (None, TRAIN) else TEST)
+        site = None if site_column is not None else "" if name is not None else site_name(item)
+        tables.append(file_table(item, site, found, options))
+    return sorted(tables, key=lambda table: table.split != TRAIN)
+
+
+def file_table(path: Path, site: str | None, split: str, options: TableOptions | None = None) -> SiteTable:
+    """The table of a file. A file that cannot be read is a table with an error."""
+    try:
+        table = read_table(path, options)
+    except (TableError, OSError) as error:
+        return SiteTable(
+            str(path), site, (), lambda: iter(()), split, error=str(error), is_empty=isinstance(error, EmptyTableError)
+        )
+
+    def batches() -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
+        return table.batches()
+
+    unit = "row" if table.format is None else "line"
+    names = {}
+    if table.kind == "Parquet":
+        names = class_names(Features.from_arrow_schema(pq.read_schema(path)))
+    return SiteTable(str(path), site, table.columns, batches, split, unit, names, table)
+
+
+def split_name(path: Path) -> str | None:
+    """The split that a file is named after, such as `"test"` for `test.csv` and `test-00000-of-00001.parquet`."""
+    name = site_name(path).lower()
+    return next((split for split in SPLIT_NAMES if name == split or name.startswith(f"{split}-0")), None)
+
+
+def _federated_tables(folder: Path, split: str | None) -> list[SiteTable]:
+    splits = open_folder(folder).splits
+    trained = TRAIN if TRAIN in splits else splits[0]
+    if split is not None:
+        return stored_tables(folder, next((name for name in TEST_NAMES if name in splits), trained), split)
+    tables = stored_tables(folder, trained)
+    test = next((name for name in TEST_NAMES if name in splits and name != trained), None)
+    return tables if test is None else [*tables, *stored_tables(folder, test, TEST)]
+
+
+def _is_data(path: Path) -> bool:
+    # Hidden files are files of the system, such as `._north.csv` on macOS.
+    return path.is_file() and data_suffix(path) is not None and not path.name.startswith(".")
+
+
+def site_name(path: Path) -> str:
+    """The name of a file up to its data suffix, such as `st. mary` for `st. mary.csv.gz`."""
+    suffix = data_suffix(path)
+    position = max((n for n, item in enumerate(path.suffixes) if item.lower() == suffix), default=len(path.suffixes))
+    return path.name.removesuffix("".join(path.suffixes[position:]))
