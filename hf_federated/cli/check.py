@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_federated.cli.csv_options import add_csv_options, table_options
 from hf_federated.experiments.errors import CommandError, command_errors
 
 
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] = ()) -> 
         help="write clean files to a new folder: without incomplete rows, with corrected names of sites and labels",
     )
     parser.add_argument("--drop-duplicates", action="store_true", help="with --fix: also drop repeated texts")
+    add_csv_options(parser)
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -70,7 +72,7 @@ def check(arguments: argparse.Namespace) -> int:
     from hf_federated.data.checks.report import report_text
     from hf_federated.experiments.data.checked_data import open_checked_data
 
-    data = open_checked_data(arguments)
+    data = open_checked_data(arguments, table_options(arguments))
     with command_errors(arguments.data):
         report = examine(data.tables, data.columns, data.limit)
     print(report_text(report))

@@ -101,6 +101,8 @@ def partition(arguments: argparse.Namespace) -> None:
     print(f"{next(iter(clients))}:\n{statistics.to_markdown()}")
     for split, dataset in list(clients.items())[1:]:
         print(f"{split}: {sum(dataset.num_rows.values())} examples of {len(dataset)} clients")
+    for line in _findings(arguments, clients, label_column):
+        print(line)
     content = {"label_column": arguments.publish_label_counts, "index_only": arguments.index_only}
     if arguments.output is not None:
         with command_errors(f"--output {arguments.output}"):
@@ -112,6 +114,16 @@ def partition(arguments: argparse.Namespace) -> None:
         print(
             f"\n{arguments.push_to_hub} is already up to date." if commit is None else f"\nPushed: {commit.commit_url}"
         )
+
+
+def _findings(arguments: argparse.Namespace, clients: FederatedDatasetDict, label_column: str | None) -> list[str]:
+    """A line for each kind of error or warning in the data."""
+    from hf_federated.experiments.data.checked_clients import partition_lines
+    from hf_federated.experiments.data.checked_data import DataOptions
+
+    site_column = getattr(arguments, "column", None) if arguments.partitioner == "natural" else None
+    options = DataOptions(arguments.data, label=label_column, site=site_column, table_options=table_options(arguments))
+    return partition_lines(clients, options, label_column)
 
 
 def _next_step(arguments: argparse.Namespace) -> str:

@@ -7,6 +7,7 @@ import pyarrow as pa
 from datasets import Dataset
 
 from .._compat import indices_table
+from ..utils.errors import IncompleteRowError
 
 
 def group_by_value(dataset: Dataset, column: str) -> tuple[list[str], np.ndarray]:
@@ -37,12 +38,12 @@ def group_by_value(dataset: Dataset, column: str) -> tuple[list[str], np.ndarray
         )
     codes, names = rank_values(values, rows)
     if len(codes) and int(codes.min()) < 0:
-        raise ValueError(
+        raise IncompleteRowError(
             f"Row {int(codes.argmin())} has no value in the column {column!r}, so it belongs to no client. Drop rows"
             f" without a value: dataset.filter(lambda row: row[{column!r}] is not None)."
         )
     if names and names[0] == "":
-        raise ValueError(
+        raise IncompleteRowError(
             f"Row {int((codes == 0).argmax())} has an empty string in the column {column!r}, which cannot name a"
             " client. Give the row a name, or drop the row."
         )

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import ClassLabel, Dataset, LargeList, List, Value
 
+from ..utils.errors import IncompleteRowError
 from .column_values import check_columns, is_categorical, rank_values, read_column
 
 
@@ -86,7 +87,7 @@ def read_labels(dataset: Dataset, column: str) -> tuple[np.ndarray, list[str]]:
         codes, ranked = rank_values(values, rows)
         names = [str(value) for value in ranked]
     if len(codes) and int(codes.min()) < 0:
-        raise ValueError(
+        raise IncompleteRowError(
             f"Row {int(codes.argmin())} has no label in the column {column!r} (null, or -1 in a ClassLabel). Drop rows"
             f" without a label: dataset.filter(lambda row: row[{column!r}] is not None and row[{column!r}] != -1)."
         )

@@ -20,6 +20,7 @@ from hf_federated.experiments.trainer_arguments import dataset_arguments
 from hf_federated.reporting.run_plots import require_matplotlib
 from hf_federated.split_training import SplitConfig, split_federate
 from hf_federated.trainer import federate
+from hf_federated.utils.printable import printable
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ class Run:
             lines.append(f"Public: {len(raw.public)} examples without labels.{server}")
         if raw.num_empty:
             lines.append(f"Dropped: {raw.num_empty} examples with an empty text or answer.")
+        if raw.incomplete:
+            of_sites = ", ".join(f"{name} {count}" for name, count in raw.incomplete.items())
+            lines.append(f"Dropped: {sum(raw.incomplete.values())} incomplete examples ({printable(of_sites)}).")
         if raw.num_without_client:
             lines.append(f"Dropped: {raw.num_without_client} test examples that no client has.")
         lines.append(f"Test: {len(raw.test)} examples{raw.test_source}.")

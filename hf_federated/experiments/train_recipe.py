@@ -15,6 +15,7 @@ from hf_federated.cards.tables import plural
 from hf_federated.data import label_counts, plot_sizes
 from hf_federated.experiments.audit.recipe_audit import audit_recipe, check_packages
 from hf_federated.experiments.baselines import BaselineResult
+from hf_federated.experiments.data.checked_clients import recipe_lines
 from hf_federated.experiments.data.label_encoding import label_column
 from hf_federated.experiments.execution import Run, build_run, run_baseline, run_federated
 from hf_federated.experiments.recipe.recipe import Recipe
@@ -65,7 +66,7 @@ def train_recipe(
     if recipe.audit is not None:
         check_packages()
     run = build_run(recipe, output_dir)
-    for line in run.describe():
+    for line in [*run.describe(), *recipe_lines(recipe, run.data.raw)]:
         echo(line)
     with output_dir_lock(str(run.trainer.args.output_dir)):
         return _train_run(run, echo, folder)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..utils.arguments import require
+from ..utils.errors import IncompleteRowError
 
 
 Batch = Mapping[str, Sequence[Any]]
@@ -124,7 +125,9 @@ def read_texts(batch: Batch, column: str, indices: Sequence[int] | None) -> list
     for position, text in enumerate(texts):
         if is_blank(text):
             found = "an empty text" if isinstance(text, str) else f"{text!r} instead of a text"
-            raise ValueError(f"{row_name(position, indices)} has {found} in the column {column!r}. Drop such rows.")
+            raise IncompleteRowError(
+                f"{row_name(position, indices)} has {found} in the column {column!r}. Drop such rows."
+            )
     return texts
 
 
@@ -146,7 +149,7 @@ def read_labels(batch: Batch, column: str, names: Sequence[str], indices: Sequen
     for position, value in enumerate(read_column(batch, column)):
         number = number_of.get(value, value) if isinstance(value, str) else value
         if number is None or number == -1:  # `ClassLabel` encodes a missing label as -1
-            raise ValueError(
+            raise IncompleteRowError(
                 f"{row_name(position, indices)} has no label in the column {column!r}. Drop such rows, or encode with"
                 " `with_labels=False`."
             )

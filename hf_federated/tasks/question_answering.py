@@ -16,6 +16,7 @@ import numpy as np
 from datasets import Dataset
 from transformers import AutoModelForQuestionAnswering, DataCollatorWithPadding, EvalPrediction, PreTrainedModel
 
+from ..utils.errors import IncompleteRowError
 from .base import ComputeMetrics, Task
 from .columns import Batch, check_length, find_blank, read_column, read_texts, row_name, rows_by_id
 from .metrics import ExactMatch, TokenF1
@@ -202,7 +203,7 @@ class QuestionAnswering(Task):
         for position, answers in enumerate(read_column(batch, self.answers_column)):
             row, golds = row_name(position, indices), _gold_answers(answers)
             if not golds and not self.no_answer:
-                raise ValueError(
+                raise IncompleteRowError(
                     f"{row} has no answer in the column {self.answers_column!r}. Drop such rows, set `no_answer=True`,"
                     " or encode with `with_labels=False`."
                 )

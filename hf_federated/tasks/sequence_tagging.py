@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from ..data.column_values import check_columns
+from ..utils.errors import IncompleteRowError
 from .base import IGNORED, NUM_POSITIONS, ComputeMetrics, Task, first_output
 from .columns import Batch, check_length, check_names, is_blank, label_maps, list_names, read_column, row_name
 from .metrics import Accuracy, SpanF1
@@ -195,7 +196,7 @@ class SequenceTagging(Task):
                 )
             # Some corpora contain empty words. The tokenizer returns no tokens for them.
             if not words or not any(word.strip() for word in words):
-                raise ValueError(
+                raise IncompleteRowError(
                     f"{row_name(position, indices)} has no words in the column {self.tokens_column!r}. Drop such rows."
                 )
         return rows

@@ -20,5 +20,9 @@ class RoundFailedError(RuntimeError):
     """Too few clients sent a valid reply. Checkpoints of earlier rounds are unchanged."""
 
 
+class IncompleteRowError(ValueError):
+    """A row has no text, no label or no client. The message has the number of the row."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint is damaged, or the run that resumes from it has other settings or data."""

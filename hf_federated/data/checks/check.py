@@ -79,7 +79,7 @@ def check_datasets(
     if test is not None:
         has_column = site_column is not None and site_column in getattr(test, "column_names", ())
         tables += dataset_tables(test, TEST, None if has_column else "")
-    texts = [text_column] if isinstance(text_column, str) else text_column or ()
+    texts = [text_column] if isinstance(text_column, str) else text_column
     columns = find_columns(tables, texts, label_column, site_column)
     limit = None
     if tokenizer is not None:

@@ -24,7 +24,7 @@ from .missing_values import MissingValues
 from .number_texts import NumberTexts, number_labels
 from .schemas import different_schemas
 from .single_site_labels import single_site_labels, test_only_labels
-from .site_table import TRAIN, Batch, Columns, SiteTable
+from .site_table import CLIENT_COLUMN, TRAIN, Batch, Columns, SiteTable
 from .tag_lengths import TagLengths
 
 
@@ -80,7 +80,9 @@ class Sites:
     def batch(self, table: SiteTable, columns: Columns, lines: np.ndarray, rows: Any) -> Batch:
         """Return a batch with the site of each row."""
         batch = Batch(table, np.zeros(len(lines), dtype=np.int64), lines, rows)
-        values = batch.column(columns.site) if table.site is None else None
+        values = batch.column(CLIENT_COLUMN)
+        if values is None and table.site is None:
+            values = batch.column(columns.site)
         if values is None:
             codes, found = batch.sites, [table.site or ""]
         else:
@@ -165,6 +167,14 @@ def examine(
         labels,
         _skipped(columns, limit),
     )
+
+
+def missing_values(tables: Sequence[SiteTable], columns: Columns) -> list[Finding]:
+    """The rows without a text, a label or a site, without any other check."""
+    sites = Sites()
+    check = MissingValues(columns, list(tables), sites.names)
+    _read(tables, columns, sites, [check])
+    return list(check.findings())
 
 
 def _read(

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pandas.util import hash_array
 
+from ..column_values import is_categorical
 from .site_table import is_list, is_string
 
 
@@ -29,9 +30,11 @@ def column_hashes(values: pa.Array) -> np.ndarray:
     if is_string(values.type):
         texts = pc.utf8_trim_whitespace(values).fill_null("").to_numpy(zero_copy_only=False)
         return hash_array(texts, categorize=False)
-    if pa.types.is_nested(values.type):
-        return hash_array(np.array([repr(value) for value in values.to_pylist()], dtype=object), categorize=False)
-    return hash_array(pc.cast(values, pa.string()).fill_null("").to_numpy(zero_copy_only=False), categorize=False)
+    if is_categorical(values.type) or pa.types.is_floating(values.type):
+        texts = pc.cast(values, pa.string()).fill_null("").to_numpy(zero_copy_only=False)
+    else:
+        texts = np.array([repr(value) for value in values.to_pylist()], dtype=object)
+    return hash_array(texts, categorize=False)
 
 
 def row_hashes(columns: list[pa.Array]) -> np.ndarray:

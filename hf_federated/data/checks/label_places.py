@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..column_values import is_categorical
 from ..labels import IGNORED, POSITION_PREFIX
 from .finding import Place
 from .site_table import TRAIN, Batch, SiteTable, is_list, is_string
@@ -48,14 +49,14 @@ class LabelPlaces:
 
     def read(self, batch: Batch) -> None:
         values = batch.column(self.column)
-        if values is None or self.is_full or pa.types.is_nested(values.type) and not is_list(values.type):
+        if values is None or self.is_full:
             return
         sites, lines = batch.sites, batch.lines
         if is_list(values.type):
             self.is_tags = True
             rows = pc.list_parent_indices(values).to_numpy(zero_copy_only=False)
             sites, lines, values = sites[rows], lines[rows], values.flatten()
-        if pa.types.is_nested(values.type):
+        if not (is_categorical(values.type) or pa.types.is_floating(values.type)):
             return
         codes, names = label_codes(values, batch.table.label_names.get(self.column or ""), self.is_tags)
         self.is_text |= is_string(values.type)

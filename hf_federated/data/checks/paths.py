@@ -44,7 +44,7 @@ def path_tables(
     if (path / PARTITION_FILE).is_file():
         return _federated_tables(path, split)
     if path.is_file():
-        return [file_table(path, site_name(path) if site_column is None else None, split or TRAIN, options)]
+        return [file_table(path, "" if site_column is None else None, split or TRAIN, options)]
     paths = [item for item in sorted(path.iterdir()) if _is_data(item)]
     if not paths:
         raise ValueError(f"{path} has no data files. Files in subfolders are not read.")

@@ -81,7 +81,7 @@ def short_lines(findings: Sequence[Finding], command: str) -> list[str]:
     """
     lines = []
     for group in grouped([finding for finding in findings if finding.severity != "note"]):
-        more = f" (and {len(group) - 1} more places)" if len(group) > 1 else ""
+        more = f" (and {len(group) - 1} more)" if len(group) > 1 else ""
         first = group[0]
         lines.append(printable(f"{first.severity}: {first.kind}: {first.placed_message}{more}"))
     return [*lines, f"To see all findings, run: {command}"] if lines and command else lines

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 
 from .finding import Finding
-from .site_table import TRAIN, Columns, SiteTable, is_list, is_string
+from .site_table import CLIENT_COLUMN, TRAIN, Columns, SiteTable, is_list, is_string
 
 
 def different_schemas(columns: Columns, tables: Sequence[SiteTable]) -> Iterator[Finding]:
@@ -17,10 +17,12 @@ def different_schemas(columns: Columns, tables: Sequence[SiteTable]) -> Iterator
     trained = [table for table in tables if table.split == TRAIN]
     for table in trained:
         for item in table.schema:
+            if item.name == CLIENT_COLUMN:
+                continue
             kinds.setdefault(item.name, Counter())[_kind(item.type)] += 1
     used = {*columns.texts, columns.label, columns.site}
     for table in tables:
-        found = {item.name: _kind(item.type) for item in table.schema}
+        found = {item.name: _kind(item.type) for item in table.schema if item.name != CLIENT_COLUMN}
         for name, counts in kinds.items():
             if table.split != TRAIN and name not in used:
                 continue

@@ -17,6 +17,8 @@ from ..tables import Table
 TEXT_NAMES = ("text", "sentence", "review", "content", "document", "tokens", "words", "question", "body", "message")
 LABEL_NAMES = ("label", "labels", "target", "class", "category", "ner_tags", "tags", "sentiment", "topic")
 TRAIN, TEST = "train", "test"
+# A column of this name in a batch has the client of each row. No column of a user has such a name.
+CLIENT_COLUMN = "\0client"
 
 
 @dataclass(frozen=True)
@@ -99,14 +101,14 @@ class Columns:
 
 
 def find_columns(
-    tables: Sequence[SiteTable], texts: Sequence[str] = (), label: str | None = None, site: str | None = None
+    tables: Sequence[SiteTable], texts: Sequence[str] | None = None, label: str | None = None, site: str | None = None
 ) -> Columns:
     """
     Choose the columns of texts and labels that the user does not name, by their names and types.
 
     Args:
         tables (`Sequence[SiteTable]`): The tables.
-        texts (`Sequence[str]`, *optional*): The columns of texts that the user names.
+        texts (`Sequence[str]`, *optional*): The columns of texts that the user names. Empty to check no texts.
         label (`str`, *optional*): The column of labels that the user names. Empty if the examples have no labels.
         site (`str`, *optional*): The column of sites that the user names.
 
@@ -117,13 +119,13 @@ def find_columns(
     for table in tables:
         for item in table.schema:
             types.setdefault(item.name, item.type)
-    for name in filter(None, (*texts, label, site)):
+    for name in filter(None, (*(texts or ()), label, site)):
         if tables and name not in types:
             raise ValueError(f"There is no column {name!r}. The columns are: {', '.join(types)}.")
     lower = {name.lower(): name for name in reversed(types)}
     if label is None:
-        label = next((lower[name] for name in LABEL_NAMES if name in lower and lower[name] not in texts), None)
-    if not texts:
+        label = next((lower[name] for name in LABEL_NAMES if name in lower and lower[name] not in (texts or ())), None)
+    if texts is None:
         named = [lower[name] for name in TEXT_NAMES if name in lower]
         text = next((name for name in named if _is_text(types[name])), next(iter(named), None))
         texts = () if text is None or text == label else (text,)
@@ -149,9 +151,12 @@ def _is_text(arrow_type: pa.DataType) -> bool:
 
 
 def blank(values: pa.Array) -> np.ndarray:
-    """Whether each value is missing: null, NaN, a string of whitespace, or a list without values."""
+    """Whether each value is missing: null, NaN, a string of whitespace, or a list without values or without words."""
     if is_string(values.type):
         found = pc.equal(pc.utf8_trim_whitespace(values), "").fill_null(True)
+    elif is_list(values.type) and is_string(values.type.value_type):
+        rows = pc.list_parent_indices(values).to_numpy(zero_copy_only=False)
+        return np.bincount(rows[~blank(values.flatten())], minlength=len(values)) == 0
     elif is_list(values.type):
         found = pc.equal(pc.list_value_length(values), 0).fill_null(True)
     elif pa.types.is_floating(values.type):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from hf_federated.data.checks.cut_texts import model_limit
 from hf_federated.data.checks.doctor import Limit
 from hf_federated.data.checks.paths import path_tables
 from hf_federated.data.checks.site_table import TEST, Columns, SiteTable, find_columns
+from hf_federated.data.tables import TableOptions
 from hf_federated.experiments.data.files import check_local_path, suggest_path
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.recipe.yaml_file import DEFAULT_TASK, read_values
@@ -51,29 +52,32 @@ class DataOptions:
 
     Args:
         path (`str`): A folder, a file or a federated dataset.
-        texts (`list[str]`): The columns of texts.
+        texts (`list[str]`, *optional*): The columns of texts. Found by their names if not set.
         label (`str`, *optional*): The column of labels.
         site (`str`, *optional*): The column of sites.
         test (`str`, *optional*): A file or folder with the test examples.
         model (`str`, *optional*): The model, of which the tokenizer is loaded.
         max_length (`int`, *optional*): Number of tokens that training keeps.
+        table_options ([`TableOptions`], *optional*): What is known about CSV files.
     """
 
     path: str
-    texts: list[str] = field(default_factory=list)
+    texts: list[str] | None = None
     label: str | None = None
     site: str | None = None
     test: str | None = None
     model: str | None = None
     max_length: int | None = None
+    table_options: TableOptions | None = None
 
 
-def open_checked_data(arguments: Any) -> CheckedData:
+def open_checked_data(arguments: Any, table_options: TableOptions) -> CheckedData:
     """
     Open the tables that the arguments of `hf-federated check` name.
 
     Args:
         arguments (`argparse.Namespace`): The parsed arguments. If `data` is a recipe, they take precedence over it.
+        table_options ([`TableOptions`]): What is known about CSV files.
 
     Raises:
         CommandError: If a path does not exist, has no data, or has no column of the given name.
@@ -86,6 +90,8 @@ def open_checked_data(arguments: Any) -> CheckedData:
     options.test = arguments.test or options.test
     options.model = arguments.model or options.model
     options.max_length = arguments.max_length or options.max_length
+    if table_options != TableOptions() or options.table_options is None:
+        options.table_options = table_options
     return open_data(options)
 
 
@@ -97,11 +103,11 @@ def open_data(options: DataOptions) -> CheckedData:
             f"{options.path} does not exist{suggest_path(options.path)}. `hf-federated check` reads local files."
         )
     with command_errors(options.path):
-        tables = path_tables(Path(options.path), options.site)
+        tables = path_tables(Path(options.path), options.site, options.table_options)
     if options.test is not None:
         check_local_path(options.test, "--test: ")
         with command_errors(options.test):
-            tables += path_tables(Path(options.test), options.site, split=TEST)
+            tables += path_tables(Path(options.test), options.site, options.table_options, TEST)
     with command_errors(options.path):
         columns = find_columns(tables, options.texts, options.label, options.site)
     return CheckedData(tables, columns, None if options.model is None else _limit(options.model, options.max_length))
@@ -122,7 +128,13 @@ def _recipe_options(path: str) -> DataOptions:
         partition.get("column") if is_natural else None,
         data.get("test_path"),
         max_length=task.get("max_length"),
+        table_options=_table_options(path, data),
     )
+
+
+def _table_options(path: str, data: Mapping[str, Any]) -> TableOptions:
+    with command_errors(f"{path}: data.csv"):
+        return TableOptions(**(data.get("csv") or {}))
 
 
 def task_columns(task: Mapping[str, Any]) -> tuple[list[str], str | None]:

@@ -44,7 +44,7 @@ def hold_out_examples(
     Raises:
         RecipeError: If no client has two examples.
     """
-    source, indices = _rows(clients)
+    source, indices = rows_of(clients)
     strata = _strata(source, label_column)[indices]
     chosen, begin = [], 0
     for client_id, size in clients.num_rows.items():
@@ -60,7 +60,7 @@ def hold_out_examples(
             f"data.test_examples holds out examples of clients with at least 2 examples, but each of the"
             f" {len(clients)} clients has one example. Set data.test_path, data.test_split or data.test_clients."
         )
-    return _keep(clients, source, indices, ~is_test), _keep(clients, source, indices, is_test)
+    return keep_rows(clients, source, indices, ~is_test), keep_rows(clients, source, indices, is_test)
 
 
 def hold_out_clients(clients: FederatedDataset, data: DataSection) -> tuple[FederatedDataset, FederatedDataset]:
@@ -124,7 +124,7 @@ def limit_examples(
         maximum -= len(sizes)
     others = np.flatnonzero(~kept)
     kept[others[draw_stratified(strata[others], maximum, generator)]] = True
-    return _keep(clients, *_rows(clients), kept)
+    return keep_rows(clients, *rows_of(clients), kept)
 
 
 def draw_stratified(strata: np.ndarray, num_drawn: int, generator: np.random.Generator) -> np.ndarray:
@@ -170,7 +170,7 @@ def _strata(dataset: Dataset, label_column: str | None) -> np.ndarray:
     return codes + 1  # the code of a missing label is -1
 
 
-def _rows(clients: FederatedDataset) -> tuple[Dataset, np.ndarray]:
+def rows_of(clients: FederatedDataset) -> tuple[Dataset, np.ndarray]:
     """A dataset with the rows of all clients, and the row numbers of the clients one after the other."""
     if clients.source is not None and clients.partition is not None:
         return clients.source, clients.partition.indices
@@ -178,8 +178,8 @@ def _rows(clients: FederatedDataset) -> tuple[Dataset, np.ndarray]:
     return pooled, np.arange(len(pooled))
 
 
-def _keep(clients: FederatedDataset, source: Dataset, indices: np.ndarray, kept: np.ndarray) -> FederatedDataset:
-    """Keep the rows for which `kept` is true, in the order of [`_rows`], and the clients that have such rows."""
+def keep_rows(clients: FederatedDataset, source: Dataset, indices: np.ndarray, kept: np.ndarray) -> FederatedDataset:
+    """Keep the rows for which `kept` is true, in the order of [`rows_of`], and the clients that have such rows."""
     owners = np.repeat(np.arange(len(clients)), list(clients.num_rows.values()))[kept]
     sizes = np.bincount(owners, minlength=len(clients))
     client_ids = [client_id for client_id, size in zip(clients, sizes, strict=True) if size]

@@ -17,6 +17,7 @@ from hf_federated.experiments.data.held_out import (
     limit_examples,
     sample_examples,
 )
+from hf_federated.experiments.data.incomplete import drop_incomplete
 from hf_federated.experiments.data.label_encoding import check_column, encode_labels, label_column, pooled
 from hf_federated.experiments.data.splits import (
     RawSplits,
@@ -53,6 +54,8 @@ class RawData:
         note (`str`): A sentence about test examples that the run does not use.
         task ([`Task`]): The task, with the names of its labels.
         num_empty (`int`): Number of examples that were dropped because a text was empty.
+        incomplete (`dict[str, int]`): Number of examples without a text, a label or a client that were dropped, by
+            client or by split.
         num_without_client (`int`): Number of examples of the test split that were dropped because no client has them.
         public (`datasets.Dataset`, *optional*): Examples without labels that the server and all clients hold.
         server (`datasets.Dataset`, *optional*): Examples with labels that only the server holds.
@@ -67,6 +70,7 @@ class RawData:
     holds_out_clients: bool = False
     note: str = ""
     num_empty: int = 0
+    incomplete: dict[str, int] = field(default_factory=dict)
     num_without_client: int = 0
     public: Dataset | None = None
     server: Dataset | None = None
@@ -94,6 +98,7 @@ def load_raw_data(recipe: Recipe, by_client: bool = False) -> RawData:
         return _load_federated(recipe, by_client)
     loaded = load_splits(recipe)
     splits = {split: pooled(examples) for split, examples in {**loaded.splits, **load_server(recipe)}.items()}
+    splits, incomplete = drop_incomplete(recipe, splits)
     splits, num_empty = _drop_empty(recipe, splits)
     task, splits = build_task(recipe, splits)
     public, server = load_public(recipe), take_server(recipe, splits)
@@ -106,7 +111,13 @@ def load_raw_data(recipe: Recipe, by_client: bool = False) -> RawData:
         splits, public, server = _set_aside_public(splits, recipe, recipe.public, recipe.public.share)
     raw = _partition(recipe, recipe.partition, loaded, splits, task, by_client)
     return dataclasses.replace(
-        raw, num_empty=num_empty, note=loaded.note, public=public, server=server, further_tests=further_tests
+        raw,
+        num_empty=num_empty,
+        incomplete=incomplete,
+        note=loaded.note,
+        public=public,
+        server=server,
+        further_tests=further_tests,
     )
 
 
@@ -277,7 +288,8 @@ def _load_federated(recipe: Recipe, by_client: bool) -> RawData:
         if getattr(data, name) not in (None, False):
             raise RecipeError(f"data.{name} is set without partition. Only recipes with a partition accept it.")
     loaded = load_federated_splits(recipe)
-    task, splits = build_task(recipe, {**loaded.splits, **load_server(recipe)})
+    splits, incomplete = drop_incomplete(recipe, {**loaded.splits, **load_server(recipe)})
+    task, splits = build_task(recipe, splits)
     public, server = load_public(recipe), take_server(recipe, splits)
     clients = limit_examples(splits[data.train_split], data.max_train_rows, data.seed, keep_clients=True)
     if loaded.test is None:
@@ -296,4 +308,6 @@ def _load_federated(recipe: Recipe, by_client: bool) -> RawData:
         split: sample_examples(pooled(splits[split]), data.max_test_rows, data.seed)
         for split in data.further_test_splits
     }
-    return dataclasses.replace(raw, note=loaded.note, public=public, server=server, further_tests=further_tests)
+    return dataclasses.replace(
+        raw, incomplete=incomplete, note=loaded.note, public=public, server=server, further_tests=further_tests
+    )

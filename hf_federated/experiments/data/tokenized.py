@@ -9,6 +9,7 @@ import numpy as np
 from datasets import Dataset
 
 from hf_federated.data import FederatedDataset
+from hf_federated.experiments.data.incomplete import incomplete_errors
 from hf_federated.experiments.data.raw import RawData, load_raw_data
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, recipe_errors
@@ -67,7 +68,12 @@ def load_tokenized_data(recipe: Recipe, tokenizer: Any, by_client: bool = False)
                 f"{name} is not supported for {recipe.task.name}, whose metrics need the raw examples. Remove the"
                 " field."
             )
-    raw = load_raw_data(recipe, by_client)
+    with incomplete_errors(recipe):
+        return _tokenize(recipe, tokenizer, load_raw_data(recipe, by_client), by_client)
+
+
+def _tokenize(recipe: Recipe, tokenizer: Any, raw: RawData, by_client: bool) -> TokenizedData:
+    """Tokenize raw examples, separately for each client."""
     task = raw.task
     with recipe_errors(f"data: {recipe.data.path}"):
         train = task.prepare(raw.train, tokenizer)

@@ -15,6 +15,7 @@ from datasets import Dataset
 from hf_federated.config import FederatedConfig
 from hf_federated.data.client_ids import similar_ids_hint
 from hf_federated.experiments.data.held_out import sample_examples
+from hf_federated.experiments.data.incomplete import drop_incomplete
 from hf_federated.experiments.data.label_encoding import pooled
 from hf_federated.experiments.data.raw import build_task, load_public, load_raw_data, load_server, take_server
 from hf_federated.experiments.data.splits import load_examples, load_splits, load_test_path
@@ -90,6 +91,7 @@ def load_server_data(recipe: Recipe, test_examples: str | None = None) -> PartyD
             data.path, "data.further_test_splits", [split], is_given=True, options=data.table_options
         )[0]
     splits |= load_server(recipe)
+    splits, _ = drop_incomplete(recipe, splits)
     task, splits = _task(recipe, splits)
     server = take_server(recipe, splits)
     sampled = {name: sample_examples(examples, data.max_test_rows, data.seed) for name, examples in splits.items()}
@@ -143,6 +145,7 @@ def load_client_data(recipe: Recipe, client_id: str, examples: str | None = None
     )
     loaded = load_splits(dataclasses.replace(recipe, data=data, partition=SINGLE_CLIENT, public=None))
     splits = {name: rows for name, rows in loaded.splits.items() if by_client or name != loaded.test}
+    splits, _ = drop_incomplete(recipe, splits)
     task, splits = build_task(recipe, splits)
     test = None if loaded.test is None else splits.get(loaded.test)
     return ClientPartyData(

@@ -85,6 +85,9 @@ class DataSection(Section):
         " text)."
     )
     drop_empty: bool = documented("Drop examples with an empty text or answer.", False)
+    drop_incomplete: bool = documented(
+        "Drop examples without a text, a label or a client, and print their number at each site.", False
+    )
     seed: int = documented("Seed for sampling examples and clients, and for holding them out.", 0)
 
     def mistakes(self) -> Iterator[str]:

@@ -114,7 +114,7 @@ def test_duplicates_agree_with_a_count_of_python():
         if item.kind == "duplicate"
     ]
     assert finding.count == len(kept) - len({text.strip() for text in kept})
-    words = [text.split(" ") for text in texts]
+    words = [text.split(" ") for text in kept]
     tags = [["O"] * len(row) for row in words]
     (finding,) = [
         item for item in check_datasets(Dataset.from_dict({"tokens": words, "tags": tags})) if item.kind == "duplicate"
