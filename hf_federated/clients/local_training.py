@@ -36,7 +36,7 @@ from ..methods import ClientPart
 from ..utils.random import derived_seed, seed_generators
 from .failures import UnsupportedTrainerError, as_mapping, parameter_name
 from .gradient_scaler import ClientScaler
-from .sampler_position import SamplerPosition
+from .sampler_position import SamplerPosition, has_epochs, set_epoch
 from .share_of_step import ShareOfStep
 from .streams import ClientStream
 
@@ -60,8 +60,8 @@ class LocalTraining:
         scaler ([`ClientScaler`], *optional*): The client's gradient scaler, if the training scales its loss.
         stream ([`~hf_federated.clients.streams.ClientStream`], *optional*): The client's examples, if they are a
             stream.
-        keeps_position (`bool`, *optional*, defaults to `False`): Whether the client continues in a sampler without
-            epochs, from `kept_position`, its position after the last round.
+        keeps_position (`bool`, *optional*, defaults to `False`): Whether the client continues in its sampler, from
+            `kept_position`, its position after the last round.
     """
 
     round: int
@@ -129,17 +129,29 @@ class LocalTraining:
 
         Args:
             loader (`Any`): Result of `get_train_dataloader`.
-            args (`TrainingArguments`): The client's arguments. If the length of a round is set in steps, an epoch that
-                a round enters is not continued in the next round.
+            args (`TrainingArguments`): The client's arguments. If the length of a round is set in steps, the client
+                continues after its last batch. Without a length or a position, each round starts another epoch.
         """
         epochs_per_round = math.ceil(args.num_train_epochs)
         if args.max_steps > 0:
             batches = args.max_steps * args.gradient_accumulation_steps
             epochs_per_round = math.ceil(batches / len(loader)) if has_length(loader) else 1
         source: ClientStream | SamplerPosition | None = self.stream
-        if self.keeps_position and not has_epochs(loader):
-            source = self.sampler_position = SamplerPosition(loader, self.kept_position)
+        if self.keeps_position and has_length(loader) and (args.max_steps > 0 or not has_epochs(loader)):
+            source = self.sampler_position = SamplerPosition(loader, args, self.kept_position)
         return EpochOffsetLoader(loader, self.round * epochs_per_round, source)
+
+    @property
+    def num_further_epochs(self) -> int:
+        """Number of epochs of the trainer that a round needs because it starts within an epoch of the client."""
+        return 0 if self.sampler_position is None or not self.sampler_position.is_within_epoch else 2
+
+    def position_after(self) -> dict[str, Any] | None:
+        """Return the position of the client in its sampler after the training, if the client keeps it."""
+        if self.sampler_position is not None:
+            return self.sampler_position.state()
+        # The client keeps its position in a round on a part of its examples.
+        return self.kept_position if self.kept_position is not None and "epoch" in self.kept_position else None
 
     def num_schedule_steps(self, num_training_steps: int) -> int:
         """Length of the learning-rate schedule in optimizer steps of this client."""
@@ -222,16 +234,6 @@ def place_schedule(scheduler: LRScheduler, position: int) -> None:
             scheduler.step()
 
 
-def has_epochs(loader: Any) -> bool:
-    """Whether the sampler of a data loader can be set to an epoch, as the default sampler can."""
-    outer = getattr(loader, "batch_sampler", None)
-    inner = getattr(outer, "batch_sampler", None)
-    for sampler in (outer, getattr(outer, "sampler", None), inner, getattr(inner, "sampler", None)):
-        if callable(getattr(sampler, "set_epoch", None)):
-            return True
-    return False
-
-
 class EpochOffsetLoader:
     """
     A data loader that counts epochs over the run instead of over one `train()` call.
@@ -255,11 +257,14 @@ class EpochOffsetLoader:
         self._source = source
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that seeds the shuffling."""
-        epoch += self._offset
-        for target in (self._loader, getattr(getattr(self._loader, "batch_sampler", None), "batch_sampler", None)):
-            if callable(set_epoch := getattr(target, "set_epoch", None)):
-                set_epoch(epoch)
+        """Set the epoch that seeds the shuffling, unless the client continues in an epoch."""
+        if not isinstance(self._source, SamplerPosition) or not self._source.counts_epochs:
+            set_epoch(self._loader, epoch + self._offset)
+
+    @property
+    def is_within_epoch(self) -> bool:
+        """Whether an epoch of the client continues after the last batch."""
+        return isinstance(self._source, SamplerPosition) and self._source.is_within_epoch
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader) if self._source is None else self._source.batches(self._loader)

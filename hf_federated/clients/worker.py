@@ -280,8 +280,7 @@ class ClientWorker:
             trainer.optimizer.state.clear()
         if stream is not None:
             state["stream"] = stream.position()
-        position = trainer.local_training.sampler_position
-        if position is not None and (kept := position.state()):
+        if kept := trainer.local_training.position_after():
             state["sampler"] = kept
         if memories := {key: context.memory for key, context in contexts.items() if context.memory}:
             state[MEMORIES] = memories

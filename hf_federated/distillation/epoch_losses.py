@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from .._compat import prepare_inputs
+from ..clients.local_training import EpochOffsetLoader
 from ..utils.random import isolated_rng
 
 
@@ -39,8 +40,12 @@ class EpochLosses(TrainerCallback):
         self._num_batches += 1
         self._num_steps += 1
 
-    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        control.should_log = state.global_step < state.max_steps
+    def on_epoch_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        # A client that continues in an epoch reads the last batches of this epoch in another epoch of the trainer.
+        continues = isinstance(train_dataloader, EpochOffsetLoader) and train_dataloader.is_within_epoch
+        control.should_log = state.global_step < state.max_steps and not continues
 
     def on_log(self, *args: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:

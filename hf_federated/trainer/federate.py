@@ -25,9 +25,9 @@ class FederatedTrainer(FederatedMixin, Trainer):
     shuffle buffer or with datasets before 5.2, are read from their start, and the examples before the position are
     skipped. Streams need `dataloader_num_workers=0`, and `parallelism="clients"` over several processes.
 
-    With `local_steps`, a client whose sampler has no epochs (sequential, grouped by length, or `RepeatSampler` of TRL)
-    continues in each round after its last batch, so that it reads every example before it starts again. The position
-    is part of the client's state, too. The default sampler shuffles all examples of a client anew in each round.
+    With `local_steps`, a client continues in each round after its last batch, so that it reads every example once
+    before its next epoch. The position is part of the client's state, too. A client that trains on a random part of
+    its examples (`max_rows_per_round`, `balance`) shuffles this part anew in each round.
 
     Attributes that the trainer of a client sets on itself are dropped after the client's training, as if the client
     ran on another machine. Objects that the trainer of a client changes in place (a list on the trainer, the state

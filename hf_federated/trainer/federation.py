@@ -36,6 +36,7 @@ from ..server import (
     spread_over_clients,
 )
 from ..server.bound_update import BoundUpdate
+from ..server.round_loop import SERVER_NAME
 from ..utils.shards import states_in_shards
 from ..utils.weighted_mean import State
 from .announcement import announce
@@ -195,6 +196,7 @@ class Federation:
         own = self.engine.own_clients(list(step_digests)) if step_digests else ()
         self._steps.store.load(directory / STEPS_DIR, {client_id: step_digests[client_id] for client_id in own})
         self._steps.load_state_dict(saved.get("sums_of_steps", {}))
+        self._workers.server_store.set(SERVER_NAME, saved.get("server_training", {}))
         # An adapter's local tensors are in no file of the parent's checkpoint.
         self.exchange.load_initial_local(saved.get("local", {}))
         if "weights" in saved:
@@ -400,6 +402,8 @@ class Federation:
             "announcements": self._announcements.state_dict(),
             "sums_of_steps": self._steps.state_dict(),
         }
+        if server_state := self._workers.server_store.get(SERVER_NAME):
+            state["server_training"] = server_state
         if self.exchange.has_local:
             state["local"] = self.exchange.initial_local
         if distillation is not None:

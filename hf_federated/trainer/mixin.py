@@ -418,6 +418,13 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         loader = super().get_train_dataloader()
         return loader if self.local_training is None else self.local_training.count_epochs_over_run(loader, self.args)
 
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[Any, ...]:
+        """Return the lengths of a training. A client that continues in an epoch enters further epochs in its round."""
+        num_train_epochs, *lengths = super().set_initial_training_values(args, dataloader)
+        if self.local_training is not None:
+            num_train_epochs += self.local_training.num_further_epochs
+        return (num_train_epochs, *lengths)
+
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         # The parent class builds a new dataset even if there is no column to remove, which takes milliseconds per
         # client.

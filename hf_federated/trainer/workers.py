@@ -76,6 +76,8 @@ class Workers:
         self._exchange, self._initial, self._progress = exchange, initial, progress
         self._watch_peers = [WatchPeers(setup.processes)] if setup.is_spread else []
         self.student = self._build_student()
+        # The state of the training on the server's own examples. The checkpoint of the server has it.
+        self.server_store = MemoryStore()
 
     def engine_context(self, row_limit: RowLimit) -> EngineContext:
         """
@@ -216,12 +218,12 @@ class Workers:
         """
         setup = self._setup
         worker = ClientWorker(
-            models=SharedModel(self._trainer, self._exchange, self._args, MemoryStore()),
+            models=SharedModel(self._trainer, self._exchange, self._args, self.server_store),
             train_datasets=setup.server_datasets,
             eval_datasets=None,
             # A distillation asks clients only.
             methods=(setup.aggregation,),
-            # A client store in the checkpoint keeps the optimizers of clients only.
+            # Only clients carry their optimizers.
             config=dataclasses.replace(setup.config, client_optimizer_state="reset"),
             callbacks=self._watch_peers,
             is_federation=True,

@@ -1,4 +1,4 @@
-"""A client whose sampler cannot be set to an epoch continues in each round after its last batch."""
+"""With `local_steps`, a client continues in each round after its last batch, and reads epochs as `Trainer`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_federated import FederatedConfig, federate
+from hf_federated.clients import ClientSampler
+from hf_federated.messages.serialization import pack
 
 
 BATCH_SIZE = 2
@@ -85,7 +87,8 @@ SEQUENTIAL = RecordingTrainer, {"train_sampling_strategy": "sequential"}
 BY_LENGTH = RecordingTrainer, {"train_sampling_strategy": "group_by_length"}
 UNSEEDED = RecordingTrainer, {"accelerator_config": {"use_seedable_sampler": False}}
 OWN = OwnSamplerTrainer, {}
-SAMPLERS = {"sequential": SEQUENTIAL, "by length": BY_LENGTH, "unseeded": UNSEEDED, "own": OWN}
+DEFAULT = RecordingTrainer, {}
+SAMPLERS = {"default": DEFAULT, "sequential": SEQUENTIAL, "by length": BY_LENGTH, "unseeded": UNSEEDED, "own": OWN}
 SAMPLERS |= {"own loader": (OwnLoaderTrainer, {}), "wrapped loader": (WrappedLoaderTrainer, {})}
 
 
@@ -114,16 +117,32 @@ def test_every_example_is_read_before_a_client_starts_again(tmp_path, name, loca
     assert {number for batch in trainer.read for number in batch} == expected
 
 
-@pytest.mark.parametrize("name", ["unseeded", "own"])
-def test_one_client_equals_the_plain_trainer_if_rounds_end_within_epochs(tmp_path, name) -> None:
-    plain = build(tmp_path, SAMPLERS[name], CLIENTS["north"], num_train_epochs=3)
+@pytest.mark.parametrize(
+    ("name", "local_steps", "accumulation"),
+    [
+        ("default", 3, 1),
+        # The last step of an epoch has one micro-batch: it ends a round, begins a round, and is a round.
+        ("default", 3, 3),
+        ("default", 2, 3),
+        ("default", 1, 3),
+        # A round has more than an epoch.
+        ("by length", 5, 3),
+        *((name, 2, 3) for name in SAMPLERS if name != "default"),
+    ],
+)
+def test_one_client_equals_the_plain_trainer(tmp_path, name, local_steps, accumulation) -> None:
+    """The model has dropout, so a round must also leave the global generators as the plain trainer."""
+    num_rounds = math.ceil(7 / local_steps)
+    accumulate = {"gradient_accumulation_steps": accumulation}
+    plain = build(tmp_path, SAMPLERS[name], CLIENTS["north"], max_steps=num_rounds * local_steps, **accumulate)
     plain.train()
-    assert len(plain.read) == 12
-    federation = {"num_rounds": 4, "local_steps": 3, "client_optimizer_state": "carry"}
-    federated = build(tmp_path, SAMPLERS[name], {"north": CLIENTS["north"]}, federation)
+    federation = {"num_rounds": num_rounds, "local_steps": local_steps, "client_optimizer_state": "carry"}
+    federated = build(tmp_path, SAMPLERS[name], {"north": CLIENTS["north"]}, federation, **accumulate)
     federated.train()
     assert federated.read == plain.read
     assert same_weights(federated.model, plain.model)
+    optimizer = federated.engine.worker.models.store.get("north")["optimizer"]
+    assert pack(optimizer) == pack(plain.optimizer.state_dict())
 
 
 def test_one_client_shuffles_each_epoch_as_the_plain_trainer(tmp_path) -> None:
@@ -134,7 +153,7 @@ def test_one_client_shuffles_each_epoch_as_the_plain_trainer(tmp_path) -> None:
     assert federated.read == plain.read and len({str(plain.read[i : i + 4]) for i in (0, 4, 8)}) == 3
 
 
-@pytest.mark.parametrize("name", ["unseeded", "own"])
+@pytest.mark.parametrize("name", ["default", "unseeded", "own"])
 def test_resumed_client_continues_at_its_position(tmp_path, name) -> None:
     federation = {"num_rounds": 4, "local_steps": 3}
     whole = build(tmp_path, SAMPLERS[name], federation=federation, save_strategy="epoch")
@@ -150,3 +169,43 @@ def test_client_that_trains_on_a_part_of_its_examples_starts_anew(tmp_path) -> N
     trainer.train()
     # The first two of the four examples of a round, in order.
     assert len(trainer.read) == 4 and all(batch == sorted(batch) for batch in trainer.read)
+
+
+def test_client_keeps_its_position_in_rounds_without_it(tmp_path) -> None:
+    """The position of a client counts its own rounds only, and is two numbers."""
+    federation = {"num_rounds": 6, "local_steps": 1, "clients_per_round": 1}
+    trainer = build(tmp_path, DEFAULT, federation=federation)
+    trainer.train()
+    first_of_south = min(CLIENTS["south"]["input_ids"])[0]
+    read = {"north": [], "south": []}
+    for batch in trainer.read:
+        read["south" if batch[0] >= first_of_south else "north"].append(batch)
+    assert all(read.values())
+    for client_id, batches in read.items():
+        plain = build(tmp_path, DEFAULT, CLIENTS[client_id], max_steps=len(batches))
+        plain.train()
+        assert batches == plain.read
+        epoch, used = divmod(len(batches), math.ceil(len(CLIENTS[client_id]) / BATCH_SIZE))
+        expected = {"epoch": epoch, "num_batches": used} if used else {"epoch": epoch}
+        assert trainer.engine.worker.models.store.get(client_id) == {"sampler": expected}
+
+
+def test_rounds_of_whole_epochs_keep_no_position(tmp_path) -> None:
+    trainer = build(tmp_path, DEFAULT, federation={"num_rounds": 1})
+    trainer.train()
+    assert trainer.engine.worker.models.store.get("north") == {}
+
+
+def test_position_survives_a_round_on_a_part_of_the_examples(tmp_path) -> None:
+    """With `balance`, the smaller client of a cohort trains on all of its examples, and the larger one on a part."""
+    clients = {"north": CLIENTS["north"], "south": CLIENTS["south"], "west": numbered(30, 12)}
+    federation = {"num_rounds": 8, "local_steps": 1, "clients_per_round": 2, "balance": "min", "federation_seed": 1}
+    trainer = build(tmp_path, DEFAULT, clients, federation)
+    sampler = ClientSampler(list(clients), 2, seed=1)
+    cohorts = [sampler(round) for round in range(8)]
+    whole = sum("north" in cohort and "south" not in cohort for cohort in cohorts)
+    assert 1 < whole < sum("north" in cohort for cohort in cohorts)
+    trainer.train()
+    epoch, used = divmod(whole, math.ceil(len(CLIENTS["north"]) / BATCH_SIZE))
+    expected = {"epoch": epoch, "num_batches": used} if used else {"epoch": epoch}
+    assert trainer.engine.worker.models.store.get("north")["sampler"] == expected
