@@ -131,8 +131,8 @@ class FederatedConfig(SavedConfig):
         local_epochs (`int`, *optional*, defaults to `1`):
             Number of epochs of a client on its training data per round.
         local_steps (`int`, *optional*):
-            Number of optimizer steps of a client per round. It replaces `local_epochs`. A round continues after the last
-            batch of the client's previous round.
+            Number of optimizer steps of a client per round. It replaces `local_epochs`. A round continues after the
+            last batch of the client's previous round.
         max_rows_per_round (`int`, *optional*):
             Maximum number of examples that a client trains on per round (250 in FedDRS, section 5.1). A client with
             more examples draws this number of examples without replacement in every round. The draw depends on the

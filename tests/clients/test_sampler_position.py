@@ -92,12 +92,21 @@ SAMPLERS = {"default": DEFAULT, "sequential": SEQUENTIAL, "by length": BY_LENGTH
 SAMPLERS |= {"own loader": (OwnLoaderTrainer, {}), "wrapped loader": (WrappedLoaderTrainer, {})}
 
 
-def build(folder: Path, sampler: Any, clients: Any = CLIENTS, federation: Any = None, **kwargs: Any) -> Any:
+def build(
+    folder: Path,
+    sampler: Any,
+    clients: Any = CLIENTS,
+    federation: Any = None,
+    server_dataset: Any = None,
+    **kwargs: Any,
+) -> Any:
     base, args = sampler
+    others = {} if server_dataset is None else {"server_dataset": server_dataset}
     trainer = (base if federation is None else federate(base))(
         model=tiny_model(),
         args=arguments(folder, per_device_train_batch_size=BATCH_SIZE, **{**args, **kwargs}),
         train_dataset=clients,
+        **others,
         **({} if federation is None else {"federation": FederatedConfig(**federation)}),
     )
     trainer.read = []
@@ -164,6 +173,22 @@ def test_resumed_client_continues_at_its_position(tmp_path, name) -> None:
     assert same_weights(whole.model, resumed.model)
 
 
+def test_training_on_the_examples_of_the_server_continues_after_a_resume(tmp_path) -> None:
+    """FLTrust trains the global model on the server's own examples in each round."""
+
+    def run() -> Any:
+        federation = {"num_rounds": 3, "local_steps": 1, "aggregation": "fltrust"}
+        return build(tmp_path, DEFAULT, federation=federation, server_dataset=numbered(26, 6), save_strategy="epoch")
+
+    whole = run()
+    whole.train()
+    of_server = [number for batch in whole.read for number in batch if number >= 26]
+    assert sorted(of_server) == list(range(26, 32))
+    resumed = run()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert resumed.read == whole.read[-len(resumed.read) :] and same_weights(whole.model, resumed.model)
+
+
 def test_client_that_trains_on_a_part_of_its_examples_starts_anew(tmp_path) -> None:
     trainer = build(tmp_path, SEQUENTIAL, federation={"num_rounds": 2, "local_steps": 1, "max_rows_per_round": 4})
     trainer.train()
@@ -198,7 +223,7 @@ def test_rounds_of_whole_epochs_keep_no_position(tmp_path) -> None:
 
 def test_position_survives_a_round_on_a_part_of_the_examples(tmp_path) -> None:
     """With `balance`, the smaller client of a cohort trains on all of its examples, and the larger one on a part."""
-    clients = {"north": CLIENTS["north"], "south": CLIENTS["south"], "west": numbered(30, 12)}
+    clients = {"north": CLIENTS["north"], "south": CLIENTS["south"], "west": numbered(10, 12)}
     federation = {"num_rounds": 8, "local_steps": 1, "clients_per_round": 2, "balance": "min", "federation_seed": 1}
     trainer = build(tmp_path, DEFAULT, clients, federation)
     sampler = ClientSampler(list(clients), 2, seed=1)

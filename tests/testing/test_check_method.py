@@ -95,6 +95,18 @@ def test_method_without_a_fault_passes_on_every_engine(rank_worker, method):
     assert not check_method(method, worker=rank_worker).failures
 
 
+@pytest.mark.slow
+def test_clients_continue_in_their_epochs_on_every_engine(rank_worker):
+    """With these lengths, rounds end within epochs and the last step of an epoch has fewer micro-batches."""
+    report = check_method(
+        FedAvg,
+        federation={"local_steps": 2},
+        training={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        worker=rank_worker,
+    )
+    assert not report.failures
+
+
 @pytest.mark.parametrize(
     ("codes", "problem"),
     [
