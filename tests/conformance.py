@@ -259,6 +259,9 @@ class EveryDistillationHook(Distillation):
 
 
 AGGREGATION_NAMES = [*AGGREGATIONS, EveryAggregationHook.name]
+# A method on a base model whose weights cannot be written.
+DTYPES = {"fedex_lora bfloat16": "bfloat16"}
+AGGREGATION_NAMES += DTYPES
 DISTILLATION_NAMES = [*DISTILLATIONS, EveryDistillationHook.name]
 SCENARIOS = [f"aggregation {name}" for name in AGGREGATION_NAMES]
 SCENARIOS += [f"distillation {name}" for name in DISTILLATION_NAMES]
@@ -270,7 +273,7 @@ SCENARIOS += [f"exchange_codec {name}" for name in EXCHANGE_CODECS]
 # clients receive other tensors and send a part of the state, and these distillations like `dsfl`, whose clients also
 # send predictions only.
 ROBUST_AGGREGATIONS = ("trimmed_mean", "geometric_median", "krum", "norm_bounded_mean", "centered_clipping", "fltrust")
-LORA_AGGREGATIONS = ("fedit", "ffa_lora", "rolora", "fedsvd", "stacked_lora")
+LORA_AGGREGATIONS = ("fedit", "ffa_lora", "rolora", "fedsvd", "stacked_lora", *DTYPES)
 SLOW_AGGREGATIONS = ("fedexp", *ROBUST_AGGREGATIONS, *LORA_AGGREGATIONS)
 SLOW_DISTILLATIONS = ("cronus", "fedmd", "mhat")
 SLOW_SCENARIOS = {f"aggregation {name}" for name in SLOW_AGGREGATIONS}
@@ -315,8 +318,9 @@ def scenario(name: str) -> Scenario:
     family, _, algorithm = name.partition(" ")
     return Scenario(
         family,
-        DUMMIES.get(algorithm, algorithm),
+        DUMMIES.get(algorithm, algorithm.partition(" ")[0]),
         ARGUMENTS.get(algorithm, {}),
         FEDERATIONS.get(algorithm, {}),
         TRAININGS.get(algorithm, {}),
+        DTYPES.get(algorithm, "float32"),
     )

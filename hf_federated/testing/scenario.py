@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -40,6 +41,7 @@ class Scenario:
         arguments (`dict[str, Any]`, *optional*): Constructor arguments of the method, as JSON values.
         federation (`dict[str, Any]`, *optional*): Further fields of [`FederatedConfig`].
         training (`dict[str, Any]`, *optional*): Further training arguments.
+        dtype (`str`, *optional*): Dtype of the base model of a method for LoRA, by default `"float32"`.
 
     Example:
 
@@ -57,6 +59,7 @@ class Scenario:
     arguments: dict[str, Any] = field(default_factory=dict)
     federation: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -124,7 +127,7 @@ class Scenario:
                 others["client_model_init"] = client_model
         model: nn.Module = tiny_model(problem_type="single_label_classification")
         if isinstance(method, Aggregation) and method.needs_lora:
-            model = with_lora(model)
+            model = with_lora(model.to(getattr(torch, self.dtype)))
         if isinstance(method, Aggregation) and method.supports_ranks:
             others["clients"] = {CLIENTS[0]: ClientSpec(peft_config=LoraConfig(r=1, lora_alpha=6))}
         return model, federation | self.federation, training | self.training, others

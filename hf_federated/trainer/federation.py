@@ -302,6 +302,9 @@ class Federation:
             round (`int`): Round number, from 0.
         """
         config = self._setup.config
+        if self.exchange.residual is not None:
+            # The adapter has more parameters in each round.
+            vars(self).pop("flos_per_token", None)
         with nullcontext() if self._shards is None else states_in_shards(self._shards):
             self.summary = self.loop.run(round)
         if config.local_steps is None:

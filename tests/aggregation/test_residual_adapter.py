@@ -24,7 +24,10 @@ from hf_federated import FedExLoRA
 from hf_federated.adapters import Exchange
 from hf_federated.adapters.residual import joined_adapter
 from hf_federated.aggregation.base_changes import CHANGES, RESIDUAL_ERROR, RESIDUAL_RANK
+from hf_federated.clients import Agreement
+from hf_federated.clients.request_record import RequestRecord
 from hf_federated.engines import LocalEngine
+from hf_federated.messages import Fit
 from hf_federated.utils.lora_modules import RESIDUAL, find_lora_modules
 
 
@@ -204,6 +207,24 @@ def test_a_client_refuses_other_factors(client, limit, change, message):
     part = client_part(FedExLoRA(max_residual_rank=limit), own, model, memory, 2)
     with pytest.raises((ValueError, KeyError, RuntimeError), match=message):
         part.place(change(state))
+
+
+@pytest.mark.parametrize("client", ["present", "absent"])
+def test_a_client_on_another_machine_accepts_factors_of_a_higher_rank(client):
+    """The client compares shapes with those of its model, whose adapter has the rank of an earlier round."""
+    method = FedExLoRA()
+    model, exchange = layers(method, rank=1)
+    own = Exchange(copy.deepcopy(model), with_base=True)
+    for number in range(2):
+        round_of(method, exchange, model, number, num_clients=2)
+    name = "client 0" if client == "present" else "absent"
+    agreement = Agreement([FedExLoRA()], num_rounds=3)
+    agreement.record = RequestRecord()
+    agreement.check_tensors(Fit(2, name, 0, method.state_for(name, exchange.read())), own)
+    largest = own.max_values
+    assert largest == own.num_values + sum(
+        min(shape) * sum(shape) for shape in [(9, 5), (5, 9), (7, 4), (5, 12), (6, 11)]
+    )
 
 
 # ---- Federations
