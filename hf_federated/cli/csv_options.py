@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from hf_federated.experiments.errors import command_errors
+from hf_federated.experiments.errors import CommandError
 
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def table_options(arguments: argparse.Namespace) -> TableOptions:
     """
     from hf_federated.data.tables import TableOptions
 
-    with command_errors("--csv options"):
+    try:
         return TableOptions(
             separator=arguments.csv_separator,
             encoding=arguments.csv_encoding,
@@ -45,3 +45,5 @@ def table_options(arguments: argparse.Namespace) -> TableOptions:
             decimal=arguments.csv_decimal,
             text_columns=arguments.csv_text_columns,
         )
+    except ValueError as error:
+        raise CommandError(f"--csv-{error}") from error

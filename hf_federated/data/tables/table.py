@@ -29,7 +29,7 @@ class EmptyTableError(TableError):
 
 @dataclass(frozen=True)
 class Table:
-    """
+    r"""
     A table in a file.
 
     Args:

@@ -75,7 +75,7 @@ def load_tables(
     options: TableOptions | None = None,
     splits: Sequence[str] | None = None,
 ) -> dict[str, datasets.Dataset]:
-    """
+    r"""
     Load files as datasets.
 
     The rows are cached as Arrow files, as by `datasets.load_dataset`. A changed file is read again.

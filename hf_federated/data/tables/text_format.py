@@ -91,6 +91,6 @@ class TableOptions:
                 codecs.lookup(self.encoding)
             except LookupError:
                 yield (
-                    f"encoding {self.encoding!r} is unknown. Examples of encodings are utf-8, utf-16, cp1252 (Western"
-                    " Europe), cp1250 (Central Europe), cp1251 (Cyrillic) and cp932 (Japanese)."
+                    f"encoding is {self.encoding!r}, which is unknown. Examples of encodings are utf-8, utf-16,"
+                    " cp1252 (Western Europe), cp1250 (Central Europe), cp1251 (Cyrillic) and cp932 (Japanese)."
                 )

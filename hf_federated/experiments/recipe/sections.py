@@ -55,7 +55,7 @@ class ModelSection(Section):
 class DataSection(Section):
     """The section `data`: the dataset, and the part of it that is held out for testing."""
 
-    path: str = field(metadata={"help": "Hub id, or a local folder or file (Parquet, JSON or CSV)."})
+    path: str = field(metadata={"help": "Hub id, or a local folder or file (Parquet, JSON, CSV or Excel)."})
     name: str | None = documented("Configuration of the dataset on the Hub.")
     revision: str | None = documented("Branch, tag or commit of the dataset on the Hub.")
     train_split: str = documented("Split that is distributed over the clients.", "train")

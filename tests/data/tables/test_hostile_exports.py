@@ -171,7 +171,7 @@ def test_option_overrides_what_the_file_shows(tmp_path, content, options, expect
         ({"quote": "no"}, ["quote is 'no'", "none"]),
         ({"separator": "'", "quote": "'"}, ["must differ"]),
         ({"decimal": ";"}, ["decimal is ';'"]),
-        ({"encoding": "cp12522"}, ["'cp12522' is unknown", "cp1252 (Western"]),
+        ({"encoding": "cp12522"}, ["'cp12522', which is unknown", "cp1252 (Western"]),
     ],
 )
 def test_invalid_option_is_an_error_with_the_allowed_values(options, words):
