@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -19,6 +20,7 @@ from .text_format import TableOptions, TextFormat
 
 
 READ_CHARACTERS = 1 << 20
+BLANKS = re.compile(r"[ \t\r\n,]*")
 
 
 def read_json(path: Path, options: TableOptions) -> Table:
@@ -111,28 +113,24 @@ def _array(path: Path, file: io.TextIOWrapper, line: int) -> Iterator[tuple[int,
     text, place = "", 0
     is_end = False
     while True:
-        skipped = place + len(text[place:]) - len(text[place:].lstrip(" \t\r\n,"))
+        skipped = next(BLANKS.finditer(text, place)).end()
         line += text.count("\n", place, skipped)
         place = skipped
         if text[place : place + 1] == "]":
             return
         try:
             value, end = decoder.raw_decode(text, place)
-            # A number at the end of the text can have further digits.
-            is_whole = end < len(text) or is_end
         except json.JSONDecodeError as error:
             if is_end:
                 message = "the array is not closed" if place >= len(text) else error.msg
                 at = line + text.count("\n", place, error.pos)
                 raise TableError(_invalid(path, at, error.colno, message, text[place : place + 80])) from error
-            is_whole = False
-        if is_whole:
+            more = file.read(max(READ_CHARACTERS, len(text) - place))
+            text, place, is_end = text[place:] + more, 0, not more
+        else:
             yield line, value
             line += text.count("\n", place, end)
             place = end
-        else:
-            more = file.read(max(READ_CHARACTERS, len(text) - place))
-            text, place, is_end = text[place:] + more, 0, not more
 
 
 def _invalid(path: Path, line: int, column: int, message: str, text: str) -> str:

@@ -46,8 +46,8 @@ def find_separator(path: Path, sample: str, default: str, quote: str | None) -> 
     """
     Find the separator.
 
-    The default is used if it makes a table. Otherwise another separator is used that makes a table of the header and
-    the rows. A file with one column has no separator, and none of them in its header.
+    The default is used if it makes a table, and no other separator makes a table with as many columns. Otherwise the
+    separator is used that makes the table with most columns. A file with one column has no separator in its header.
 
     Args:
         path (`Path`): The file, for error messages.
@@ -63,16 +63,17 @@ def find_separator(path: Path, sample: str, default: str, quote: str | None) -> 
         for separator in {default: None, **dict.fromkeys(SEPARATORS)}
     }
     tables = [separator for separator, fit in fits.items() if fit.is_table]
-    # A separator within the values of another one makes fewer columns, such as the comma of decimal numbers.
-    most = max((fits[separator].num_columns for separator in tables), default=0)
-    best = [separator for separator in tables if fits[separator].num_columns == most]
-    if fits[default].is_table and (most == fits[default].num_columns) == (len(best) == 1):
-        return best[0]
-    if len(best) == 1:
-        return best[0]
-    if len(best) > 1:
-        names = " and ".join(map(printable_separator, best))
-        raise TableError(f"{path}: the separators {names} both make {most} columns of the file. {HOW_TO_SET} to one.")
+    if default in tables:
+        # A separator within the values of another one makes fewer columns, such as the comma of decimal numbers.
+        rivals = [name for name in tables if fits[name].num_columns >= fits[default].num_columns]
+    else:
+        most = max((fits[separator].num_columns for separator in tables), default=0)
+        rivals = [separator for separator in tables if fits[separator].num_columns == most]
+    if len(rivals) == 1:
+        return rivals[0]
+    if rivals:
+        found = " and ".join(f"{printable_separator(name)} makes {fits[name].num_columns}" for name in rivals)
+        raise TableError(f"{path}: the separator is ambiguous: {found} columns. {HOW_TO_SET} to one of them.")
     if fits[default].num_columns > 1:
         return default
     candidates = [separator for separator, fit in fits.items() if fit.num_columns > 1]

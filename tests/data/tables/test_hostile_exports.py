@@ -112,7 +112,11 @@ REFUSED: dict[str, tuple[bytes, list[str]]] = {
         b"review (good|bad)\nhello\nyou\n",
         ["line 1", "'|'", "0 of 2 rows", "--csv-separator to ','"],
     ),
-    "two separators that both fit": (b"a;b,c\nx;y,z\n", ["',' and ';'", "2 columns", "data.csv.separator"]),
+    "two separators that both fit": (
+        b"a;b,c\nx;y,z\n",
+        ["',' makes 2 and ';' makes 2 columns", "data.csv.separator"],
+    ),
+    "lists of values with their own separator": (b"id,a|b|c\n1,2|3|4\n", ["',' makes 2 and '|' makes 3"]),
     "an unclosed quote": (b'text,label\na,x\n"b,y\nc,z\n', ["line 3", 'quote (")', "line 4", "--csv-quote", "none"]),
     "text after a quote": (b'text,label\na,x\n"b" c,y\n', ["line 3", "followed by text", '""', "none"]),
     "a zero byte": (b"text,label\na,x\nb\0,y\n", ["line 3", "zero byte", "Export it again"]),
