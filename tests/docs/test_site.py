@@ -25,6 +25,7 @@ from hf_federated.data.partitioners import PARTITIONERS
 from hf_federated.experiments.benchmark.grid import BenchmarkSection
 from hf_federated.experiments.recipe.fields import named_section_fields, section_fields
 from hf_federated.experiments.recipe.schema import dataclass_fields
+from hf_federated.experiments.recipe.yaml_file import parse_yaml
 
 
 REPOSITORY = "https://github.com/hf-federated/hf-federated/"
@@ -99,6 +100,41 @@ def nav_pages(entries: Any) -> Iterator[str]:
                 yield f"docs/{value}"
             else:
                 yield from nav_pages(value)
+
+
+def test_no_two_pages_have_the_same_title() -> None:
+    titles = [title[1] for page in PAGES if (title := re.search(r"^# (.+)$", text(page), flags=re.MULTILINE))]
+    assert len(set(titles)) == len(titles) >= len(PAGES) - 1  # the home page has no title
+
+
+RECORDED = re.compile(
+    r"\| *([\de.-]+) \| ([\d–]+)(?: (epochs?|steps))? \| (\d+)[ \w]* \| \[.*?\]\(\S+/main/(\S+)\) \|"
+)
+    r"\| *([\de.-]+) \| ([\d–]+)(?: (epochs?|steps))? \| (\d+)[ \w]* \| \[.*?\]\(\S+/main/(\S+)\) \|"
+)
+
+
+def test_first_values_to_try_are_those_of_recorded_runs() -> None:
+    page = text("docs/get-started/choosing-a-method.md")
+    rows = RECORDED.findall(page.partition("## First values to try")[2].partition("\n## ")[0])
+    assert len(rows) == 11
+    for learning_rate, work, unit, rounds, path in rows:
+        if path.endswith(".py"):
+            defaults = dict(re.findall(r'"--([\w-]+)", type=\w+, default=([\de.-]+)', text(path)))
+            found = [defaults[name] for name in ("learning-rate", "local-steps", "num-rounds")]
+        else:
+            values = parse_yaml(text(path), path)
+            training = values.get("training", values)
+            federation = {**values, **values.get("federation", {})}
+            runs = values.get("benchmark", {}).get("runs", {})
+            if work == "8":  # one exchange only
+                federation |= runs["FedKD"]["federation"]
+            local = federation.get("local_epochs", federation.get("local_steps"))
+            found = [training["learning_rate"], local, federation.get("num_rounds", training.get("num_train_epochs"))]
+            assert ("local_epochs" in federation) == unit.startswith("epoch")
+        assert [float(value) for value in found if value is not None] == [
+            float(value) for value in (learning_rate, work, rounds) if value != "–"
+        ], path
 
 
 def test_navigation_holds_every_page_once() -> None:
