@@ -15,7 +15,6 @@ method: `<method>/partition_data/<client>/train`. The five values of `task_type`
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import tempfile
@@ -28,6 +27,7 @@ import numpy as np
 from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers.utils import logging
 
+from ..utils.optional_packages import require_packages
 from ..utils.untrusted_json import MAX_FILE_BYTES, MAX_FILE_VALUES, parse_json
 from .client_datasets import ClientDatasets, PartitionedDataset
 from .column_values import check_columns
@@ -338,8 +338,7 @@ def _atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _require_h5py() -> Any:
-    if importlib.util.find_spec("h5py") is None:
-        raise ImportError("FedNLP files require h5py. Install it with: pip install hf-federated[h5py]")
+    require_packages("the format of FedNLP", {"h5py": {"h5py": "h5py"}})
     import h5py
 
     return h5py

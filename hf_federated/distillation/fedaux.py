@@ -16,7 +16,7 @@ import torch
 from ..clients.features import base_model_of
 from ..messages import ClientUpdate, Disclosure, Fit, public_order
 from ..methods import ClientPart
-from ..tasks.metrics.base import require_extra
+from ..utils.optional_packages import require_packages
 from ..utils.random import derived_seed, isolated_rng
 from ..utils.weighted_mean import State, Tensors
 from .base import Distillation
@@ -191,7 +191,7 @@ class FedAUX(Distillation):
         return (Disclosure(score, "public example", dp_epsilon=self.dp_epsilon, dp_delta=self.dp_delta),)
 
     def check_model(self, model: Any) -> None:
-        require_extra("sklearn", "scikit-learn", type(self).__name__)
+        require_packages(type(self).__name__, {"metrics": {"sklearn": "scikit-learn"}})
         base_model_of(model)
 
     def check_unit(self, unit: str, num_classes: int) -> None:

@@ -13,6 +13,6 @@ Encryption and authentication for split models, and the primitives of secure agg
 - `prime_field`: vectors over the field of 2^31 - 1, and coded masks.
 - `shamir`: shares of a secret.
 
-All modules except `neighbors` and `shamir` need `cryptography` (extra `split`). The modules are imported one by one;
+All modules except `neighbors` and `shamir` need `cryptography` (extra `network`). The modules are imported one by one;
 the package exports no names.
 """

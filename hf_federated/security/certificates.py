@@ -88,7 +88,7 @@ def create_certificates(
         authority is new.
 
     Raises:
-        ImportError: If `cryptography` (extra `split`) is not installed.
+        ImportError: If `cryptography` (extra `network`) is not installed.
         TypeError: If `server_names` or `clients` is a string.
         ValueError: If a name or number is not allowed, or the authority in the folder cannot sign.
         FileExistsError: If a file exists and `overwrite` is `False`. Nothing is written in this case.
@@ -160,7 +160,7 @@ def client_fingerprints(folder: str | os.PathLike[str]) -> dict[str, str]:
         `dict[str, str]`: Fingerprint of each client id, sorted by client id.
 
     Raises:
-        ImportError: If `cryptography` (extra `split`) is not installed.
+        ImportError: If `cryptography` (extra `network`) is not installed.
         ValueError: If a certificate is damaged, or its file name does not match the client id in the certificate.
     """
     require_cryptography("client_fingerprints")

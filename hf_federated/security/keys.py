@@ -6,16 +6,17 @@ Peers recognize the signing key by the fingerprint of its public key. The key of
 signing key. Encryption keys are generated for each key epoch (`handshake.py`) and discarded after the epoch.
 
 Signatures use RSA-PSS and wrapping uses RSA-OAEP, both with SHA-256 and MGF1 (RFC 8017). The implementation is that of
-`cryptography` (extra `split`).
+`cryptography` (extra `network`).
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import re
 from typing import TYPE_CHECKING
+
+from ..utils.optional_packages import require_packages
 
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ def require_cryptography(user: str) -> None:
     Raises:
         ImportError: If `cryptography` is not installed. The message names the extra to install.
     """
-    if importlib.util.find_spec("cryptography") is None:
-        raise ImportError(f"{user} needs cryptography. Install it with: pip install hf-federated[split]")
+    require_packages(user, {"network": {"cryptography": "cryptography"}})
 
 
 def check_rsa_bits(rsa_bits: int) -> None:
@@ -124,7 +124,7 @@ def fingerprint(pem: bytes) -> str:
         with the same key keeps its fingerprint.
 
     Raises:
-        ImportError: If `cryptography` (extra `split`) is not installed.
+        ImportError: If `cryptography` (extra `network`) is not installed.
         EncryptionError: If `pem` is neither a certificate nor a public key, or the key is not an RSA key.
     """
     require_cryptography("fingerprint")
@@ -206,7 +206,7 @@ class Identity:
             rsa_bits (`int`, *optional*, defaults to `3072`): Size of the key in bits, from 2048 to 8192.
 
         Raises:
-            ImportError: If `cryptography` (extra `split`) is not installed.
+            ImportError: If `cryptography` (extra `network`) is not installed.
             ValueError: If an argument is not allowed.
         """
         require_cryptography("Identity")
@@ -222,7 +222,7 @@ class Identity:
             pem (`bytes`): An RSA private key without a password, as PEM.
 
         Raises:
-            ImportError: If `cryptography` (extra `split`) is not installed.
+            ImportError: If `cryptography` (extra `network`) is not installed.
             EncryptionError: If `pem` is not an RSA private key without a password.
         """
         require_cryptography("Identity")

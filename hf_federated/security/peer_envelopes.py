@@ -48,7 +48,7 @@ class PeerEnvelopes:
         rsa_bits (`int`, *optional*, defaults to `3072`): Size in bits of the RSA key for the run.
 
     Raises:
-        ImportError: If `cryptography` (extra `split`) is not installed.
+        ImportError: If `cryptography` (extra `network`) is not installed.
         ValueError: If a fingerprint has another form, or `rsa_bits` is not allowed.
 
     Example:

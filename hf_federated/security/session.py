@@ -44,7 +44,7 @@ class Session:
             8192.
 
     Raises:
-        ImportError: If `cryptography` (extra `split`) is not installed.
+        ImportError: If `cryptography` (extra `network`) is not installed.
         ValueError: If an argument is not allowed.
     """
 

@@ -138,7 +138,7 @@ def with_encryption(link: Link, client_id: str, server_identity: Identity, rotat
         rotate_every (`int`): Number of optimizer steps after which the keys are replaced.
 
     Raises:
-        ImportError: If the extra `split` is not installed.
+        ImportError: If the extra `network` is not installed.
     """
     client_identity = Identity.generate(client_id)
     server_session = ServerSession(server_identity, client_id, client_identity.fingerprint, rotate_every=rotate_every)

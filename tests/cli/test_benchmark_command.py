@@ -334,7 +334,7 @@ def test_run_without_a_finite_value_is_finished(command, tmp_path):
 def test_report_without_matplotlib_has_no_plot(command, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert command(write_recipe(tmp_path)) == 0
-    assert "No learning_curves.png: Plots need matplotlib. Install it with: pip install hf-federated[plots]" in (
+    assert "No learning_curves.png: a plot needs matplotlib. Install with: pip install 'hf-federated[plots]'" in (
         command.lines
     )
     assert "![" not in (command.folder / "targets" / "report.md").read_text(encoding="utf-8")

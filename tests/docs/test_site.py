@@ -110,8 +110,6 @@ def test_no_two_pages_have_the_same_title() -> None:
 RECORDED = re.compile(
     r"\| *([\de.-]+) \| ([\d–]+)(?: (epochs?|steps))? \| (\d+)[ \w]* \| \[.*?\]\(\S+/main/(\S+)\) \|"
 )
-    r"\| *([\de.-]+) \| ([\d–]+)(?: (epochs?|steps))? \| (\d+)[ \w]* \| \[.*?\]\(\S+/main/(\S+)\) \|"
-)
 
 
 def test_first_values_to_try_are_those_of_recorded_runs() -> None:

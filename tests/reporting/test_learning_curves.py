@@ -133,5 +133,5 @@ def test_invalid_input_raises_error_and_writes_no_file(tmp_path, panels, message
 
 def test_error_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install hf-federated\[plots\]"):
+    with pytest.raises(ImportError, match=r"pip install 'hf-federated\[plots\]'"):
         plot_learning_curves([panel(2)], tmp_path / "x.png")

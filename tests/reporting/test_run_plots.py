@@ -64,7 +64,7 @@ def test_ticks_are_at_integer_rounds(tmp_path, monkeypatch, num_rounds):
 
 def test_error_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install hf-federated\[plots\]"):
+    with pytest.raises(ImportError, match=r"pip install 'hf-federated\[plots\]'"):
         plot_partition({"a": [1]}, tmp_path / "partition.png")
 
 

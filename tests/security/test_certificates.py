@@ -247,7 +247,7 @@ def test_misplaced_or_damaged_client_certificate_is_rejected(folder, tmp_path):
 def test_missing_cryptography_error_names_extra_for_certificates(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for function in (lambda: create_certificates(tmp_path, clients=["north"]), lambda: client_fingerprints(tmp_path)):
-        with pytest.raises(ImportError, match=r"pip install hf-federated\[split\]"):
+        with pytest.raises(ImportError, match=r"pip install 'hf-federated\[network\]'"):
             function()
 
 

@@ -129,6 +129,6 @@ def test_missing_cryptography_error_names_extra(parties, monkeypatch):
         lambda: fingerprint(b""),
     ):
         with pytest.raises(
-            ImportError, match=r"needs cryptography. Install it with: pip install hf-federated\[split\]"
+            ImportError, match=r"needs cryptography. Install with: pip install 'hf-federated\[network\]'"
         ):
             make()

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from datasets import Dataset
 
+from ...utils.optional_packages import require_packages
 from ..column_values import check_columns
 from .base import (
     Partition,
@@ -143,12 +144,9 @@ class FeatureClusterPartitioner(SplitsPartitioner):
         return [self.text_columns] if isinstance(self.text_columns, str) else list(self.text_columns)
 
     def _k_means(self) -> Any:
-        try:
-            from sklearn.cluster import KMeans
-        except ImportError as error:
-            raise ImportError(
-                "FeatureClusterPartitioner needs scikit-learn: pip install 'hf-federated[embeddings]'."
-            ) from error
+        require_packages("FeatureClusterPartitioner", {"embeddings": {"sklearn": "scikit-learn"}})
+        from sklearn.cluster import KMeans
+
         # scikit-learn accepts seeds of at most 32 bits.
         seed = int(np.random.SeedSequence(self.seed).generate_state(1)[0])
         return KMeans(n_clusters=self.num_clusters, n_init=1, random_state=seed)
@@ -156,13 +154,10 @@ class FeatureClusterPartitioner(SplitsPartitioner):
     def _load_embedder(self) -> Embedder:
         if not isinstance(self.embedder, str):
             return self.embedder
-        try:
-            from sentence_transformers import SentenceTransformer
-        except ImportError as error:
-            raise ImportError(
-                f"FeatureClusterPartitioner: the embedder {self.embedder!r} needs sentence-transformers: pip install"
-                " 'hf-federated[embeddings]'. You can also pass a function from a list of texts to an array."
-            ) from error
+        user = f"The embedder {self.embedder!r}, which a function from a list of texts to an array can replace,"
+        require_packages(user, {"embeddings": {"sentence_transformers": "sentence-transformers"}})
+        from sentence_transformers import SentenceTransformer
+
         encoder = SentenceTransformer(self.embedder)
         return lambda texts: encoder.encode(texts, show_progress_bar=False, convert_to_numpy=True)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+
+from ...utils.optional_packages import require_packages
 
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ def require_matplotlib() -> None:
     Raises:
         ImportError: If matplotlib is not installed. The message names the extra to install.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("Plots need matplotlib. Install it with: pip install hf-federated[plots]")
+    require_packages("a plot", {"plots": {"matplotlib": "matplotlib"}})
 
 
 def new_figure(width: float, height: float, **kwargs: Any) -> tuple[Figure, Any]:

@@ -7,7 +7,6 @@ Other clients do not change it.
 
 from __future__ import annotations
 
-import importlib.util
 import zlib
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -16,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 
+from ...utils.optional_packages import require_packages
 from ..client_mapping import ClientMapping
 from .label_statistics import check_has_columns
 
@@ -65,7 +65,7 @@ def vocabulary_overlap(
 
     ```
     """
-    _require_scikit_learn("vocabulary_overlap")
+    require_packages("vocabulary_overlap", {"metrics": {"sklearn": "scikit-learn"}})
     from sklearn.feature_extraction.text import CountVectorizer
 
     check_has_columns(clients, [text_column])
@@ -131,7 +131,7 @@ def text_map(
 
     ```
     """
-    _require_scikit_learn("text_map")
+    require_packages("text_map", {"metrics": {"sklearn": "scikit-learn"}})
     from sklearn.decomposition import PCA
     from sklearn.feature_extraction.text import TfidfVectorizer
 
@@ -188,8 +188,3 @@ def _count_distinct_words(analyzer: Callable[[str], list[str]], texts: list[str]
         if len(words) >= max_count:
             break
     return len(words)
-
-
-def _require_scikit_learn(function: str) -> None:
-    if importlib.util.find_spec("sklearn") is None:
-        raise ImportError(f"{function} needs scikit-learn. Install it with: pip install hf-federated[metrics]")

@@ -103,7 +103,9 @@ def draw_pictures(
         `list[tuple[str, str]]`: Caption and path of each picture. Empty if matplotlib is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        logger.info("The card has no pictures, because matplotlib is not installed (pip install hf-federated[plots]).")
+        logger.info(
+            "The card has no pictures, because matplotlib is not installed (pip install 'hf-federated[plots]')."
+        )
         return []
     (folder / "pictures").mkdir()
     pictures = [(f"Rows per client, {split}", PICTURES["sizes"])]

@@ -6,7 +6,6 @@ created directly, work offline, and combine with `evaluate.combine`.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -124,30 +123,3 @@ def reference_texts(references: str | Sequence[str], row: int) -> Sequence[str]:
     if not texts:
         raise ValueError(f"Row {row} has no reference text. Add a reference, or drop the row.")
     return texts
-
-
-def require_extra(module: str, package: str, user: str) -> None:
-    """
-    Check that an optional package is installed.
-
-    Args:
-        module (`str`): The module name to import.
-        package (`str`): The package name to install.
-        user (`str`): The feature that needs the package, for the error message.
-
-    Raises:
-        ImportError: If the package is not installed. The message names the extra to install.
-
-    Example:
-
-    ```python
-    >>> from hf_federated.tasks.metrics.base import require_extra
-
-    >>> require_extra("no_such_module", "no-such-package", "SpanF1")
-    Traceback (most recent call last):
-    ImportError: SpanF1 needs no-such-package. Install it with: pip install hf-federated[metrics]
-
-    ```
-    """
-    if importlib.util.find_spec(module) is None:
-        raise ImportError(f"{user} needs {package}. Install it with: pip install hf-federated[metrics]")

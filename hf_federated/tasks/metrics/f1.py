@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from .base import LabelMetric, require_extra
+from ...utils.optional_packages import require_packages
+from .base import LabelMetric
 
 
 class F1(LabelMetric):
@@ -46,7 +47,7 @@ class F1(LabelMetric):
     summary = "Macro and weighted F1 over classes."
 
     def __init__(self, labels: Sequence[int] | None = None, positive_label: int | None = None, **kwargs: Any) -> None:
-        require_extra("sklearn", "scikit-learn", "F1")
+        require_packages("F1", {"metrics": {"sklearn": "scikit-learn"}})
         if labels is not None and len(labels) == 0:
             raise ValueError("`labels` is empty. List at least one class, or omit it to use the classes that occur.")
         self.labels = None if labels is None else list(labels)

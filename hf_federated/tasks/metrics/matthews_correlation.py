@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .base import LabelMetric, require_extra
+from ...utils.optional_packages import require_packages
+from .base import LabelMetric
 
 
 class MatthewsCorrelation(LabelMetric):
@@ -39,7 +40,7 @@ class MatthewsCorrelation(LabelMetric):
     summary = "Matthews correlation coefficient."
 
     def __init__(self, **kwargs: Any) -> None:
-        require_extra("sklearn", "scikit-learn", "MatthewsCorrelation")
+        require_packages("MatthewsCorrelation", {"metrics": {"sklearn": "scikit-learn"}})
         super().__init__(**kwargs)
 
     def _compute(self, predictions: np.ndarray, references: np.ndarray) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .base import TEXT_FEATURES, LocalMetric, reference_texts, require_extra
+from ...utils.optional_packages import require_packages
+from .base import TEXT_FEATURES, LocalMetric, reference_texts
 
 
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
@@ -51,7 +52,7 @@ class Rouge(LocalMetric):
     features_of_inputs = TEXT_FEATURES
 
     def __init__(self, use_stemmer: bool = False, **kwargs: Any) -> None:
-        require_extra("rouge_score", "rouge-score", "Rouge")
+        require_packages("Rouge", {"metrics": {"rouge_score": "rouge-score"}})
         self.use_stemmer = use_stemmer
         super().__init__(**kwargs)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from datasets import Features, List, Value
 
-from .base import LocalMetric, require_extra
+from ...utils.optional_packages import require_packages
+from .base import LocalMetric
 
 
 SCHEMES = ("IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU")
@@ -52,7 +53,7 @@ class SpanF1(LocalMetric):
     features_of_inputs = Features({"predictions": List(Value("string")), "references": List(Value("string"))})
 
     def __init__(self, scheme: str | None = None, **kwargs: Any) -> None:
-        require_extra("seqeval", "seqeval", "SpanF1")
+        require_packages("SpanF1", {"metrics": {"seqeval": "seqeval"}})
         if scheme is not None and scheme not in SCHEMES:
             raise ValueError(f"`scheme` is {scheme!r}; allowed are None and {', '.join(map(repr, SCHEMES))}.")
         self.scheme = scheme

@@ -124,9 +124,7 @@ def test_encoder_is_loaded_from_path_without_using_global_random_generators(tmp_
     assert by_path.settings()["embedder"] == str(tmp_path / "encoder")
 
 
-@pytest.mark.parametrize(
-    ("module", "embedder"), [("sklearn.cluster", embed_topics), ("sentence_transformers", "a/model")]
-)
+@pytest.mark.parametrize(("module", "embedder"), [("sklearn", embed_topics), ("sentence_transformers", "a/model")])
 def test_error_for_missing_package_names_the_extra(monkeypatch, module, embedder):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=r"pip install 'hf-federated\[embeddings\]'"):

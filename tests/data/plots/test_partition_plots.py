@@ -225,7 +225,7 @@ def test_error_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
         lambda path: plot_sizes([1, 2], path),
         lambda path: plot_text_map(text_clients(2), path),
     ):
-        with pytest.raises(ImportError, match=r"pip install hf-federated\[plots\]"):
+        with pytest.raises(ImportError, match=r"pip install 'hf-federated\[plots\]'"):
             draw(tmp_path / "x.png")
 
 

@@ -100,7 +100,7 @@ def test_text_map_of_too_few_texts_or_words_raises_error():
 def test_error_without_scikit_learn_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     for function in (vocabulary_overlap, text_map):
-        with pytest.raises(ImportError, match=r"pip install hf-federated\[metrics\]"):
+        with pytest.raises(ImportError, match=r"pip install 'hf-federated\[metrics\]'"):
             function(text_clients())
     clients = FederatedDataset.from_column(rows(), "owner")
     assert describe_partition(clients, "label").labels is not None  # label statistics do not need it
