@@ -119,7 +119,7 @@ def parse_freeze(freeze: str) -> tuple[bool, int]:
 @dataclass
 class FederatedConfig(SavedConfig):
     """
-    Settings of a federation.
+    Settings of a federation: its rounds, the clients of a round, and what the server does with their updates.
 
     Args:
         num_rounds (`int`, *optional*):

@@ -15,6 +15,8 @@ class ClientSpec:
     """
     A client with its own model, tokenizer, training arguments or LoRA configuration.
 
+    Use it if clients differ: a hospital with a small GPU trains DistilBERT, and another hospital trains RoBERTa.
+
     Fields that are not set default to the server's values.
 
     Args:

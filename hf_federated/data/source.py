@@ -28,6 +28,9 @@ class DatasetSource:
     """
     One split of a dataset on the Hub, at one revision.
 
+    Partition a source instead of loaded rows if others should repeat the partition: `partition.json` then contains the
+    repository and its commit.
+
     Args:
         repo_id (`str`):
             The dataset repository, `"namespace/name"`.

@@ -26,6 +26,8 @@ class DistillationPart(ClientPart):
     """
     Client half of a distillation. `client_part` of a [`Distillation`] names its class.
 
+    Write one if clients learn the targets with a loss of your method. The base class learns them with KL divergence.
+
     A subclass overrides the loss with which the client learns the targets of the server.
 
     Example:

@@ -41,6 +41,9 @@ class NetworkEngine(Engine):
     """
     Runs clients on other machines. Each client is a process that calls `join()` of the same trainer.
 
+    Use it if the examples must not leave the machines of their owners. The result has the same bytes as a run in one
+    process with the same examples.
+
     The server sends each client its message and receives its reply over a [`~hf_federated.transport.Transport`]. A
     client that leaves or is lost fails in the round, unless it joins again in time. It then answers the open message
     from the state that it had before, so the run does not differ from an undisturbed run.

@@ -26,6 +26,8 @@ class Ledger:
     """
     Number of bytes down (server to client) and up (client to server), per client and round.
 
+    Use it to compare methods by their bytes instead of their rounds, or to find the clients that cost the most.
+
     The numbers are the sizes of the serialized messages with their headers. They are also counted for an engine that
     does not serialize messages.
 

@@ -296,7 +296,7 @@ def checked_reply(expected: ExpectedReply, reply: Message, ledger: Ledger, error
         expected.check(reply)
         ledger.record(round, client_id, bytes_up=reply.num_bytes)
     except (TypeError, ValueError) as refused:
-        return ClientFailure(round, client_id, f"its reply was refused: {printable(refused)}")
+        return ClientFailure(round, client_id, f"the server refused the reply: {printable(refused)}")
     if isinstance(reply, ClientFailure):
         # If the client runs in this process, the text of the error has not left it.
         text = printable(reply.error) if error is None else f"{type(error).__name__}: {error}"

@@ -33,6 +33,9 @@ class Method(ConstructorSettings):
     """
     Base class of federated methods. [`Aggregation`] and [`Distillation`] are the two families.
 
+    Subclass a family if clients send parameters or predictions. Subclass this class for any other exchange, such as
+    one round in which clients only count their examples.
+
     The base class ignores the updates of the clients: they train, and the global state does not change.
 
     Example:

@@ -30,6 +30,8 @@ class Round:
     """
     A round on the server. The server half of a method and callbacks receive it.
 
+    Use it to read which clients take part and which were rejected, and to add values to the log of the round.
+
     Args:
         number (`int`): Number of the round, from 0.
         cohort (`tuple[str, ...]`): Ids of the clients that are sampled in this round, in order.

@@ -19,6 +19,8 @@ class GaussianNoise(Postprocessor):
     """
     Add Gaussian noise to a client update: `x_i ← x_i + N(0, σ² I)`.
 
+    Use it if the exact values of one update must not reach the server. `hf-federated audit` measures what it hides.
+
     Place the step after [`ClipUpdate`], which bounds the influence of a client before the noise (McMahan et al.,
     Learning Differentially Private Recurrent Language Models, ICLR 2018). The library does not account for a privacy
     budget, and the step alone is no claim of differential privacy.

@@ -22,6 +22,8 @@ class SecureAggregation(ConstructorSettings, ABC):
     """
     Base class of the protocols of secure aggregation.
 
+    Use a protocol if the owners of the data do not trust the server with the update of a single client.
+
     The server learns the sum of the updates of a round, the clients in it, and the sums of their numbers of examples,
     tokens and steps. It learns no single update. All parties pass the same arguments.
 

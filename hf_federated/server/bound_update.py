@@ -53,15 +53,22 @@ class BoundUpdate:
     """
     Rejects the updates of clients that change the global state much more than other clients do.
 
-    The magnitude of an update is `‖x_i − x‖₂ / (η · s_i^0.75)`, where `s_i` is the number of optimizer steps and `η`
-    the learning rate of the round relative to the peak of its schedule, as the server's arguments define it. Otherwise
-    a bound from past rounds would be too large when the learning rate has decreased. An algorithm can define another
-    divisor than `s_i^0.75` ([`Aggregation.amount_of_training`]). An update is rejected if its magnitude is above
-    `max_ratio · max(h, min(m, max_ratio · h))`. `m` is the median magnitude of the cohort and `h` the median of the
-    last 20 rounds, so that a cohort with a hostile majority raises the bound by at most `max_ratio` in a round. In the
-    first round the bound is `max_ratio · m`, and it needs three clients. The bound is rounded up by at most a factor
-    of 2, and in a round with more than eight groups down to at least the median. Additional tensors of the algorithm,
-    such as the control variates of Scaffold, have their own bound, without the division by the steps.
+    One client with a wrong learning rate would otherwise replace the model of all clients. In the example below, the
+    changes have the norms 0.2, 0.4 and 1000. Their median is 0.4, the bound is 30 · 0.4 = 12, and the third update is
+    rejected.
+
+    1. The magnitude of an update is `‖x_i − x‖₂ / (η · s_i^0.75)`, where `s_i` is the number of optimizer steps. A
+       client with 16 steps may change the state 8 times as much as a client with one step. An algorithm can define
+       another divisor than `s_i^0.75` ([`Aggregation.amount_of_training`]). `η` is the learning rate of the round,
+       relative to the peak of its schedule, as the server's arguments define it. When the learning rate decreases, the
+       bound from past rounds decreases with it.
+    2. An update is rejected if its magnitude is above `max_ratio · max(h, min(m, max_ratio · h))`. `m` is the median
+       magnitude of the cohort and `h` the median of the last 20 rounds, so that a cohort with a hostile majority
+       raises the bound by at most `max_ratio` in a round. In the first round the bound is `max_ratio · m`, and it
+       needs three clients.
+    3. The bound is rounded up by at most a factor of 2, and in a round with more than eight groups down to at least
+       the median. Additional tensors of the algorithm, such as the control variates of Scaffold, have their own bound,
+       without the division by the steps.
 
     A process keeps up to eight sums of updates in the first round (more if `max_ratio` is below 16), and one sum in a
     normal later round. It stores no update.

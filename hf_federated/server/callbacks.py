@@ -21,6 +21,9 @@ class FederatedCallback(TrainerCallback):
     """
     A `TrainerCallback` with the events of a round.
 
+    Use it to observe a round: to log a value of your method, to save a client's metrics, or to stop the run when the
+    clients no longer agree.
+
     Each event receives `args`, `state` and `control` like the events of `TrainerCallback`. `round` (a [`Round`]),
     `model` and the arguments of the event are passed by keyword. An event may return a changed `control`. Callbacks
     observe the round and add values to `round.logs`; a [`Method`] changes the round.
@@ -136,6 +139,8 @@ class AggregationCallback(FederatedCallback):
     """
     Installs an averaging algorithm. It replaces `aggregation` of [`FederatedConfig`].
 
+    Use it if a function builds the trainer and accepts callbacks, but no configuration.
+
     Args:
         algorithm ([`Aggregation`]): The algorithm.
 
@@ -156,6 +161,8 @@ class AggregationCallback(FederatedCallback):
 class DistillationCallback(FederatedCallback):
     """
     Installs a distillation algorithm. It replaces `distillation` of [`FederatedConfig`].
+
+    Use it if a function builds the trainer and accepts callbacks, but no configuration.
 
     Args:
         algorithm ([`Distillation`]): The algorithm.

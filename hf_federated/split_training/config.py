@@ -61,6 +61,9 @@ class SplitConfig(SavedConfig):
     """
     Configuration of the strategy, the cut of the model, and the transfer of hidden states (FL-GLM, section 3.3).
 
+    Use a split model if a client cannot hold the whole model. `strategy` decides whether clients take turns, or train
+    at the same time.
+
     `SplitConfig` is a plain dataclass like [`FederatedConfig`]. It works with
     `HfArgumentParser((TrainingArguments, SplitConfig))`, and saves to and loads from `split_config.json`.
 

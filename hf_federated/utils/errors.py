@@ -17,7 +17,12 @@ class UserError(RuntimeError):
 
 
 class RoundFailedError(RuntimeError):
-    """Too few clients sent a valid reply. Checkpoints of earlier rounds are unchanged."""
+    """
+    Too few clients sent a valid reply. Checkpoints of earlier rounds are unchanged.
+
+    If clients stay away, resume with a smaller `min_clients`. If their updates were rejected, the message has the
+    first reason.
+    """
 
 
 class IncompleteRowError(ValueError):

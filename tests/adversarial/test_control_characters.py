@@ -79,7 +79,7 @@ def test_names_of_metrics_are_printable_and_keep_their_values(reply):
 def test_refused_reply_names_its_problem_in_one_printable_line():
     for reply in (ClientUpdate(2, EVIL, {}, 1, 1, 1), ClientUpdate(2, "south", {}, 1, 1, 1, metrics={EVIL: "1"})):
         error = received(reply).error
-        assert error.isprintable() and error.startswith("its reply was refused: ")
+        assert error.isprintable() and error.startswith("the server refused the reply: ")
 
 
 def test_names_of_metrics_have_a_total_length():

@@ -95,8 +95,8 @@ def test_evaluation_of_more_examples_than_announced_is_refused(tmp_path, caplog)
     trainer, rejected = run_with_threads(tmp_path, {HONEST: honest, HOSTILE: reply}, {}, evaluate_clients=True)
     assert rejected == [{}, {}] and list(trainer.client_metrics) == [HONEST]
     expected = (
-        f"Client {HOSTILE!r} could not be evaluated: its reply was refused: it claims 5 evaluation examples, but the "
-        "client announced 4"
+        f"Client {HOSTILE!r} could not be evaluated: the server refused the reply: it claims 5 evaluation examples, "
+        "but the client announced 4"
     )
     assert sum(expected in text for text in caplog.messages) == 2
 

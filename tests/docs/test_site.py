@@ -107,6 +107,16 @@ def test_no_two_pages_have_the_same_title() -> None:
     assert len(set(titles)) == len(titles) >= len(PAGES) - 1  # the home page has no title
 
 
+HOW_TO = [page for page in PAGES if page.startswith("docs/how-to/")]
+
+
+@pytest.mark.parametrize("page", HOW_TO)
+def test_a_how_to_page_begins_with_its_purpose(page) -> None:
+    """A reader who does not know the feature learns in the first lines when to use it."""
+    introduction = re.split(r"^(?:## |```|\|)", text(page), maxsplit=1, flags=re.MULTILINE)[0]
+    assert re.search(r"\b(if|when|before|to find|to simulate)\b", introduction), introduction
+
+
 RECORDED = re.compile(
     r"\| *([\de.-]+) \| ([\d–]+)(?: (epochs?|steps))? \| (\d+)[ \w]* \| \[.*?\]\(\S+/main/(\S+)\) \|"
 )

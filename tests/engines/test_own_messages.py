@@ -118,7 +118,7 @@ def test_wrong_reply_to_an_own_request_is_refused(hostile, reason):
     engine = Hostile()
     engine.start(EngineContext(SumWorker, {}, "data", process_group(), kinds=OWN_KINDS))
     refused, accepted = engine.collect(Plan(0, ("a", "bb"), ask_sum)).values()
-    assert f"its reply was refused: {reason}" in refused.error
+    assert f"the server refused the reply: {reason}" in refused.error
     assert accepted.value.item() == SUMS["bb"]
 
 

@@ -100,7 +100,9 @@ class ShadowLosses:
 @dataclass(frozen=True)
 class Evidence:
     """
-    Everything that the attacks on one setting may read. An attack whose part is missing returns no result.
+    The data of one setting that an attacker has: what a client sent, the shadow models, and public texts.
+
+    An attack without its data returns no result. For example, `token_set` needs `payload`, and `lira` needs `shadows`.
 
     Args:
         model (`torch.nn.Module`):

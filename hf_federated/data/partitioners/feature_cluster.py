@@ -34,6 +34,8 @@ class FeatureClusterPartitioner(SplitsPartitioner):
     """
     Partitioner that gives every client different shares of clusters of similar texts.
 
+    Use it to simulate clients with different topics if no column of the dataset names a client or a topic.
+
     Texts are embedded, K-means clusters the embeddings, and examples are assigned as in
     [`LabelDirichletPartitioner`], with the cluster as the label. This partitioner needs the extra `embeddings`. The
     embeddings of all examples of a split are kept in memory as `float32`. The clients are named `"0"`, `"1"`, …

@@ -24,6 +24,8 @@ class MultiDomainPartitioner(SplitsPartitioner):
     """
     Partitioner for four partitions that differ only in the diversity of their clients.
 
+    Use it to measure whether different domains or different labels of the clients cost the accuracy.
+
     | `diverse_domains` | `diverse_labels` | the examples of a client are drawn | name in the paper |
     |---|---|---|---|
     | no | no | from all domains | IID |

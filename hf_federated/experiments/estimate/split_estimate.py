@@ -160,7 +160,7 @@ def _client_cost(model: SplitModel, args: TrainingArguments, batch_size: int, le
 
 
 def _server_cost(model: SplitModel, args: TrainingArguments, batch_size: int, length: int, in_flight: int) -> StepCost:
-    """The cost of the body."""
+    """Measure a training step of the server: its blocks on `in_flight` batches, forwards and then backwards."""
     body, hidden_size = model.require_server_body(), hidden_size_of(model)
     inputs = attention_inputs(model, batch_size, length)
 
