@@ -24,6 +24,7 @@ from .utils.algorithm_names import (
 from .utils.arguments import require, require_one_of
 from .utils.fields import ShareOrCount
 from .utils.options import option
+from .utils.run_files import CONFIG_NAME
 from .utils.saved_config import SavedConfig
 from .utils.selection import SAVED_FUNCTION, check_selection
 
@@ -270,7 +271,7 @@ class FederatedConfig(SavedConfig):
     ```
     """
 
-    file_name: ClassVar[str] = "federated_config.json"
+    file_name: ClassVar[str] = CONFIG_NAME
 
     num_rounds: int | None = option(None, "Rounds (default: num_train_epochs, or max_steps / local_steps).")
     clients_per_round: ShareOrCount = option(1.0, "Clients sampled per round: a count (10) or a share (0.1).")

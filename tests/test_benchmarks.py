@@ -55,3 +55,22 @@ def test_measurement_of_overhead_times_each_round_after_the_first(tmp_path):
     rounds = json.loads(result.read_text())["rounds"]
     assert len(rounds) == 2
     assert all(seconds > 0 for entry in rounds for seconds in entry.values())
+
+
+@pytest.mark.slow
+def test_measurement_of_run_files_prints_each_measurement():
+    command = [
+        sys.executable,
+        BENCHMARKS / "run_files.py",
+        "--clients",
+        "20",
+        "--rounds",
+        "5",
+        "--trained-rounds",
+        "2",
+    ]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    measured = [
+        line for line in lines if line.startswith(("open: 20 clients", "compare: 10 runs", "cost: 20 clients"))
+    ]
+    assert len(measured) == 3

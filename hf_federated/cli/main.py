@@ -152,6 +152,12 @@ COMMANDS = {
         "Show the rounds, losses, metrics, clients and bytes of a run, of one process or of a server, and the time "
         "left. The view follows the files in the output folder until the run ends. `--output` also writes a page.",
     ),
+    "compare": Command(
+        "compare",
+        "compare runs in one table and one picture",
+        "Compare finished or running runs of recipes and scripts: the settings that differ, metrics with the best "
+        "values marked, bytes and time, and the curves by round and by bytes.",
+    ),
     "expel": Command(
         "status",
         "expel a client from a run",

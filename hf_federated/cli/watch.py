@@ -15,10 +15,11 @@ from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.text import aligned_rows
 from hf_federated.reporting.html_page import short_number
 from hf_federated.reporting.run_log import RoundEntry
-from hf_federated.reporting.run_page import write_run_page
+from hf_federated.reporting.run_page import run_page
 from hf_federated.reporting.run_tables import client_table, duration, round_table, size, subtitle
 from hf_federated.reporting.run_view import WATCHED, RunView, is_training, read_run, run_folder
 from hf_federated.utils.printable import MAX_LENGTH, printable
+from hf_federated.utils.storage import write_private
 
 
 # Cursor to the top left, and erase the rest of the line, the rest of the screen or all of it. All terminals know them.
@@ -96,7 +97,7 @@ def _read(folder: Path, output: str | None) -> RunView:
         run = read_run(folder)
     if output is not None:
         with command_errors(f"--output {output}"):
-            write_run_page(run, Path(output))
+            write_private(Path(output), run_page(run).encode())
     return run
 
 

@@ -27,14 +27,13 @@ from hf_federated.trainer.client_checkpoint import TEACHERS_DIR
 from hf_federated.trainer.launch_consistency import MAY_DIFFER
 from hf_federated.trainer.manifest import check_manifest
 from hf_federated.trainer.workers import CLIENT_STORE_DIR
+from hf_federated.utils.run_files import RECIPE_NAME as RUN_NAME
+from hf_federated.utils.run_files import RESULTS_NAME
 from hf_federated.utils.storage import write_private
 
 from ..utils.untrusted_json import read_json
 
 
-# The file contains local paths. `Trainer.push_to_hub` uploads no file whose name starts with an underscore.
-RUN_NAME = "_run.json"
-RESULTS_NAME = "results.json"
 BASELINES_DIR = "baselines"
 # What a run writes while it lasts.
 LOG_FILES = (LOG_NAME, CLIENTS_NAME, PAGE_NAME)

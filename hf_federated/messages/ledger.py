@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..utils.run_files import LEDGER_NAME
 from ..utils.untrusted_json import read_json
 from .ledger_blocks import ROUNDS_PER_BLOCK, Accounts, decode_block, encode_block
 
 
-LEDGER_NAME = "federated_ledger.json"
 # Numbers of bytes and rounds are 64-bit integers in a checkpoint.
 _LARGEST = 2**63 - 1
 _ROUND = re.compile(r"0|[1-9][0-9]{0,18}")

@@ -24,6 +24,8 @@ MAX_CURVES = NUM_COLORS * len(_DASHES)
 MAX_POINTS = 300
 # Larger values are left out, like NaN: a picture of one such value shows nothing else.
 _MAX_MAGNITUDE = 1e30
+# A cell with more characters is wrapped.
+_LONG_CELL = 60
 # With more points, a curve has no marks.
 _MAX_MARKS = 40
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 260, 62, 14, 12, 40
@@ -43,7 +45,8 @@ p{margin:4px 0 8px}.dim{color:var(--dim)}
 .scroll{overflow-x:auto}table{border-collapse:collapse;font-size:.9rem}
 th,td{padding:3px 12px 3px 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--line)}
 th{font-weight:600;color:var(--dim);white-space:nowrap}
-td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}td.best{font-weight:700}
+td{white-space:nowrap}td.w{white-space:normal;min-width:16em}
+td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}td.best{font-weight:700}
 .facts{display:flex;flex-wrap:wrap;gap:8px;margin:12px 0;padding:0;list-style:none}
 .facts li{background:var(--soft);border-radius:6px;padding:6px 12px;min-width:96px}
 .facts b{display:block;font-size:1.1rem;font-variant-numeric:tabular-nums}.facts span{color:var(--dim);font-size:.8rem}
@@ -175,8 +178,9 @@ def table(
     for number, row in enumerate(rows):
         parts = []
         for column, (cell, right) in enumerate(zip(row, numeric, strict=True)):
-            names = " ".join(filter(None, ("n" if right else "", classes.get((number, column), ""))))
             text = "" if cell is None else escape(cell, max_length)
+            marks = ("n" if right else "", "w" if len(text) > _LONG_CELL else "", classes.get((number, column), ""))
+            names = " ".join(filter(None, marks))
             parts.append(f'<td class="{escape(names)}">{text}</td>' if names else f"<td>{text}</td>")
         lines.append(f"<tr>{''.join(parts)}</tr>")
     return '<div class="scroll"><table>' + "\n".join(lines) + "</table></div>"
@@ -218,30 +222,61 @@ def line_chart(
     True
     ```
     """
-    finite = [(curve.name, _thin([point for point in curve.points if all(map(_is_shown, point))])) for curve in curves]
-    drawn = [(name, points) for name, points in finite if points][:MAX_CURVES]
-    lines = {name: value for name, value in (references or {}).items() if _is_shown(value)}
-    if not drawn:
+    chart = Chart(curves, title, x_name, references, is_count)
+    if not chart.legend:
         return f"<figure><figcaption>{escape(title)}: no values yet</figcaption></figure>"
-    xs = [x for _, points in drawn for x, _ in points]
-    ys = [*(y for _, points in drawn for _, y in points), *lines.values()]
-    scale = _Scale(min(xs), max(xs), min(ys), max(ys), is_count)
-    parts = scale.axes(x_name)
-    legend = []
-    for number, (name, points) in enumerate(drawn):
-        style = _style(number)
-        parts.append(_curve(points, scale, style, len(drawn) > 1 and name or title))
-        legend.append((name, style))
-    for number, (name, value) in enumerate(lines.items()):
-        style = f'stroke="var(--dim)" stroke-dasharray="{(4 + 2 * number)} 4"'
-        y = scale.y(value)
-        parts.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" fill="none" stroke-width="1.5" {style}/>')
-        legend.append((f"{name} {short_number(value)}", style))
-    num_hidden = len([1 for _, points in finite if points]) - len(drawn)
-    more = f"<p class=dim>and {num_hidden} more curves</p>" if num_hidden else ""
-    shown = _legend(legend) if len(legend) > 1 else ""
-    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
-    return f"<figure><figcaption>{escape(title)}</figcaption>{svg}{shown}{more}</figure>"
+    more = f"<p class=dim>and {chart.num_hidden} more curves</p>" if chart.num_hidden else ""
+    legend = _legend(chart.legend) if len(chart.legend) > 1 else ""
+    box = f'viewBox="0 0 {Chart.width} {Chart.height}" role="img" aria-label="{escape(title)}"'
+    return f"<figure><figcaption>{escape(title)}</figcaption><svg {box}>{chart.content}</svg>{legend}{more}</figure>"
+
+
+class Chart:
+    """
+    The content of a line chart, of `width` × `height` units.
+
+    Args:
+        curves, title, x_name, references, is_count: See [`line_chart`].
+
+    Attributes:
+        content (`str`): Elements of SVG. Their colors are the variables `--c0` to `--c5`, `--dim` and `--line` of CSS.
+        legend (`list[tuple[str, str]]`): Name and attributes of each drawn line. A curve has the style of its position
+            in `curves`, also if another chart has fewer curves with values.
+        num_hidden (`int`): Number of curves with values that are not drawn.
+    """
+
+    width, height = _WIDTH, _HEIGHT
+
+    def __init__(
+        self,
+        curves: Sequence[Curve],
+        title: str,
+        x_name: str,
+        references: Mapping[str, float] | None = None,
+        is_count: bool = False,
+    ) -> None:
+        points = [_thin([point for point in curve.points if all(map(_is_shown, point))]) for curve in curves]
+        drawn = [number for number, each in enumerate(points) if each and number < MAX_CURVES]
+        self.num_hidden = sum(map(bool, points)) - len(drawn)
+        self.legend: list[tuple[str, str]] = []
+        self.content = ""
+        if not drawn:
+            return
+        lines = {name: value for name, value in (references or {}).items() if _is_shown(value)}
+        xs = [x for number in drawn for x, _ in points[number]]
+        ys = [*(y for number in drawn for _, y in points[number]), *lines.values()]
+        scale = _Scale(min(xs), max(xs), min(ys), max(ys), is_count)
+        parts = scale.axes(x_name)
+        for number in drawn:
+            name, style = curves[number].name, _style(number)
+            parts.append(_curve(points[number], scale, style, name if len(drawn) > 1 else title))
+            self.legend.append((name, style))
+        for number, (name, value) in enumerate(lines.items()):
+            style = f'stroke="var(--dim)" stroke-dasharray="{4 + 2 * number} 4"'
+            y = scale.y(value)
+            parts.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" fill="none" stroke-width="1.5" {style}/>')
+            self.legend.append((f"{name} {short_number(value)}", style))
+        self.content = "".join(parts)
 
 
 def _is_shown(value: float) -> bool:

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from ..utils.storage import write_private
+from ..utils.storage import replace_private
 from .html_page import (
     Curve,
     facts,
@@ -84,7 +84,7 @@ def run_page(run: RunView, now: float | None = None) -> str:
 
 def write_run_page(run: RunView, path: Path) -> None:
     """Replace the page of a run at once. Only the owner may read it, because it names the clients."""
-    write_private(path, run_page(run).encode())
+    replace_private(path, run_page(run).encode())
 
 
 def notebook_frame(run: RunView) -> str:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,15 @@ from ..reporting.run_log import (
 from ..server import FederatedCallback
 from ..utils.journal import Journal
 from ..utils.printable import printable
-from ..utils.storage import write_private
+from ..utils.storage import replace_private
 from .setup import FederationSetup
 
 
 logger = logging.get_logger(__name__)
 
-# Smallest number of seconds between two writes of the clients.
+# Smallest number of seconds between two writes of the clients, also as a multiple of the seconds that a write takes.
 _INTERVAL = 1.0
+_PAUSE = 250
 
 
 def _on_writer(method: Callable[..., None]) -> Callable[..., None]:
@@ -79,7 +81,7 @@ class RunRecorder(FederatedCallback):
         self._journal: Journal | None = None
         self._folder = Path()
         self._clients: dict[str, ClientEntry] = {}
-        self._began = self._written = 0.0
+        self._began = self._next_write = 0.0
 
     # ---- Start and end of the run
 
@@ -132,14 +134,19 @@ class RunRecorder(FederatedCallback):
         known = {entry.number: entry for entry in log if isinstance(entry, RoundEntry)}
         resumed = [number for entry in log if isinstance(entry, RunStart) for number in entry.resumed]
         rounds = []
+        down = up = 0
+        accounts = {row["round"] + 1: row for row in self._trainer.ledger.rounds()}
         for number in range(1, state.global_step + 1):
             # The checkpoint decides what was logged. The file may be of another run, or end before the checkpoint.
             logs = logged_values(state.log_history, number)
+            down += accounts.get(number, {}).get("bytes_down", 0)
+            up += accounts.get(number, {}).get("bytes_up", 0)
             entry = known.get(number)
-            if entry is not None and (entry.logs == logs or not entry.is_over):
-                rounds.append(RoundEntry(**{**vars(entry), "logs": logs, "is_over": True}))
-            else:
-                rounds.append(RoundEntry(number=number, time=0.0, logs=logs))
+            if entry is None or (entry.is_over and entry.logs != logs):
+                entry = RoundEntry(number=number, time=0.0, is_over=False)
+            if not entry.is_over:
+                entry = replace(entry, logs=logs, is_over=True, bytes_down=down, bytes_up=up)
+            rounds.append(entry)
         return rounds, [*(number for number in resumed if number < state.global_step), state.global_step]
 
     def _restore_clients(self, earlier: Iterable[RoundEntry]) -> None:
@@ -167,7 +174,7 @@ class RunRecorder(FederatedCallback):
             state (`str`): `"complete"`, or how the run failed.
         """
         self._append(RunEnd(time.time(), printable(state, 500)))
-        self._write_clients(self._trainer.state.global_step)
+        self._write_clients(self._trainer.state.global_step, is_last=True)
         self._journal = None
 
     # ---- Rounds
@@ -180,7 +187,7 @@ class RunRecorder(FederatedCallback):
         now = time.time()
         for client in self._clients.values():
             client.state, client.since, client.reason = "waiting", now, None
-        self._write_clients(round.number + 1, at_most_each=_INTERVAL)
+        self._write_clients(round.number + 1)
 
     @_on_writer
     def on_client_begin(
@@ -193,7 +200,7 @@ class RunRecorder(FederatedCallback):
         **kwargs: Any,
     ) -> None:
         self._set(client_id, "training")
-        self._write_clients(round.number + 1, at_most_each=_INTERVAL)
+        self._write_clients(round.number + 1)
 
     @_on_writer
     def on_client_end(
@@ -206,7 +213,7 @@ class RunRecorder(FederatedCallback):
         **kwargs: Any,
     ) -> None:
         self._set(update.client_id, "done")
-        self._write_clients(round.number + 1, at_most_each=_INTERVAL)
+        self._write_clients(round.number + 1)
 
     @_on_writer
     def on_aggregate(
@@ -236,7 +243,7 @@ class RunRecorder(FederatedCallback):
         # The entries of this round are the last ones.
         recent = itertools.takewhile(lambda entry: entry.get("step", 0) > round.number, reversed(state.log_history))
         self._append(self._entry(round, is_over=True, logs=logged_values(list(recent)[::-1], round.number + 1)))
-        self._write_clients(round.number + 1, at_most_each=_INTERVAL)
+        self._write_clients(round.number + 1)
 
     def _entry(self, round: Round, is_over: bool, logs: dict[str, float] | None = None) -> RoundEntry:
         failed = [(name, printable(reason, MAX_REASON)) for name, reason in round.rejected.items() if _is_listed(name)]
@@ -266,10 +273,12 @@ class RunRecorder(FederatedCallback):
         if client is not None and client.state != state:
             client.state, client.since = state, time.time()
 
-    def _write_clients(self, round: int, at_most_each: float = 0.0) -> None:
-        if time.monotonic() - self._written >= at_most_each:
-            write_private(self._folder / CLIENTS_NAME, dump_clients(round, time.time(), self._clients))
-            self._written = time.monotonic()
+    def _write_clients(self, round: int, is_last: bool = False) -> None:
+        began = time.monotonic()
+        if is_last or began >= self._next_write:
+            replace_private(self._folder / CLIENTS_NAME, dump_clients(round, time.time(), self._clients))
+            end = time.monotonic()
+            self._next_write = end + max(_INTERVAL, _PAUSE * (end - began))
 
 
 def _is_listed(client_id: str) -> bool:

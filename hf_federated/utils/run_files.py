@@ -10,3 +10,9 @@ LOCK_FILE = "_hf_federated.lock"
 NETWORK_FOLDER = "network"
 STATUS_NAME = "status.json"
 EXPELLED_NAME = "expelled.json"
+# The configuration and the ledger that `save_model` writes.
+CONFIG_NAME = "federated_config.json"
+LEDGER_NAME = "federated_ledger.json"
+# The recipe of `hf-federated train`, which contains local paths, and its results.
+RECIPE_NAME = "_run.json"
+RESULTS_NAME = "results.json"

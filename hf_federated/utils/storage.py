@@ -48,6 +48,23 @@ def write_private(path: Path, content: bytes, mode: int = PRIVATE) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def replace_private(path: Path, content: bytes) -> None:
+    """
+    Replace a file at once that only this process writes, and writes often.
+
+    The staging file has a fixed name, so that a process that is killed again and again leaves at most one of them, and
+    the next call removes it.
+
+    Args:
+        path (`pathlib.Path`): The file. Only its owner may read it.
+        content (`bytes`): The new content.
+    """
+    staged = path.with_name(f"{path.name}.incomplete")
+    with open(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE), "wb") as file:
+        file.write(content)
+    os.replace(staged, path)
+
+
 def sync_folder(folder: Path) -> None:
     """Write the entry of a new file in a folder to disk. Windows cannot open folders and does not need this."""
     if os.name == "nt":

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 from workers import without_timings, worker
 
 from hf_federated import FederatedConfig, FederatedTrainer
+from hf_federated.reporting.run_log import CLIENTS_NAME, LOG_NAME, RoundEntry, read_clients, read_log
 from hf_federated.trainer.checkpoint import list_checkpoints, read_server_state
 from hf_federated.trainer.manifest import MANIFEST_FILE, read_manifest
 
@@ -50,7 +51,7 @@ QUICK = [
 THOROUGH = [("adafd", "exchange"), ("feddrs", "last samples")]
 THOROUGH += [(name, moment) for name in SCENARIOS for moment in MOMENTS if (name, moment) not in QUICK]
 # A run changes fewer files than this. The test skips file events that the run does not reach.
-FILE_EVENTS = range(1, 130)
+FILE_EVENTS = range(1, 160)
 
 
 Run = Callable[..., int]
@@ -80,7 +81,7 @@ def uninterrupted(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 
 def contents(directory: Path) -> dict[str, Any]:
-    """Read every file below a directory, by path. Logs and cards are parsed, and timings are removed."""
+    """Read every file below a directory, by path. Logs and cards are parsed, and times are removed."""
     files: dict[str, Any] = {}
     for path in sorted(directory.rglob("*")):
         if not path.is_file():
@@ -93,6 +94,17 @@ def contents(directory: Path) -> dict[str, Any]:
             value = list(read_manifest(path))
         elif path.name == "log_history.json":
             value = without_timings(json.loads(value), "train_loss")
+        elif path.name == LOG_NAME:
+            value = [
+                (entry.number, entry.logs, entry.num_done, entry.failed, entry.bytes_down, entry.bytes_up)
+                for entry in read_log(path.parent)
+                if isinstance(entry, RoundEntry) and entry.is_over
+            ]
+        elif path.name == CLIENTS_NAME:
+            value = [
+                (name, client.num_rounds, client.num_failures, client.bytes_down, client.bytes_up)
+                for name, client in read_clients(path.parent).clients.items()
+            ]
         elif path.name == "README.md":  # the card of an adapter
             value = [line for line in value.splitlines() if not line.startswith(b"| Training time in seconds |")]
         files[str(path.relative_to(directory))] = value
