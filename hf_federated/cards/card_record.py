@@ -11,13 +11,14 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from ..utils.untrusted_json import read_json
+from .comparison_text import comparison_facts
 from .facts import DataFacts, ModelFacts, is_hub_id
 from .log_history import LoggedRun, final_results, final_weight_logs, to_json_value
 
@@ -55,6 +56,8 @@ class CardRun(LoggedRun, Protocol):
     model: Any
     clients: Any
     eval_dataset: Any
+    processing_class: Any
+    card_comparison: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,8 @@ class CardRecord:
             The metrics of the final weights of the run, and their step.
         versions (`dict[str, str]`):
             Version of each package.
+        comparison (`dict[str, Any]`, *optional*):
+            The results of the baselines, see [`~hf_federated.cards.comparison_text.comparison_facts`].
     """
 
     title: str
@@ -137,6 +142,7 @@ class CardRecord:
     arguments: dict[str, Any]
     results: dict[str, Any]
     versions: dict[str, str]
+    comparison: dict[str, Any] | None = field(default=None, kw_only=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the record as JSON."""
@@ -197,12 +203,13 @@ def common_fields(trainer: CardRun, eval_data: Any, step_name: str, card_argumen
             "dataset_tags": card_arguments.hub_datasets,
             **{name: _as_list(getattr(card_arguments, name)) for name in lists},
         },
-        "model": ModelFacts.from_model(trainer.model, card_arguments.finetuned_from),
+        "model": ModelFacts.from_model(trainer.model, card_arguments.finetuned_from, trainer.processing_class),
         "train_data": DataFacts.from_data(trainer.clients, dataset_name),
         "eval_data": None if eval_data is None else DataFacts.from_data(eval_data, dataset_name),
         "arguments": {name: to_json_value(getattr(trainer.run_args, name)) for name in ARGUMENTS},
         "results": final_results(trainer, final_weight_logs(trainer), step_name),
         "versions": _versions(),
+        "comparison": None if trainer.card_comparison is None else comparison_facts(trainer.card_comparison),
     }
 
 

@@ -18,15 +18,21 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
 from transformers.modelcard import TASK_MAPPING
+from transformers.pipelines import SUPPORTED_TASKS
 
 from .._compat import commit_hash, dataset_fingerprint
 from ..data import FederatedDataset
 from ..data.torch_datasets import is_torch_dataset
 from ..split import SplitModel
+from ..utils.printable import printable
 
 
 # A dataset that was loaded from the Hub lists its files as hf://datasets/<repository>@<commit>/<path>.
 HUB_FILE = re.compile(r"hf://datasets/(?P<name>[^@]+)@(?P<revision>[0-9a-f]{40})/")
+
+# Largest number of named labels, and longest name of a label.
+MAX_LABELS = 100
+MAX_LABEL = 80
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,12 @@ class ModelFacts:
             Version of PEFT that saved the adapter.
         tags (`list[str]`):
             Tags that a trainer or a user added to the model with `add_model_tags`.
+        labels (`list[str]`):
+            Names of the labels of a classifier, at most `MAX_LABELS`. Empty if the labels have no names.
+        num_labels (`int`, *optional*):
+            Number of labels of a classifier.
+        pipeline (`str`, *optional*):
+            Task of `transformers.pipeline` that runs the model, if its tokenizer or processor is saved with it.
     """
 
     class_name: str
@@ -70,9 +82,12 @@ class ModelFacts:
     num_parameters: int
     peft_version: str | None = None
     tags: list[str] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    num_labels: int | None = None
+    pipeline: str | None = None
 
     @classmethod
-    def from_model(cls, model: Any, finetuned_from: str | None = None) -> ModelFacts:
+    def from_model(cls, model: Any, finetuned_from: str | None = None, processing_class: Any = None) -> ModelFacts:
         """
         Read the facts from a model.
 
@@ -81,6 +96,8 @@ class ModelFacts:
                 The trained model.
             finetuned_from (`str`, *optional*):
                 Hub id of the base model. Overrides the id in the model's configuration. A local directory is ignored.
+            processing_class (`Any`, *optional*):
+                The tokenizer or processor that is saved with the model.
         """
         base, peft_config = model, None
         if isinstance(model, PeftModel):
@@ -92,6 +109,9 @@ class ModelFacts:
         name = (peft_config and peft_config.base_model_name_or_path) or base.config.name_or_path
         class_name = type(base).__name__
         base_model = next((each for each in (finetuned_from, name) if each and is_hub_id(each)), None)
+        task = next((task for task, mapping in TASK_MAPPING.items() if class_name in mapping.values()), None)
+        has_pipeline = task in SUPPORTED_TASKS and processing_class is not None
+        is_classifier = task is not None and task.endswith("-classification")
         return cls(
             class_name=class_name,
             is_transformers_class=type(base).__module__.startswith("transformers."),
@@ -101,11 +121,20 @@ class ModelFacts:
             base_revision=commit_hash(base.config) if base_model == name else None,
             start="hub" if base_model else "local" if name else "unnamed",
             adapter=adapter,
-            task=next((task for task, mapping in TASK_MAPPING.items() if class_name in mapping.values()), None),
+            task=task,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             peft_version=peft.__version__ if adapter else None,
             tags=list(getattr(base, "model_tags", None) or []),
+            labels=_label_names(base.config) if is_classifier else [],
+            num_labels=base.config.num_labels if is_classifier else None,
+            pipeline=task if has_pipeline else None,
         )
+
+
+def _label_names(config: Any) -> list[str]:
+    """Return the names of the labels in the order of their ids, or nothing if transformers generated them."""
+    names = [printable(config.id2label[number], MAX_LABEL) for number in sorted(config.id2label)[:MAX_LABELS]]
+    return [] if all(re.fullmatch(r"LABEL_\d+", name) for name in names) else names
 
 
 @dataclass(frozen=True)

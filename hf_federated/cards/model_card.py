@@ -49,18 +49,21 @@ def render_model_card(trainer: FederatedRun, *args: Any, **kwargs: Any) -> Model
     return ModelCard(render(RunRecord.from_trainer(trainer, *args, **kwargs)))
 
 
-def render(record: RunRecord) -> str:
+def render(record: RunRecord, picture: str | None = None) -> str:
     """
     Render the text of a card. The same record always gives the same text.
 
     Args:
         record ([`RunRecord`]):
             The run.
+        picture (`str`, *optional*):
+            File with the learning curve, in the folder of the card.
     """
     return fill_template(
         TEMPLATE,
         record,
         [_algorithm(record).lower()],
+        picture=picture or "",
         summary=_summary(record),
         results_heading=results_heading(record.results, "global model", "round") if record.results else "",
         client_results=_client_results(record),

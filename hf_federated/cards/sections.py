@@ -10,12 +10,23 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .card_record import CardRecord
+from .comparison_text import comparison_section
 from .facts import DataFacts, ModelFacts
 from .tables import format_count, metric_name, table
 
 
 # The number of training tokens of the run, which trainers of TRL log with an evaluation.
 NUM_TOKENS = "eval_num_tokens"
+
+# Where the files of the model are.
+_REPOSITORY = "path/to/this/repository"
+# The arguments of a pipeline for a text, by task.
+_PIPELINES = {
+    "fill-mask": 'f"This is an {pipe.tokenizer.mask_token}."',
+    "text-classification": '"This is an example."',
+    "text-generation": '"This is", max_new_tokens=20',
+    "token-classification": '"This is an example."',
+}
 
 TAGS = ("federated-learning", "hf_federated", "generated_from_trainer")
 
@@ -42,6 +53,8 @@ def fill_template(template: Path, record: CardRecord, tags: Sequence[str], **sec
         data=_data(record),
         arguments=_arguments(record),
         versions="\n".join(f"- {package} {version}" for package, version in record.versions.items()),
+        labels=_labels(record),
+        comparison=comparison_section(record.comparison),
         **{"usage": _usage(record), **sections},
     )
     # Jinja leaves empty lines in place of omitted sections
@@ -229,14 +242,32 @@ def _usage(record: CardRecord) -> str:
     model = record.model
     if not model.is_transformers_class:
         return ""
-    lines = [f"from transformers import {model.class_name}", ""]
+    call = _PIPELINES.get(model.pipeline or "")
     if model.adapter is None:
-        lines.append(f'model = {model.class_name}.from_pretrained("path/to/this/repository")')
+        lines = [f"from transformers import {model.class_name}", ""]
+        lines.append(f'model = {model.class_name}.from_pretrained("{_REPOSITORY}")')
+        arguments = f'"{model.pipeline}", model="{_REPOSITORY}"'
     else:
-        lines.insert(0, "from peft import PeftModel")
-        lines.append(f'base = {model.class_name}.from_pretrained("{model.base_model or "path/to/the/base/model"}")')
-        lines.append('model = PeftModel.from_pretrained(base, "path/to/this/repository")')
+        base = f'"{model.base_model or "path/to/the/base/model"}"'
+        # A base model without a classifier gets one of this size, whose weights the adapter contains.
+        base += f", num_labels={model.num_labels}" if model.num_labels else ""
+        lines = ["from peft import PeftModel", f"from transformers import {model.class_name}", ""]
+        lines.append(f"base = {model.class_name}.from_pretrained({base})")
+        lines.append(f'model = PeftModel.from_pretrained(base, "{_REPOSITORY}")')
+        arguments = f'"{model.pipeline}", model=model, tokenizer="{_REPOSITORY}"'
+    if call is not None:
+        lines = [line.replace(f"import {model.class_name}", f"import {model.class_name}, pipeline") for line in lines]
+        lines += ["", f"pipe = pipeline({arguments})", f"print(pipe({call}))"]
     return "\n".join(["```python", *lines, "```"])
+
+
+def _labels(record: CardRecord) -> str:
+    model = record.model
+    if not model.labels:
+        return ""
+    hidden = (model.num_labels or 0) - len(model.labels)
+    more = f"\n\nand {hidden} more labels" if hidden > 0 else ""
+    return table(["Id", "Label"], [[number, name] for number, name in enumerate(model.labels)]) + more
 
 
 def format_call(name: str, arguments: dict[str, Any]) -> str:

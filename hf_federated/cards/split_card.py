@@ -54,13 +54,15 @@ def render_split_card(trainer: SplitRun, *args: Any, **kwargs: Any) -> ModelCard
     return ModelCard(render_split(SplitRecord.from_trainer(trainer, *args, **kwargs)))
 
 
-def render_split(record: SplitRecord) -> str:
+def render_split(record: SplitRecord, picture: str | None = None) -> str:
     """
     Render the text of a card. The same record always gives the same text.
 
     Args:
         record ([`SplitRecord`]):
             The run.
+        picture (`str`, *optional*):
+            File with the learning curve, in the folder of the card.
     """
     text: SimulatedSplitText | NetworkedSplitText
     text = SimulatedSplitText(record) if record.network is None else NetworkedSplitText(record)
@@ -69,6 +71,7 @@ def render_split(record: SplitRecord) -> str:
         record,
         ["split-learning", record.split["strategy"].replace("_", "-")],
         **text.template_fields(),
+        picture=picture or "",
         summary=text.summary(),
         results_heading=text.results_heading() if record.results else "",
         steps_heading=_steps_heading(text),

@@ -40,7 +40,7 @@ LOG_FILES = (LOG_NAME, CLIENTS_NAME, PAGE_NAME)
 # Sections and fields of a recipe that do not change the trained model.
 WITHOUT_EFFECT = ("audit", "benchmark", "card", "compare", "network", "plots")
 # Names of the files that a run writes at its end: model, tokenizer and configurations, results, card and plots.
-WRITTEN_FILES = ("*.safetensors", "*.json", "*.bin", "*.txt", "*.model", "*.jinja", "*.png", "README.md")
+WRITTEN_FILES = ("*.safetensors", "*.json", "*.bin", "*.txt", "*.model", "*.jinja", "*.png", "*.svg", "README.md")
 # Number of differing fields in an error message.
 MAX_DIFFERENCES = 5
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_federated.cards import RunRecord, SplitRecord
+from hf_federated.cards.comparison_text import comparison_differences, comparison_heading, comparison_rows
 from hf_federated.cards.payload_leakage import add_payload_audit
 from hf_federated.cards.tables import plural
 from hf_federated.data import label_counts, plot_sizes
@@ -127,6 +128,7 @@ def save_outputs(trainer: Any, recipe: Recipe, results: dict[str, Any]) -> None:
     """
     path = Path(str(trainer.args.output_dir))
     with storage_errors(path, lambda: size_of_trained(trainer.model)):
+        trainer.card_comparison = results
         trainer.save_model()
         (path / RESULTS_NAME).write_text(json.dumps(to_strict_json(results), indent=2) + "\n", encoding="utf-8")
         trainer.create_model_card(**recipe.card)
@@ -174,38 +176,8 @@ def closing_table(results: dict[str, Any]) -> list[str]:
     Args:
         results (`dict`): The content of `results.json`.
     """
-    federated, metric = results["federated"], results["metric"]
-    title = metric.replace("_", " ")
-    labels = {"centralized": "centralized", "local": "local-only (mean of {})"}
-    strategy = results.get("strategy")
-    trained = "federated" if strategy is None else f"split ({strategy})"
-
-    def cells(label: str, result: dict[str, Any]) -> list[str]:
-        spread = f" ±{result['spread'][metric]:.3f}" if result.get("spread") else ""
-        sizes = [f"{result[name] / 1e6:.1f} MB" if name in result else "-" for name in ("bytes_up", "bytes_down")]
-        seconds = "-" if result["seconds"] is None else f"{result['seconds']:.0f}"
-        return [label, f"{result['metrics'][metric]:.3f}{spread}", f"{result['num_epochs']:.2f}", *sizes, seconds]
-
-    rows = [["", title, "epochs", "bytes up", "bytes down", "seconds"]]
-    for name, result in results["baselines"].items():
-        rows.append(cells(labels[name].format(result["num_clients"]), result))
-    rows.append(cells(trained, federated))
-    num_held_out = results["num_test_clients"]
-    of_clients = (
-        "" if num_held_out is None else f" of {num_held_out} held-out client{'' if num_held_out == 1 else 's'}"
-    )
-    lines = [
-        f"{title[0].upper()}{title[1:]} on the same {results['num_test_rows']} examples{of_clients}:",
-        *aligned_rows(rows),
-    ]
-    for split, metrics in federated.get("further_tests", {}).items():
-        lines.append(f"{trained} on the split {split}: {metrics[metric]:.3f}")
-    for name, result in results["baselines"].items():
-        difference = federated["metrics"][metric] - result["metrics"][metric]
-        # Metrics for which lower values are better are not between 0 and 1, so they have no percentage points.
-        shown = f"{difference:+.2f}" if results["lower_is_better"] else f"{100 * difference:+.1f} points"
-        lines.append(f"{trained} minus {labels[name].partition(' ')[0]}: {shown}")
-    return lines
+    rows = aligned_rows(comparison_rows(results))
+    return [comparison_heading(results), *rows, *comparison_differences(results)]
 
 
 def _plot(run: Run, folder: Path, baselines: list[BaselineResult]) -> None:

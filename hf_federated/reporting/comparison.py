@@ -13,7 +13,7 @@ from .html_page import Curve, heading, line_chart, page, paragraph, pictures, ta
 from .metric_names import lower_is_better
 from .run_tables import duration, metric_label, number, size
 from .saved_run import SavedRun
-from .svg_file import svg_file
+from .svg_file import Panel, svg_file
 
 
 # Longest cell of a table.
@@ -119,8 +119,8 @@ class Comparison:
 
     # ---- Pictures
 
-    def charts(self) -> list[tuple[str, str, list[Curve]]]:
-        """Return title, name of the horizontal axis and curves: the metric by round and by bytes."""
+    def charts(self) -> list[Panel]:
+        """Return the charts: the metric by round and by bytes."""
         label = "training loss" if self.metric == "loss" else metric_label(self.metric)
         step = self.runs[0].view.step_name
         by_round = [Curve(run.name, run.curve(self.metric)) for run in self.runs]
@@ -129,11 +129,12 @@ class Comparison:
         unit, scale = next(((name, value) for name, value in _UNITS.items() if most >= value), ("bytes", 1.0))
         scaled = [[(x / scale, y) for x, y in curve] for curve in points]
         by_bytes = [Curve(run.name, curve) for run, curve in zip(self.runs, scaled, strict=True)]
+        lines = self.references()
         charts = [
-            (f"{label} by {step}", step, by_round),
-            (f"{label} by bytes", f"{unit} in both directions", by_bytes),
+            Panel(f"{label} by {step}", step, by_round, lines),
+            Panel(f"{label} by bytes", f"{unit} in both directions", by_bytes, lines),
         ]
-        return [chart for chart in charts if any(curve.points for curve in chart[2])]
+        return [chart for chart in charts if any(curve.points for curve in chart.curves)]
 
     def references(self) -> dict[str, float]:
         """Return the values of the baselines for the metric of the picture, by name."""
@@ -156,7 +157,7 @@ class Comparison:
         classes = {(line, column + 1): "best" for line, row in enumerate(rows) for column in row.best}
         cells = [[row.name, *row.cells] for row in rows]
         header = ["", *(run.name for run in self.runs)]
-        figures = [line_chart(curves, title, x_name, self.references()) for title, x_name, curves in self.charts()]
+        figures = [line_chart(chart.curves, chart.title, chart.x_name, chart.references) for chart in self.charts()]
         body = [
             paragraph(_INTRODUCTION),
             table(header, cells, classes, _MAX_CELL),
@@ -182,13 +183,13 @@ class Comparison:
         lines.append("|" + "|".join([":---", *["---:"] * len(self.runs)]) + "|")
         lines += map(_markdown_line, cells)
         if picture is not None and self.charts():
-            titles = " and ".join(title for title, _, _ in self.charts())
+            titles = " and ".join(chart.title for chart in self.charts())
             lines += ["", f"![{_markdown(titles)}]({picture})"]
         return "\n".join(lines) + "\n"
 
     def to_svg(self) -> str | None:
         """Return the picture as an SVG file, or `None` if no run has logged a value."""
-        return svg_file(self.charts(), self.references()) if self.charts() else None
+        return svg_file(self.charts()) if self.charts() else None
 
     def to_text(self) -> list[list[str]]:
         """Return the cells of the table for a terminal. The best values end in `*`."""

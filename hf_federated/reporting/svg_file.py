@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from .html_page import Chart, Curve, escape
 
 
-# A chart: title, name of the horizontal axis, and curves.
-Panel = tuple[str, str, Sequence[Curve]]
+@dataclass(frozen=True)
+class Panel:
+    """
+    A chart of a picture.
+
+    Args:
+        title (`str`): What the vertical axis shows.
+        x_name (`str`): What the horizontal axis shows.
+        curves (`Sequence[Curve]`): The curves.
+        references (`Mapping[str, float]`): Name to value of dashed horizontal lines.
+    """
+
+    title: str
+    x_name: str
+    curves: Sequence[Curve]
+    references: Mapping[str, float] = field(default_factory=dict)
+
 
 _TITLE, _GAP, _ROW, _PER_ROW = 24, 20, 20, 4
 _STYLE = """
@@ -19,27 +35,27 @@ text{fill:var(--dim);font:11px system-ui,sans-serif}.t{font-size:14px}
 """
 
 
-def svg_file(panels: Sequence[Panel], references: Mapping[str, float] | None = None) -> str:
+def svg_file(panels: Sequence[Panel]) -> str:
     """
     Return the content of an SVG file that needs no other file. It follows the color scheme of the reader.
 
     Args:
-        panels (`Sequence[Panel]`): Title, name of the horizontal axis, and curves of each chart, at least one.
-        references (`Mapping[str, float]`, *optional*): Name to value of dashed horizontal lines.
+        panels (`Sequence[Panel]`): The charts, at least one.
 
     Example:
 
     ```python
     >>> from hf_federated.reporting.html_page import Curve
-    >>> from hf_federated.reporting.svg_file import svg_file
+    >>> from hf_federated.reporting.svg_file import Panel, svg_file
 
-    >>> svg_file([("loss by round", "round", [Curve("run", [(1, 0.9), (2, 0.7)])])]).startswith("<svg")
+    >>> svg_file([Panel("loss by round", "round", [Curve("run", [(1, 0.9), (2, 0.7)])])]).startswith("<svg")
     True
     ```
     """
-    charts = [(title, Chart(curves, title, x_name, references)) for title, x_name, curves in panels]
+    charts = [(panel.title, Chart(panel.curves, panel.title, panel.x_name, panel.references)) for panel in panels]
     width = len(charts) * (Chart.width + _GAP) - _GAP
     legend = max((chart.legend for _, chart in charts), key=len)
+    legend = legend if len(legend) > 1 else []
     num_rows = -(-len(legend) // (_PER_ROW * len(charts)))
     height = _TITLE + Chart.height + 10 + _ROW * num_rows
     parts = [

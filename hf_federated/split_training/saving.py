@@ -27,7 +27,8 @@ from transformers import PretrainedConfig, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from .._compat import push_from_checkpoint
-from ..cards import render_split_card
+from ..cards import SplitRecord, render_split
+from ..cards.curve import CURVE_NAME, learning_curve, save_card
 from ..data import FederatedDataset
 from ..messages.ledger import Ledger
 from ..messages.serialization import MAX_FILE_TENSORS, pack, unpack
@@ -225,6 +226,8 @@ class SplitSavingMixin(LoopArgumentsMixin):
     _resume_from: str | None
     active_run: AnyFederation | None = None
     networked_run: NetworkedFederation | None = None
+    # The results of a run and of its baselines, as in `results.json`, for the model card.
+    card_comparison: Mapping[str, Any] | None = None
     # Whether the parties trained since the last update of the evaluated and saved model.
     _model_is_stale = False
 
@@ -291,8 +294,9 @@ class SplitSavingMixin(LoopArgumentsMixin):
         if self.clients is None:
             super().create_model_card(*args, **kwargs)
         elif self.is_world_process_zero():
-            card = render_split_card(self, *args, **kwargs)
-            card.save(os.path.join(self.run_args.output_dir, "README.md"))
+            record = SplitRecord.from_trainer(self, *args, **kwargs)
+            curve = learning_curve(record, record.steps, "optimizer step")
+            save_card(render_split(record, curve and CURVE_NAME), curve, str(self.run_args.output_dir))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """

@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 from .._compat import push_from_checkpoint
 from ..adapters.residual import joined_adapter
 from ..adapters.shards import with_tied_weights
-from ..cards import render_model_card
+from ..cards import RunRecord, render
+from ..cards.curve import CURVE_NAME, learning_curve, save_card
 from ..utils.errors import CheckpointError
 from ..utils.lora_modules import RESIDUAL
 from .base import RoleMixin
@@ -41,6 +42,8 @@ class SavingMixin(RoleMixin):
     # Set by the parent class.
     model: Any
     is_fsdp_enabled: bool
+    # The results of a run and of its baselines, as in `results.json`, for the model card.
+    card_comparison: Mapping[str, Any] | None = None
     # The arguments of the last call of `create_model_card`.
     _card_arguments: Mapping[str, Any] = MappingProxyType({})
 
@@ -239,4 +242,6 @@ class SavingMixin(RoleMixin):
             self._save_card(self._user_args.output_dir)
 
     def _save_card(self, directory: str) -> None:
-        render_model_card(self, **self._card_arguments).save(os.path.join(directory, "README.md"))
+        record = RunRecord.from_trainer(self, **self._card_arguments)
+        curve = learning_curve(record, record.rounds, "round")
+        save_card(render(record, curve and CURVE_NAME), curve, directory)

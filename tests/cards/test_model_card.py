@@ -331,7 +331,7 @@ def test_card_of_an_adapter_names_peft_and_the_base_model(tmp_path):
     assert "lora" in card.data.tags
     assert card.data.pipeline_tag == "text-classification"
     assert "the adapter's parameters" in card.text
-    assert 'BertForSequenceClassification.from_pretrained("owner/tiny-bert")' in card.text
+    assert 'BertForSequenceClassification.from_pretrained("owner/tiny-bert", num_labels=2)' in card.text
 
 
 def adapter_model(name="owner/tiny-bert"):

@@ -79,12 +79,12 @@ def test_a_setting_that_a_run_has_not_recorded_is_no_difference(runs):
 def test_curves_by_round_and_by_bytes(runs):
     comparison = Comparison([read_saved_run(runs / name) for name in ("one", "two")])
     by_round, by_bytes = comparison.charts()
-    assert by_round[1] == "round" and by_bytes[1] == "kB in both directions"
-    assert [curve.name for curve in by_round[2]] == ["one", "two"]
+    assert by_round.x_name == "round" and by_bytes.x_name == "kB in both directions"
+    assert [curve.name for curve in by_round.curves] == ["one", "two"]
     accuracies = [1 - 1 / (number + 1) for number in (1, 2, 3)]
-    assert by_round[2][0].points == list(zip((1, 2, 3), accuracies, strict=True))
+    assert by_round.curves[0].points == list(zip((1, 2, 3), accuracies, strict=True))
     # Each of four clients receives 1000 and sends 500 bytes a round.
-    assert by_bytes[2][0].points == list(zip((6.0, 12.0, 18.0), accuracies, strict=True))
+    assert by_bytes.curves[0].points == list(zip((6.0, 12.0, 18.0), accuracies, strict=True))
 
 
 def test_a_metric_can_be_chosen(runs):
