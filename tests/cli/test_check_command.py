@@ -104,7 +104,7 @@ def test_file_with_a_column_of_sites(folder, capsys):
     rows[40][0], rows[41][0], rows[50][2] = "South", "", ""
     write_csv(folder / "all.csv", rows, ("site", "text", "label"))
     code, out = check(capsys, "all.csv", "--site-column", "site")
-    assert "all.csv, line 42: The site 'South' (1 row) looks like the site 'south'" in out
+    assert "all.csv, line 42: The site 'South' (1 row) differs from the site 'south' in case only." in out
     assert "all.csv, line 43: The column 'site' has no site." in out
     assert "all.csv, line 52: The column 'label' has no label." in out
     assert code == 1

@@ -10,7 +10,7 @@ from .label_places import LabelPlaces
 
 # A smaller site can have a single label by chance.
 MIN_ROWS = 20
-# If more sites have a single label, this is how the sites are.
+# If a larger share of the sites with enough rows have a single label, this is how the sites are.
 MAX_SHARE = 0.1
 
 
@@ -31,8 +31,9 @@ def constant_labels(counts: LabelPlaces) -> Iterator[Finding]:
                 value=label,
             )
         return
-    constant = [places[0] for places in by_site.values() if len(places) == 1 and places[0].count >= MIN_ROWS]
-    if len(constant) > max(1, MAX_SHARE * len(by_site)):
+    large = [places for places in by_site.values() if sum(place.count for place in places) >= MIN_ROWS]
+    constant = [places[0] for places in large if len(places) == 1]
+    if len(constant) > max(1, MAX_SHARE * len(large)):
         return
     for place in constant:
         yield place.finding(

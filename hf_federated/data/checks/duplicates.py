@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from .base import Check
-from .finding import MAX_LINES, Finding, Severity
+from .finding import MAX_LINES, Finding
 from .hashes import column_hashes, row_hashes
 from .missing_values import blank
 from .site_table import TEST, Batch, Columns, SiteTable
 
 
-# From this share of the rows of a site on, duplicates are a warning. Below it, they are a note.
-WARNING_SHARE = 0.01
+# From this share of all rows on, duplicates are a warning, and from this share and number of rows of a site on. Below,
+# they are a note.
+WARNING_SHARE, SITE_SHARE, SITE_ROWS = 0.01, 0.1, 5
 DROP = "Drop the repeated rows (--fix DIR --drop-duplicates)"
 CURES = {
     "duplicate": f"{DROP}, unless they are different examples with the same text.",
@@ -88,6 +89,7 @@ class Duplicates(Check):
 
     def _by_place(self, rows: Rows, found: np.ndarray, original: np.ndarray, kind: str) -> Iterator[Finding]:
         """One finding for the rows of each site in each file."""
+        is_frequent = len(found) >= WARNING_SHARE * len(rows.lines) or kind == "duplicate in training and test"
         keys = rows.tables[found] * len(self.sites) + rows.sites[found]
         for key in np.unique(keys).tolist():
             table, site = divmod(key, len(self.sites))
@@ -98,7 +100,7 @@ class Duplicates(Check):
             num_rows = int(((rows.tables == table) & (rows.sites == site)).sum())
             yield Finding(
                 kind,
-                self._severity(kind, len(here), num_rows),
+                "warning" if is_frequent or len(here) >= max(SITE_ROWS, SITE_SHARE * num_rows) else "note",
                 f"Repeated texts in {len(here)} of {num_rows} rows; the first is that of"
                 f" {self._where(other, rows, int(first))}"
                 + (f". Rows with another label than the original: {relabeled}." if relabeled else "."),
@@ -109,10 +111,6 @@ class Duplicates(Check):
                 len(here),
                 unit=self.tables[table].unit,
             )
-
-    def _severity(self, kind: str, count: int, num_rows: int) -> Severity:
-        is_small = count < WARNING_SHARE * num_rows and kind != "duplicate in training and test"
-        return "note" if is_small else "warning"
 
     def _where(self, table: SiteTable, rows: Rows, row: int) -> str:
         site = self.sites[rows.sites[row]]

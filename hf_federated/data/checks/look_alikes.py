@@ -20,11 +20,10 @@ def look_alike_sites(places: Mapping[str, Place]) -> Iterator[Finding]:
     sizes = {site: place.count for site, place in places.items()}
     for site, name in canonical_names(sizes).items():
         if site != name:
-            like = f"looks like the site {name!r}" if name in places else "has whitespace around it"
             yield Finding(
                 "look-alike site",
                 "warning",
-                f"The site {site!r} ({rows_text(sizes[site])}) {like}, but is a different client.",
+                f"The site {site!r} ({rows_text(sizes[site])}) {_likeness('site', site, name, sizes)}.",
                 f"Name the site {name!r} (--fix DIR).",
                 site,
                 places[site].table.name,
@@ -46,12 +45,11 @@ def look_alike_labels(counts: LabelPlaces) -> Iterator[Finding]:
         sizes[label] = sizes.get(label, 0) + first.count
     for label, name in canonical_names(sizes).items():
         if label != name:
-            like = f"looks like the label {name!r}" if name in sizes else "has whitespace around it"
             place = places[label]
             yield Finding(
                 "look-alike label",
                 "warning",
-                f"The label {label!r} ({rows_text(sizes[label])}) {like}, but is a different label.",
+                f"The label {label!r} ({rows_text(sizes[label])}) {_likeness('label', label, name, sizes)}.",
                 f"Write the label as {name!r} (--fix DIR).",
                 counts.sites[place.site],
                 place.table.name,
@@ -60,6 +58,19 @@ def look_alike_labels(counts: LabelPlaces) -> Iterator[Finding]:
                 label,
                 place.table.unit,
             )
+
+
+def _likeness(kind: str, name: str, other: str, sizes: Mapping[str, int]) -> str:
+    """How a name differs from the name that it looks like."""
+    if other not in sizes:
+        return "has whitespace around it"
+    if name.casefold() == other.casefold():
+        difference = "case"
+    elif name.split() == other.split():
+        difference = "whitespace"
+    else:
+        difference = "case, whitespace or invisible characters"
+    return f"differs from the {kind} {other!r} in {difference} only"
 
 
 def rows_text(count: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...utils.printable import printable
 from ..markdown_table import markdown_table
 from .doctor import Report
 from .finding import Finding
@@ -85,6 +84,11 @@ def short_lines(findings: Sequence[Finding], command: str) -> list[str]:
         first = group[0]
         lines.append(printable(f"{first.severity}: {first.kind}: {first.placed_message}{more}"))
     return [*lines, f"To see all findings, run: {command}"] if lines and command else lines
+
+
+def printable(text: str) -> str:
+    """The text without control characters. Its spaces are kept, because names can differ in spaces only."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
 def num_sites(group: Sequence[Finding]) -> int:
