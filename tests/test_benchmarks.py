@@ -74,3 +74,13 @@ def test_measurement_of_run_files_prints_each_measurement():
         line for line in lines if line.startswith(("open: 20 clients", "compare: 10 runs", "cost: 20 clients"))
     ]
     assert len(measured) == 3
+
+
+@pytest.mark.slow
+def test_measurement_of_data_checks_finds_all_planted_faults(tmp_path):
+    output = tmp_path / "checks.json"
+    command = [sys.executable, str(BENCHMARKS / "data_checks.py"), "--rows", "20000", "--output", str(output)]
+    subprocess.run(command, check=True, timeout=300)
+    results = json.loads(output.read_text())
+    assert [item["case"] for item in results] == ["clean", "faults", "ids", "parquet"]
+    assert not any(item["torch"] for item in results)

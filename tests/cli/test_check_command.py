@@ -205,7 +205,7 @@ def test_fix_writes_clean_files_and_lists_the_changes(folder, capsys):
     for line in (
         "sites/west.csv, line 5: dropped, without a text, label or site",
         "sites/west.csv, line 9: dropped, without a text, label or site",
-        "sites/west.csv, line 12: dropped, repeated text",
+        "sites/west.csv, line 12: dropped, with a repeated text",
         "sites/west.csv: the label 'Fine' is written as 'fine' in 1 row",
         "sites/east.csv: the label ' defect' is written as 'defect' in 1 row",
     ):

@@ -169,7 +169,7 @@ def _clean_rows(
     changes.drop(batch, dropped, "with another number of tags than words")
     dropped |= incomplete
     if repeated is not None:
-        changes.drop(batch, repeated & ~dropped, "repeated text")
+        changes.drop(batch, repeated & ~dropped, "with a repeated text")
         dropped = dropped | repeated
     rows = batch.rows.filter(pa.array(~dropped))
     for kind, name, names in (
