@@ -4,10 +4,10 @@
     python benchmarks/data_checks.py --rows 100000 --output data_checks.json
 
 Each case writes files and runs the command in a new process. The CPU time is that of the whole process, with the
-import of the libraries (`resource.getrusage`), and the memory is its peak (`VmHWM`). `clean` has ten CSV files without
-faults, `faults` has missing texts, duplicates and misspelled labels in each file, `ids` has a different label in each
-row, and every text occurs twice, and `parquet` has the rows of `faults` as Parquet files. The numbers of missing texts and
-duplicates that the command prints are compared with the numbers that were written.
+import of the libraries (`resource.getrusage`), and the memory is its peak (`VmHWM`). `clean` has ten CSV files
+without faults, `faults` has missing texts, duplicates and misspelled labels in each file, `ids` has a different label
+in each row, and every text occurs twice, and `parquet` has the rows of `faults` as Parquet files. The numbers of
+missing texts and duplicates that the command prints are compared with the numbers that were written.
 """
 
 from __future__ import annotations
