@@ -61,7 +61,7 @@ def file_table(path: Path, site: str | None, split: str, options: TableOptions |
     """The table of a file. A file that cannot be read is a table with an error."""
     try:
         table = read_table(path, options)
-    except (TableError, OSError) as error:
+    except (TableError, OSError, ImportError) as error:
         return SiteTable(
             str(path), site, (), lambda: iter(()), split, error=str(error), is_empty=isinstance(error, EmptyTableError)
         )

@@ -11,7 +11,7 @@ from typing import Any
 from hf_federated.utils.optional_packages import require_packages
 
 from .delimited import column_names
-from .table import BATCH_ROWS, Table, TableError
+from .table import BATCH_ROWS, EmptyTableError, Table, TableError
 from .text_format import TableOptions
 from .typed_rows import RowConverter, TextRows
 
@@ -39,7 +39,9 @@ def read_workbook(path: Path, options: TableOptions) -> Table:
     texts = set(options.text_columns)
     first = [row for (_, row), _ in zip(rows, range(BATCH_ROWS), strict=False)]
     if not first:
-        raise TableError(f"{path}, row {header[0]}: the sheet {sheet!r} has names of columns, but no rows. Add rows.")
+        raise EmptyTableError(
+            f"{path}, row {header[0]}: the sheet {sheet!r} has names of columns, but no rows. Add rows."
+        )
     for row in first:
         texts |= {name for name, value in zip(columns, row, strict=False) if isinstance(value, str) and value.strip()}
     converter = RowConverter(path, columns, sorted(texts))
