@@ -77,6 +77,11 @@ COMMANDS = {
         "of sites and labels that look alike, labels of one site, a label column of ids, columns that differ between "
         "sites, sites without rows or entities, and texts that the model cuts. The exit code is 1 if a finding is an "
         "error.",
+        examples=(
+            "hf-federated check sites/ --label-column label",
+            "hf-federated check recipe.yaml --output check.html",
+            "hf-federated check sites/ --fix clean",
+        ),
     ),
     "inspect": Command(
         "inspection",
@@ -151,12 +156,14 @@ COMMANDS = {
         "show a run while it lasts",
         "Show the rounds, losses, metrics, clients and bytes of a run, of one process or of a server, and the time "
         "left. The view follows the files in the output folder until the run ends. `--output` also writes a page.",
+        examples=("hf-federated watch outputs/run", "hf-federated watch outputs/run --once --output run.html"),
     ),
     "compare": Command(
         "compare",
         "compare runs in one table and one picture",
         "Compare finished or running runs of recipes and scripts: the settings that differ, metrics with the best "
         "values marked, bytes and time, and the curves by round and by bytes.",
+        examples=("hf-federated compare outputs/fedavg outputs/fedprox --output comparison.html",),
     ),
     "expel": Command(
         "status",
