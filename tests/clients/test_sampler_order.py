@@ -148,3 +148,12 @@ def test_rounds_read_every_example_once_in_each_epoch(name, number, accumulation
         for start in range(0, len(batches) - len(loader) + 1, len(loader)):
             read = Counter(itertools.chain.from_iterable(batches[start : start + len(loader)]))
             assert read == dict.fromkeys(range(number), num_repeats)
+
+
+def test_position_is_two_numbers_if_the_epoch_seeds_the_generator() -> None:
+    """In several processes, accelerate gives the default sampler a generator."""
+    build = with_sampler(lambda rows: RandomSampler(rows, generator=torch.Generator()))
+    loader = loader_of(build, 11)
+    position = SamplerPosition(loader, SimpleNamespace(gradient_accumulation_steps=1, max_steps=2))
+    list(itertools.islice(position.batches(loader), 2))
+    assert position.state() == {"epoch": 0, "num_batches": 2}
