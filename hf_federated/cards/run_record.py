@@ -52,6 +52,9 @@ class FederatedRun(CardRun, Protocol):
     engine: Any
     num_dropped_examples: int | None
 
+    def prepares_data(self) -> bool:
+        """Whether the constructor of the trainer prepares its datasets."""
+
 
 @dataclass(frozen=True)
 class RunRecord(CardRecord):
@@ -191,8 +194,11 @@ def _announced(trainer: FederatedRun) -> list[str]:
         return []
     if trainer.federation.secure_aggregation is not None:
         return [ANNOUNCED_VALUES["examples_per_step"]]
-    counts_classes = trainer.distillation is not None and trainer.distillation.reports_class_counts
-    return [value for field, value in ANNOUNCED_VALUES.items() if field != "class_counts" or counts_classes]
+    is_announced = {
+        "class_counts": trainer.distillation is not None and trainer.distillation.reports_class_counts,
+        "num_dropped_examples": trainer.prepares_data(),
+    }
+    return [value for field, value in ANNOUNCED_VALUES.items() if is_announced.get(field, True)]
 
 
 def _secure_aggregation(trainer: FederatedRun) -> dict[str, Any] | None:

@@ -26,6 +26,9 @@ class Announcement(Serializable):
             numbers with their updates. [`FedKD`] and [`FedDRS`] need them.
         hides_counts (`bool`, *optional*, defaults to `False`): Whether the client hides its numbers of examples, as
             with `secure_aggregation`.
+        num_dropped_examples (`int`, *optional*): Number of training examples that the trainer of the client has
+            dropped, for example because they are too long for `max_length`. `None` if it dropped none, and if it is
+            hidden.
 
     Example:
 
@@ -48,6 +51,7 @@ class Announcement(Serializable):
     examples_per_step: Count
     class_counts: Annotated[list[Count], MaxEntries(MAX_METRICS)] | None = None
     hides_counts: bool = False
+    num_dropped_examples: Count | None = None
 
     def describe(self, first: Announcement) -> str:
         """
@@ -59,7 +63,8 @@ class Announcement(Serializable):
         if first == self and self.hides_counts:
             return "hidden numbers of examples"
         if first == self:
-            return "a stream" if self.num_examples is None else f"{self.num_examples} examples"
+            dropped = f", of which it dropped {self.num_dropped_examples}" if self.num_dropped_examples else ""
+            return "a stream" if self.num_examples is None else f"{self.num_examples} examples{dropped}"
         changes = [
             f"{name}={value!r} (before: {getattr(first, name)!r})"
             for name, value in vars(self).items()
@@ -71,6 +76,7 @@ class Announcement(Serializable):
         """Return the numbers of examples of the announcement as text, without those of a step."""
         counts = {"num_examples": self.num_examples, "num_encoded_examples": self.num_encoded_examples}
         counts |= {"num_eval_examples": self.num_eval_examples or None}
+        counts |= {"num_dropped_examples": self.num_dropped_examples}
         shown = [f"{name}={number}" for name, number in counts.items() if number is not None]
         return ", ".join(shown + ["class_counts"] * (self.class_counts is not None))
 
@@ -94,6 +100,12 @@ class Announcement(Serializable):
             )
         if counts is not None and sum(counts) > (num_encoded or 0):
             raise ValueError(f"`class_counts` has {sum(counts)} examples, but the client announces {num_encoded}.")
+        num_dropped, num_raw = announcement.num_dropped_examples, announcement.num_examples
+        if not announcement.hides_counts and num_dropped and num_dropped > (num_raw or 0) - (num_encoded or 0):
+            raise ValueError(
+                f"`num_dropped_examples` is {num_dropped}, but the client announces num_examples={num_raw} and "
+                f"num_encoded_examples={num_encoded}."
+            )
         if announcement.hides_counts and (shown := announcement.shown_counts()):
             raise ValueError(f"`hides_counts` is True, but the client announces {shown}.")
         return announcement
@@ -106,4 +118,5 @@ ANNOUNCED_VALUES: dict[str, str] = {
     "num_eval_examples": "its number of evaluation examples",
     "examples_per_step": "its number of examples in an optimizer step",
     "class_counts": "its number of training examples of each class",
+    "num_dropped_examples": "its number of training examples that its trainer dropped",
 }

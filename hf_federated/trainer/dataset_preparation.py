@@ -232,12 +232,28 @@ class PreparingMixin(_Base):
         return result
 
 
+def count_dropped(dataset: Any, prepared: Any, args: TrainingArguments) -> int:
+    """
+    Count the examples that a preparation has dropped.
+
+    The trainers of TRL drop examples of which `max_length` would cut off all tokens that have a loss.
+
+    Args:
+        dataset (`Any`): The examples of a client.
+        prepared (`Any`): The prepared examples.
+        args (`TrainingArguments`): The training arguments.
+
+    Returns:
+        `int`: Number of dropped examples; 0 for streams and with packing, which also reduces the number of examples.
+    """
+    if is_stream(dataset) or is_stream(prepared) or getattr(args, "packing", False):
+        return 0
+    return max(len(dataset) - len(prepared), 0)
+
+
 def check_dropped(client_id: str, dataset: Any, prepared: Any, args: TrainingArguments) -> int:
     """
     Count the examples of a client that the preparation has dropped, and name the client.
-
-    The trainers of TRL drop examples of which `max_length` would cut off all tokens that have a loss. Packing also
-    reduces the number of examples, so only a client without any example is named then.
 
     Args:
         client_id (`str`): Id of the client.
@@ -246,7 +262,7 @@ def check_dropped(client_id: str, dataset: Any, prepared: Any, args: TrainingArg
         args (`TrainingArguments`): The training arguments.
 
     Returns:
-        `int`: Number of dropped examples; 0 with packing.
+        `int`: Number of dropped examples, as [`count_dropped`] returns it.
 
     Raises:
         ValueError: If no example is left.
@@ -261,13 +277,11 @@ def check_dropped(client_id: str, dataset: Any, prepared: Any, args: TrainingArg
             f"Client {client_id!r}: all {len(dataset)} examples were dropped, because {reason}. {advice}, or leave "
             "this client out."
         )
-    if getattr(args, "packing", False):
-        return 0
-    num_dropped = len(dataset) - len(prepared)
-    logger.warning(
-        f"Client {client_id!r}: {num_dropped} of {len(dataset)} examples were dropped, because {reason}. They do not "
-        "count for the weight of the client."
-    )
+    if num_dropped := count_dropped(dataset, prepared, args):
+        logger.warning(
+            f"Client {client_id!r}: {num_dropped} of {len(dataset)} examples were dropped, because {reason}. They do "
+            "not count for the weight of the client."
+        )
     return num_dropped
 
 

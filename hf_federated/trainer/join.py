@@ -38,6 +38,7 @@ from ..utils.shards import states_in_shards
 from ..utils.storage import write_private
 from .announcement_limits import AnnouncementError, agreed_problem
 from .client_requests import ClientRequests, Request
+from .dataset_preparation import count_dropped
 from .network_settings import NetworkSettings
 from .setup import FederationSetup
 from .workers import Workers
@@ -365,12 +366,16 @@ def _counts_of(setup: FederationSetup, args: TrainingArguments, client_id: str) 
         config: Any = setup.trainer.model.config
         tokenizer = participants.tokenizer_of(client_id, setup.trainer.processing_class)
         class_counts = distillation.class_counts(setup.train_datasets[client_id], config.num_labels, tokenizer)
+    num_dropped = None
+    if num_examples is not None and participants.task is None and setup.trainer.prepares_data():
+        num_dropped = count_dropped(setup.clients[client_id], setup.train_datasets[client_id], args) or None
     return Announcement(
         num_examples=num_examples,
         num_encoded_examples=None if num_examples is None else len(setup.train_datasets[client_id]),
         num_eval_examples=num_evaluated,
         examples_per_step=_examples_per_step(setup, args, client_id),
         class_counts=class_counts,
+        num_dropped_examples=num_dropped,
     )
 
 

@@ -218,8 +218,15 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
 
     @property
     def num_dropped_examples(self) -> int | None:
-        """Number of training examples that the preparation has dropped so far; `None` if it dropped none."""
-        datasets = self._federation_setup.train_datasets
+        """
+        Number of training examples that the preparation has dropped so far; `None` if it dropped none.
+
+        Clients on other machines announce their numbers, unless they hide them.
+        """
+        setup = self._federation_setup
+        if setup.clients.is_remote:
+            return sum(each.num_dropped_examples or 0 for each in setup.engine.announcements.values()) or None
+        datasets = setup.train_datasets
         return datasets.num_dropped or None if isinstance(datasets, PreparedClients) else None
 
     def as_plain_trainer(self, args: TrainingArguments) -> Any:

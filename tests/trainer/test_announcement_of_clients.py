@@ -107,6 +107,10 @@ def test_batch_of_a_client_limits_its_claims(tmp_path, num_examples):
         ((None, None, 0, 4, [1]), "1 examples, but the client announces None"),
         ((8, 8, 0, 4, [-1, 1]), "class_counts"),
         ((8, 8, 0, 4, [1] * 20_000), "class_counts"),
+        ((8, 7, 0, 4, None, False, 2), "`num_dropped_examples` is 2, .* num_examples=8 and num_encoded_examples=7"),
+        ((None, None, 0, 4, None, False, 1), "`num_dropped_examples` is 1, .* num_examples=None"),
+        ((8, 7, 0, 4, None, False, -1), "num_dropped_examples"),
+        ((None, None, 0, 4, None, True, 1), "`hides_counts` is True, .* num_dropped_examples=1"),
     ],
 )
 def test_contradictory_announcement_is_refused(fields, message):

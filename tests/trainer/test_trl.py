@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from federations import setup_of
 from huggingface_hub import ModelCard
 from language import SPECIAL, WORDS, language_model, preferences, texts, tokenizer
 from peft import LoraConfig, PeftModel
 from tiny import same_weights
 
-from hf_federated import FederatedConfig, FederatedDataset, RoundFailedError, federate
+from hf_federated import FederatedConfig, FederatedDataset, NetworkEngine, RoundFailedError, federate
+from hf_federated.cards import RunRecord, render
+from hf_federated.messages import Announcement
+from hf_federated.trainer.join import JoinedClient, announcement_of
+from hf_federated.trainer.setup import FederationSetup
 
 
 trl = pytest.importorskip("trl")
@@ -66,7 +71,8 @@ CLIENTS = {"north": texts("north", 10), "south": texts("south", 6)}
 def sft(
     output_dir: Path, clients: Any = CLIENTS, eval_dataset: Any = None, federation: Any = None, **kwargs: Any
 ) -> Any:
-    options = {"peft_config": LORA} | {name: kwargs.pop(name) for name in ("peft_config",) if name in kwargs}
+    own = ("peft_config", "engine")
+    options = {"peft_config": LORA} | {name: kwargs.pop(name) for name in own if name in kwargs}
     return federate(CountingSFTTrainer)(
         model=language_model(),
         args=arguments(trl.SFTConfig, output_dir, **kwargs),
@@ -155,6 +161,29 @@ def test_examples_that_the_trainer_drops_are_named_for_each_client(tmp_path, cap
     assert dropped.startswith(
         "Client 'north': 1 of 3 examples were dropped, because they are too long for max_length=6."
     )
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_clients_on_other_machines_announce_their_dropped_examples_for_the_card(
+    tmp_path, monkeypatch, is_hidden
+) -> None:
+    monkeypatch.setattr(FederationSetup, "hides_counts", is_hidden)
+    announced = {}
+    for name, lengths in {"north": [2, 9, 3], "south": [9, 2, 9], "east": [2]}.items():
+        trainer = sft(tmp_path / name, {name: questions(name if name in WORDS else "north", lengths)}, max_length=6)
+        setup = JoinedClient(setup_of(trainer), trainer.args, name, None).setup
+        announced[name] = Announcement.from_bytes(announcement_of(setup, trainer.args, name).to_bytes())
+    numbers = [announcement.num_dropped_examples for announcement in announced.values()]
+    assert numbers == [None] * 3 if is_hidden else [1, 2, None]
+    assert announced["south"].describe(announced["south"]) == (
+        "hidden numbers of examples" if is_hidden else "3 examples, of which it dropped 2"
+    )
+    engine = NetworkEngine(list(announced), address="127.0.0.1:0", insecure=True)
+    server = sft(tmp_path, None, eval_dataset=questions("north", [2]), engine=engine, max_length=6)
+    for name, announcement in announced.items():
+        engine._announce(name, announcement)
+    assert server.num_dropped_examples == (None if is_hidden else 3)
+    assert ("| Examples that the trainer dropped | 3 |" in render(RunRecord.from_trainer(server))) != is_hidden
 
 
 def test_client_whose_examples_are_all_dropped_is_refused_with_max_length(tmp_path) -> None:
