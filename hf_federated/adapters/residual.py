@@ -98,6 +98,11 @@ class ResidualAdapter:
             parameter.requires_grad_(True)
 
     @property
+    def num_values(self) -> int:
+        """Number of values of the factors."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
+
+    @property
     def max_values(self) -> int:
         """Number of values of the factors at their largest rank, the smaller dimension of the module."""
         factors = (module.factors(RESIDUAL) for module in self._modules)

@@ -139,6 +139,8 @@ class Federation:
         self.examples_seen = 0
         self.client_metrics: dict[str, dict[str, float]] = {}
         self.decay_parameter_names: list[str] | None = None
+        # By the number of values of the residual adapter.
+        self._flos_per_token: dict[int, int] = {}
         # The trainers of the clients are copies and use these columns.
         set_signature_columns(self._trainer)
         if checkpoint is not None:
@@ -302,9 +304,6 @@ class Federation:
             round (`int`): Round number, from 0.
         """
         config = self._setup.config
-        if self.exchange.residual is not None:
-            # The adapter has more parameters in each round.
-            vars(self).pop("flos_per_token", None)
         with nullcontext() if self._shards is None else states_in_shards(self._shards):
             self.summary = self.loop.run(round)
         if config.local_steps is None:
@@ -320,11 +319,16 @@ class Federation:
             for name, is_set in decisions.items():
                 setattr(control, name, getattr(control, name) or is_set)
 
-    @functools.cached_property
+    @property
     def flos_per_token(self) -> int:
         """Floating point operations of a training step per input token, as `Trainer` counts them."""
-        one_token = {self._trainer.model.main_input_name: torch.empty(1)}
-        return Trainer.floating_point_ops(self._trainer, one_token)
+        # A residual adapter grows in each round.
+        residual = self.exchange.residual
+        num_values = 0 if residual is None else residual.num_values
+        if num_values not in self._flos_per_token:
+            one_token = {self._trainer.model.main_input_name: torch.empty(1)}
+            self._flos_per_token = {num_values: Trainer.floating_point_ops(self._trainer, one_token)}
+        return self._flos_per_token[num_values]
 
     def round_logs(self) -> dict[str, float]:
         """Log entries of a round that the parent trainer does not compute."""
