@@ -158,15 +158,13 @@ def check_free_space(
             "space, choose another output folder, or set save_strategy='no'. Then continue with --resume "
             "(`resume_from_checkpoint=True`), or start again if there is no checkpoint."
         )
-    cause = (
-        f"save_total_limit={limit}, and the next checkpoint is written before one is deleted"
-        if limit
-        else ("there is no save_total_limit")
-    )
+    cause, remedies = "there is no `save_total_limit`", ["set `save_total_limit`"]
+    if limit:
+        cause = f"save_total_limit={limit}, and the next checkpoint is written before one is deleted"
+        remedies = ["set a smaller `save_total_limit`"] if limit > 1 else []
     return (
         f"The output folder {sizes}{one}, and {num_checkpoints} of them need {format_size(needed)} ({cause}). The run "
-        "would end with a full disk. Free disk space, set a smaller `save_total_limit`, or choose another output "
-        "folder."
+        f"would end with a full disk. {', '.join(['Free disk space', *remedies, 'or choose another output folder'])}."
     )
 
 

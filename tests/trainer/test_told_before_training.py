@@ -218,6 +218,9 @@ def test_disk_without_space_for_the_checkpoints_is_reported_with_the_missing_byt
         check_free_space(tmp_path / "run", 2 * free + 10**10, 1)
     warning = check_free_space(tmp_path, free // 2, 3, limit=2)
     assert "3 of them need" in warning and "save_total_limit=2, and the next checkpoint is written before" in warning
+    assert "set a smaller `save_total_limit`" in warning
+    assert "smaller" not in check_free_space(tmp_path, free // 2, 3, limit=1)
+    assert "(there is no `save_total_limit`)" in check_free_space(tmp_path, free // 2, 3)
     assert check_free_space(tmp_path, free // 2, 3, existing=free) is None
 
 
