@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import subprocess
 import sys
 import threading
@@ -11,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from run_files import SECONDS, START, write_run
 
 from hf_federated.cli.main import main
 from hf_federated.cli.watch import describe
@@ -18,11 +18,6 @@ from hf_federated.reporting.run_log import LOG_NAME, RunEnd, to_line
 from hf_federated.reporting.run_view import read_run
 from hf_federated.utils.journal import Journal
 from hf_federated.utils.run_files import LOCK_FILE
-
-
-sys.path.append(str(Path(__file__).parents[1] / "reporting"))
-
-from run_files import SECONDS, START, write_run  # noqa: E402 - a module of another folder of tests
 
 
 HOSTILE = "\x1b[2J\x07\r\nsouth"
@@ -129,8 +124,8 @@ def test_a_killed_run_ends_the_view(tmp_path, capsys):
     assert capsys.readouterr().out.endswith(": stopped\n")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo terminal")
 def test_a_terminal_is_redrawn_from_its_top(tmp_path):
+    pty = pytest.importorskip("pty", reason="Windows has no pseudo terminal")
     write_run(tmp_path, num_rounds=3, total=5, ended=None)
     controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "hf_federated.cli.main", "watch", str(tmp_path), "--interval", "0.05"]

@@ -48,6 +48,7 @@ WITH_TRAINER = (
     "docs/how-to/ledger.md",
     "docs/how-to/estimate.md",
     "docs/how-to/cards.md",
+    "docs/how-to/compare.md",
     "docs/how-to/what-leaves-a-client.md",
     "docs/how-to/resuming.md",
 )

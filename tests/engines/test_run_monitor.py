@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from run_files import write_run
 from test_network_engine import SETTINGS, Client, answer, run
 
 from hf_federated.cli.main import main
@@ -14,6 +15,7 @@ from hf_federated.distributed.process_group import process_group
 from hf_federated.engines import EngineContext, NetworkEngine
 from hf_federated.engines.run_monitor import expel_client, read_status
 from hf_federated.messages import ClientFailure, Metrics
+from hf_federated.reporting.run_view import read_run
 from hf_federated.transport import ClientRefusedError, GrpcTransport
 
 
@@ -66,6 +68,11 @@ def test_status_shows_round_clients_and_bytes(engine, tmp_path, capsys):
     assert main(["status", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "running: round 2 of 3, evaluation" in printed and "south   absent" in printed
+    write_run(tmp_path, num_clients=2, names=["north", "south"], ended=None)
+    assert {name: client.state for name, client in read_run(tmp_path).clients.items()} == {
+        "north": "done",
+        "south": "absent",
+    }
     engine.stop()
     assert main(["status", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "complete"

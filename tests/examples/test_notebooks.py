@@ -179,6 +179,36 @@ def test_text_classification_notebook_learns_over_clients(tmp_path, small_encode
 
 
 @pytest.mark.slow
+def test_colab_notebook_trains_and_shows_its_run(tmp_path, small_encoder_dir, reviews_dir):
+    """On a CPU. The notebook states that it is not yet measured on a GPU."""
+    results = run(
+        "colab_kaggle.ipynb",
+        tmp_path,
+        """{
+            "state": run.view.state,
+            "accuracy": [value for _, value in run.curve("eval_accuracy")],
+            "bytes": [down, up],
+            "labels": [row["label"] for row in classify(["a dull film", "a bright film"])],
+        }""",
+        MODEL=small_encoder_dir,
+        DATA=reviews_dir,
+        NUM_TRAIN=120,
+        NUM_TEST=40,
+        NUM_CLIENTS=5,
+        CLIENTS_PER_ROUND=5,
+        NUM_ROUNDS=20,
+        LEARNING_RATE=1e-2,
+        ALPHA=10.0,
+    )
+    assert results["state"] == "complete" and len(results["accuracy"]) == 20
+    assert results["accuracy"][-1] > 0.9
+    assert results["labels"] == ["rotten", "fresh"]
+    assert min(results["bytes"]) > 0
+    folder = tmp_path / "outputs" / "colab-kaggle"
+    assert {"README.md", "learning_curve.svg", "_live_report.html"} <= {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.slow
 def test_lora_notebook_lowers_loss_and_sends_adapter_only(tmp_path, chat_model_dir, questions_dir):
     pytest.importorskip("trl", reason="needs the extra `trl`")
     results = run(

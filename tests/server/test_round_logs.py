@@ -102,17 +102,3 @@ def test_throughput_of_local_steps_counts_the_trained_examples(tmp_path) -> None
     end = trainer.state.log_history[-1]
     # 4 rounds of 2 clients with 2 batches of 4 examples.
     assert end["train_samples_per_second"] == pytest.approx(64 / end["train_runtime"], abs=1e-3)
-
-
-def test_tensorboard_steps_are_rounds(tmp_path, monkeypatch) -> None:
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    build(
-        tmp_path, trainer={"eval_dataset": EVAL_ROWS}, eval_strategy="epoch", report_to=["tensorboard"]
-    ).train()  # fmt: skip
-    runs = {path.parent for path in (tmp_path / "board").rglob("events.out.tfevents*")}
-    assert len(runs) == 1
-    events = event_accumulator.EventAccumulator(str(runs.pop()))
-    events.Reload()
-    for tag in ("train/loss", "train/grad_norm", "eval/loss", "train/federated/bytes_up"):
-        assert [scalar.step for scalar in events.Scalars(tag)] == [1, 2, 3, 4]
