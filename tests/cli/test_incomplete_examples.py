@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 import yaml
@@ -12,6 +14,7 @@ from hf_federated import FederatedDataset, LabelDirichletPartitioner
 from hf_federated.cli.main import main
 from hf_federated.experiments.data.checked_clients import recipe_lines
 from hf_federated.experiments.data.raw import load_raw_data
+from hf_federated.experiments.network.run import build_client
 from hf_federated.experiments.recipe.recipe import load_recipe
 from hf_federated.experiments.recipe.schema import RecipeError
 
@@ -152,19 +155,23 @@ def tagged(num_rows: int = 120) -> dict[str, list]:
     }
 
 
-def test_clients_without_entities_are_reported_by_partition_and_before_training(folder, recipe, capsys):
+def test_clients_without_entities_are_reported_by_partition_and_before_training(
+    folder, recipe, capsys, caplog, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger("hf_federated"), "propagate", True)
     Dataset.from_dict(tagged()).to_json("tagged.jsonl")
     line = "partition tagged.jsonl --partitioner label-dirichlet --label-column ner_tags --alpha 0.01 --num-clients 6"
     assert main([*line.split(), "--output", "skewed"]) == 0
-    out = capsys.readouterr().out
-    assert "warning: no entities: site '" in out and "has an entity: all tags are 'O'" in out
+    (text,) = [text for text in caplog.messages if "no example with an entity" in text]
+    assert "of 6 clients" in text and "balance_entities=True" in text
+    caplog.clear()
     sections = {"data": {"path": "skewed"}, "task": {"name": "sequence-tagging"}}
     loaded = load_recipe(recipe(**sections))
     (warning,) = [text for text in recipe_lines(loaded, load_raw_data(loaded)) if "no entities" in text]
     assert warning.startswith("warning: no entities: site '")
 
     assert main([*line.split(), "--balance-entities", "--output", "balanced"]) == 0
-    assert "no entities" not in capsys.readouterr().out
+    assert "no entities" not in capsys.readouterr().out and not caplog.messages
     loaded = load_recipe(recipe(**{**sections, "data": {"path": "balanced"}}))
     assert recipe_lines(loaded, load_raw_data(loaded)) == []
 
@@ -189,3 +196,12 @@ def test_clean_recipe_prints_nothing(folder, recipe):
     write_all(folder)
     loaded = load_recipe(recipe(data={"path": "all.csv"}, partition={"name": "natural", "column": "site"}))
     assert recipe_lines(loaded, load_raw_data(loaded)) == []
+
+
+def test_error_of_a_client_on_another_machine_has_the_line_of_its_file(folder, recipe):
+    write_csv(folder / "north.csv", with_cells("north", label_6=""))
+    loaded = load_recipe(
+        recipe(data={"path": "elsewhere"}, network={"clients": ["north"]}, task={"label_names": ["defect", "fine"]})
+    )
+    with pytest.raises(RecipeError, match="north.csv, line 6: The column 'label' has no label"):
+        build_client(loaded, "north", examples="north.csv")

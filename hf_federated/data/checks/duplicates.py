@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .base import Check
-from .finding import MAX_LINES, Finding
+from .finding import MAX_LINES, Finding, grouped_rows
 from .hashes import column_hashes, row_hashes
 from .missing_values import blank
 from .site_table import TEST, Batch, Columns, SiteTable
@@ -90,14 +90,14 @@ class Duplicates(Check):
     def _by_place(self, rows: Rows, found: np.ndarray, original: np.ndarray, kind: str) -> Iterator[Finding]:
         """One finding for the rows of each site in each file."""
         is_frequent = len(found) >= WARNING_SHARE * len(rows.lines) or kind == "duplicate in training and test"
-        keys = rows.tables[found] * len(self.sites) + rows.sites[found]
-        for key in np.unique(keys).tolist():
+        keys = rows.tables * len(self.sites) + rows.sites
+        sizes = dict(zip(*(part.tolist() for part in np.unique(keys, return_counts=True)), strict=True))
+        for key, positions in grouped_rows(keys[found]):
             table, site = divmod(key, len(self.sites))
-            here = found[keys == key]
+            here, num_rows = found[positions], sizes[key]
             first = original[here[0]]
             other = self.tables[rows.tables[first]]
             relabeled = int((rows.labels[here] != rows.labels[original[here]]).sum())
-            num_rows = int(((rows.tables == table) & (rows.sites == site)).sum())
             yield Finding(
                 kind,
                 "warning" if is_frequent or len(here) >= max(SITE_ROWS, SITE_SHARE * num_rows) else "note",

@@ -16,8 +16,6 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 # Number of line numbers that a finding keeps.
 MAX_LINES = 5
-# Largest number of characters of a value in a message.
-MAX_VALUE_LENGTH = 60
 
 
 @dataclass(frozen=True)
@@ -122,9 +120,9 @@ class Places:
 
     def add_rows(self, table: SiteTable, sites: np.ndarray, lines: np.ndarray) -> None:
         """Add rows of a table with these sites and line numbers."""
-        for site in np.unique(sites).tolist():
+        for site, rows in grouped_rows(sites):
             place = self._places.setdefault((id(table), site), Place(site, table))
-            found = lines[sites == site]
+            found = lines[rows]
             place.count += len(found)
             if len(place.lines) < MAX_LINES:
                 place.lines += tuple(found[: MAX_LINES - len(place.lines)].tolist())
@@ -136,7 +134,8 @@ class Places:
         return len(self._places)
 
 
-def shortened(value: object) -> str:
-    """The repr of a value, with `…` in place of the end of a long value."""
-    text = value if isinstance(value, str) else str(value)
-    return repr(text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 1]}…")
+def grouped_rows(keys: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Each distinct key with the positions at which it occurs, in ascending order."""
+    order = np.argsort(keys, kind="stable")
+    found, starts = np.unique(keys[order], return_index=True)
+    yield from zip(found.tolist(), np.split(order, starts)[1:], strict=True)

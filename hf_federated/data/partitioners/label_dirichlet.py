@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from datasets import ClassLabel, Dataset
+from transformers.utils import logging
 
 from ..labels import OUTSIDE, read_labels_of_splits
 from .base import (
@@ -23,6 +24,9 @@ from .base import (
 )
 from .dirichlet import assign_rows, draw_shares
 from .quantity import quantity_sizes
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -100,19 +104,24 @@ class LabelDirichletPartitioner(SplitsPartitioner):
     def partition_splits(self, splits: Mapping[str, Dataset]) -> dict[str, Partition]:
         check_splits(splits)
         labels, names = read_labels_of_splits(splits, self.label_column)
-        return self.partition_labels(labels, len(names), self._outside(splits, names))
+        outside = self._outside(splits, names)
+        partitions = self.partition_labels(labels, len(names), outside if self.balance_entities else None)
+        if outside is not None and not self.balance_entities:
+            first = next(iter(splits))
+            _warn_of_clients_without_entities(partitions[first], labels[first] != outside)
+        return partitions
 
     def settings(self) -> dict[str, Any]:
         # The settings of a partition without the option are those of earlier versions.
         return {name: value for name, value in super().settings().items() if name != "balance_entities" or value}
 
     def _outside(self, splits: Mapping[str, Dataset], names: list[str]) -> int | None:
-        """The number of the label of examples without entities, or `None` if they are not balanced."""
-        if not self.balance_entities:
-            return None
+        """The number of the label of examples without entities, or `None` if the column has no such label."""
         feature = next(iter(splits.values())).features[self.label_column]
         tags = getattr(feature, "feature", None)
         if not (isinstance(tags, ClassLabel) or getattr(tags, "dtype", "") in ("string", "large_string")):
+            if not self.balance_entities:
+                return None
             raise ValueError(
                 f"LabelDirichletPartitioner: balance_entities is set, but the column {self.label_column!r} is"
                 f" {feature} and not a list of tags with names. Set label_column to the column of tags, or cast the"
@@ -168,6 +177,18 @@ class LabelDirichletPartitioner(SplitsPartitioner):
         sizes = np.full(self.num_clients, num_rows // self.num_clients, dtype=np.int64)
         sizes[-1] += num_rows % self.num_clients
         return sizes
+
+
+def _warn_of_clients_without_entities(partition: Partition, has_entity: np.ndarray) -> None:
+    """Log a warning if no example of a client has an entity."""
+    num_entities = np.add.reduceat(has_entity[partition.indices].astype(np.int64), partition.offsets[:-1])
+    without = [partition.client_ids[client] for client in np.flatnonzero(num_entities == 0)]
+    if without:
+        logger.warning(
+            f"{len(without)} of {len(partition)} clients have no example with an entity (the first is"
+            f" {without[0]!r}). Such clients teach a model to predict no entity. Set balance_entities=True to give all"
+            " clients the same share of examples with entities."
+        )
 
 
 def equal_shares(num_rows: int, sizes: np.ndarray) -> np.ndarray:

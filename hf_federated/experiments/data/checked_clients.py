@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
 
 from hf_federated.data import FederatedDataset
-from hf_federated.data.checks import examine
+from hf_federated.data.checks import Finding, examine
 from hf_federated.data.checks.report import short_lines
 from hf_federated.data.checks.site_table import TEST, find_columns
 from hf_federated.data.checks.sources import dataset_tables
@@ -38,14 +37,18 @@ def recipe_lines(recipe: Recipe, raw: RawData) -> list[str]:
         return []
     texts, label = task_columns({"name": recipe.task.name, **recipe.task.given})
     path = recipe.data.path
-    return _lines(raw.train, raw.test, texts, label, f"hf-federated check {path}" if Path(path).exists() else "")
+    findings = _findings(raw.train, raw.test, texts, label)
+    if recipe.partition is not None and recipe.partition.name == "label-dirichlet":
+        # The partitioner has logged this warning.
+        findings = [finding for finding in findings if finding.kind != "no entities"]
+    return short_lines(findings, f"hf-federated check {path}" if Path(path).exists() else "")
 
 
 def partition_lines(
     clients: Mapping[str, FederatedDataset], options: DataOptions, label_column: str | None
 ) -> list[str]:
     """
-    Check the data that `hf-federated partition` reads, and the clients that it writes.
+    Check the data that `hf-federated partition` reads.
 
     Args:
         clients (`Mapping[str, FederatedDataset]`): The clients of each split, with the training split first.
@@ -58,24 +61,16 @@ def partition_lines(
     first, *others = clients.values()
     test = others[0] if others else None
     if not Path(options.path).exists():
-        return _lines(first, test, None, label_column, "")
+        return short_lines(_findings(first, test, None, label_column), "")
     data = open_data(options)
     command = f"hf-federated check {options.path}"
-    is_simulated = _is_simulated(first)
-    report = examine(data.tables, data.columns, leave_out=LABEL_SKEW if is_simulated else ())
-    without_entities = []
-    if is_simulated:
-        # The files have other sites than the clients.
-        found = _findings(first, None, data.columns.texts, data.columns.label or "")
-        without_entities = [finding for finding in found if finding.kind == "no entities"]
-    return short_lines([*report.findings, *without_entities], command)
+    report = examine(data.tables, data.columns, leave_out=LABEL_SKEW if _is_simulated(first) else ())
+    return short_lines(report.findings, command)
 
 
-def _lines(train: FederatedDataset, test: Any, texts: Any, label: str | None, command: str) -> list[str]:
-    return short_lines(_findings(train, test, texts, label), command)
-
-
-def _findings(train: FederatedDataset, test: Dataset | FederatedDataset | None, texts: Any, label: str | None) -> list:
+def _findings(
+    train: FederatedDataset, test: Dataset | FederatedDataset | None, texts: Sequence[str] | None, label: str | None
+) -> list[Finding]:
     tables = dataset_tables(train)
     if test is not None:
         tables += dataset_tables(test, TEST)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -105,9 +106,13 @@ def incomplete_mask(dataset: Dataset, task: Task, label: str | None = None, site
 
 
 @contextmanager
-def incomplete_errors(recipe: Recipe) -> Iterator[None]:
+def incomplete_errors(recipe: Recipe, examples: str | None = None) -> Iterator[None]:
     """
     Add the site, the file and the line to an error about an incomplete example, and how to drop such examples.
+
+    Args:
+        recipe ([`Recipe`]): The recipe.
+        examples (`str`, *optional*): File or folder with the examples of one client, in place of `data.path`.
 
     Raises:
         RecipeError: In place of the error of a task or partitioner, which knows the number of the row only.
@@ -117,16 +122,18 @@ def incomplete_errors(recipe: Recipe) -> Iterator[None]:
     except ValueError as error:
         if not _is_incomplete(error):
             raise
-        places = _places(recipe)
+        places = _places(recipe, examples)
         text = f"{'; '.join(places)}." if places else str(error)
         raise RecipeError(f"data: {text} Complete the rows, or drop them with data.drop_incomplete: true.") from error
 
 
-def _places(recipe: Recipe) -> list[str]:
+def _places(recipe: Recipe, examples: str | None) -> list[str]:
     """The first places of incomplete examples in the files of a recipe. Empty if the data are not in local files."""
     data, task = recipe.data, task_without_label_names(recipe)
+    if examples is not None:
+        data = replace(data, path=examples, test_path=None)
     label = label_column(recipe.task)
-    site = _site_column(recipe)
+    site = _site_column(recipe) if examples is None else None
     texts = [name for name in task.columns if name != label]
     if is_missing_path(data.path):
         return []

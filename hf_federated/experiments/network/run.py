@@ -16,6 +16,7 @@ from transformers import IntervalStrategy, TrainingArguments
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
 from hf_federated.engines import NetworkEngine
+from hf_federated.experiments.data.incomplete import incomplete_errors
 from hf_federated.experiments.data.tokenized import tokenize_test
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.execution import train_and_evaluate
@@ -139,7 +140,7 @@ def build_client(
     data = load_client_data(recipe, client_id, examples)
     tokenizer, task = load_tokenizer(recipe.model), data.task
     raw = {"train_dataset": FederatedDataset.from_dict({client_id: data.train})}
-    with command_errors(examples or recipe.data.path):
+    with incomplete_errors(recipe, examples), command_errors(examples or recipe.data.path):
         encoded = {"train_dataset": task.prepare(raw["train_dataset"], tokenizer)}
     metric_arguments: dict[str, Any] = {}
     if data.test is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
@@ -226,11 +228,19 @@ def test_balance_entities_gives_all_clients_the_same_share_of_examples_with_enti
     assert (max(map(len, kinds[:5])) <= 2) == (alpha == 1e-3)
 
 
-def test_small_alpha_without_balance_leaves_clients_without_entities():
+def test_small_alpha_without_balance_leaves_clients_without_entities(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("hf_federated"), "propagate", True)
     tags = tagged_rows()
     partition = LabelDirichletPartitioner(20, "ner_tags", alpha=0.01).partition(Dataset.from_dict({"ner_tags": tags}))
     has_entity = np.array([any(tag != "O" for tag in row) for row in tags])
-    assert sum(not has_entity[partition.rows(client)].any() for client in range(20)) > 3
+    num_without = sum(not has_entity[partition.rows(client)].any() for client in range(20))
+    assert num_without > 3
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{num_without} of 20 clients have no example with an entity")
+    caplog.clear()
+    LabelDirichletPartitioner(20, "ner_tags", alpha=100).partition(Dataset.from_dict({"ner_tags": tags}))
+    LabelDirichletPartitioner(2, "label", alpha=0.01).partition(Dataset.from_dict({"label": ["O", "x"] * 20}))
+    assert not caplog.messages
 
 
 def test_balance_entities_of_two_splits_and_of_class_labels():
