@@ -77,7 +77,7 @@ def check_early(
         return
     if not any(Path(output_dir).glob("checkpoint-*")):  # a run to replace or to resume, whose space is free later
         check_free_space(output_dir, _smallest_model(values), 1)
-    if values.get("split") is None and (num_rounds := _num_rounds(values, training)) is not None:
+    if values.get("split") is None and (num_rounds := number_of_rounds(values, training)) is not None:
         if (text := describe_undue_steps(_with_defaults(values, training), num_rounds)) is not None:
             warn_once(text)
 
@@ -142,7 +142,7 @@ def _metric_mistakes(values: Mapping[str, Any], training: Mapping[str, Any]) -> 
         )
 
 
-def _num_rounds(values: Mapping[str, Any], training: Mapping[str, Any]) -> int | None:
+def number_of_rounds(values: Mapping[str, Any], training: Mapping[str, Any]) -> int | None:
     """The number of rounds, or `None` if `max_steps` and `local_steps` do not define it."""
     federation, max_steps = values.get("federation") or {}, training.get("max_steps") or -1
     if max_steps > 0:

@@ -120,7 +120,7 @@ def test_federated_dataset_has_the_columns_of_its_clients(tmp_path) -> None:
 def test_number_of_rounds_is_that_of_the_trainer(tmp_path, training, federation) -> None:
     args = TrainingArguments(str(tmp_path), **training)
     expected = resolve_federation(FederatedConfig(**federation), args).num_rounds
-    assert early_checks._num_rounds({"federation": federation}, training) == expected
+    assert early_checks.number_of_rounds({"federation": federation}, training) == expected
 
 
 def test_metric_of_the_task_and_its_arguments_is_accepted(recipe_path, tmp_path) -> None:
