@@ -23,7 +23,8 @@ class ProximalPart(ClientPart):
 
     def receive(self, message: Fit) -> None:
         self._weight = message.settings["proximal_weight"]
-        self._anchor = message.state
+        # A narrowed state converts a value each time it is read.
+        self._anchor = dict(message.state)
 
     @property
     def changes_gradients(self) -> bool:

@@ -20,6 +20,7 @@ import torch
 from ..adapters import Exchange
 from ..messages import KINDS, Distill, Evaluate, Feedback, Fit, Message, Predict
 from ..messages.distillation import PublicRowsMessage
+from ..messages.narrowed_state import NarrowedState
 from ..messages.secure_aggregation import (
     SECURE_REQUESTS,
     ConfirmSurvivors,
@@ -212,15 +213,17 @@ class Agreement:
             own = {name: value for name, value in own.items() if name not in exchange.base_parameters}
         if not isinstance(request, (Fit, Evaluate)):
             return
-        if request.state and self._has_individual_states:
+        # Without a conversion of the values.
+        state: Mapping[str, Any] = request.state.unread if isinstance(request.state, NarrowedState) else request.state
+        if state and self._has_individual_states:
             # The method can send a part of a tensor, such as an adapter of a smaller rank, and further tensors.
-            _check_shapes(request, "state", request.state, own, allows_parts=True)
-        elif request.state:
-            if unknown := request.state.keys() ^ own.keys():
+            _check_shapes(request, "state", state, own, allows_parts=True)
+        elif state:
+            if unknown := state.keys() ^ own.keys():
                 name = min(unknown)
                 found = f"{'lacks' if name in own else 'contains'} {name!r}"
                 raise RefusedRequestError(request, "state", found, f"the names of {len(own)} tensors")
-            _check_shapes(request, "state", request.state, own)
+            _check_shapes(request, "state", state, own)
         # The client half of a method reads the names that it knows. Those of parameters have their shapes.
         _check_shapes(request, "extra", getattr(request, "extra", {}), own)
 

@@ -22,6 +22,7 @@ import torch
 from ..utils.fields import MAX_NAME_LENGTH
 from ..utils.printable import printable
 from ..utils.untrusted_json import MAX_BYTES, MAX_DEPTH, MAX_TEXT, MAX_VALUES, parse_json
+from .narrowed_state import NarrowedState, NarrowedTensor
 from .stored_tensors import DTYPES, METADATA_KEY, read_tensors
 
 
@@ -45,9 +46,15 @@ _BASE_VALUES, _TENSOR_VALUES = 300_000, 32
 _MAX_SHOWN = 300
 
 
-def _flatten(value: Any, tensors: dict[str, torch.Tensor], names: dict[int, str], path: str) -> Any:
+# Tensors of a tree. The values of some are converted when they are written.
+Stored = torch.Tensor | NarrowedTensor
+
+
+def _flatten(value: Any, tensors: dict[str, Stored], names: dict[int, str], path: str) -> Any:
     """Replace each tensor of a tree by a reference, and each value that JSON cannot represent by a tagged value."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, NarrowedState):
+        value = value.unread
+    if isinstance(value, (torch.Tensor, NarrowedTensor)):
         # A tensor object that occurs twice is serialized once, so tied weights need no additional bytes.
         if id(value) not in names:
             names[id(value)] = str(len(tensors))
@@ -115,9 +122,9 @@ class FlatTree(dict[str, Any]):
     """
 
 
-def _split(tree: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def _split(tree: Any) -> tuple[dict[str, Stored], dict[str, str]]:
     """Split a tree into its tensors by name, in the order of the file, and the metadata with all other values."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
     if isinstance(tree, FlatTree):
         for key, value in tree.items():
@@ -134,7 +141,7 @@ def _split(tree: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return dict(in_file_order), metadata
 
 
-def _checked(tensor: torch.Tensor, path: str) -> torch.Tensor:
+def _checked(tensor: Stored, path: str) -> Stored:
     if tensor.dtype not in _LAYOUT:
         raise TypeError(f"{path or 'the value'} is a tensor of {tensor.dtype}, which cannot be serialized.")
     return tensor
@@ -206,8 +213,9 @@ class PackedPieces:
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         yield self._head
-        for tensor in self._tensors.values():
-            if tensor.numel():
+        for stored in self._tensors.values():
+            if stored.nbytes:
+                tensor = stored.read() if isinstance(stored, NarrowedTensor) else stored
                 yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -355,7 +363,9 @@ def _structure(tree: Any) -> tuple[Any, int]:
     pending = [tree]
     while pending:
         value = pending.pop()
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, NarrowedState):
+            value = value.unread
+        if isinstance(value, (torch.Tensor, NarrowedTensor)):
             parts.append(_layout_of(value))
             ids.append(id(value))
         elif isinstance(value, float):
@@ -390,14 +400,14 @@ def _structure(tree: Any) -> tuple[Any, int]:
 
 
 _TEXT = {str}
-_TENSORS = {torch.Tensor, torch.nn.Parameter}
+_TENSORS = {torch.Tensor, torch.nn.Parameter, NarrowedTensor}
 
 
 def _is_plain_key(key: Any) -> bool:
     return isinstance(key, str) and not key.startswith("$")
 
 
-def _encode_header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, int]:
+def _encode_header(tensors: Mapping[str, Stored], metadata: Mapping[str, str]) -> tuple[bytes, int]:
     """
     Encode the JSON header of a safetensors file, and count the bytes of the tensors.
 

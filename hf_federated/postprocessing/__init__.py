@@ -14,7 +14,7 @@ from .clipping import ClipUpdate
 from .encode_state import EncodeState
 from .encode_update import EncodeUpdate
 from .exchange_codec import codec_direction, exchange_codec_steps
-from .exchange_dtype import SendChanges, cast_floating, exchange_dtype
+from .exchange_dtype import SendChanges, cast_floating, exchange_dtype, narrowed
 from .gaussian_noise import GaussianNoise
 from .quantize_changes import QuantizeChanges
 
@@ -33,6 +33,7 @@ __all__ = [
     "codec_direction",
     "exchange_codec_steps",
     "exchange_dtype",
+    "narrowed",
     "run_client_receive",
     "run_client_send",
     "run_on_sums",

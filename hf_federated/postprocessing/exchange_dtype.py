@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import torch
 
 from ..messages import ClientUpdate, Fit
+from ..messages.narrowed_state import NarrowedState
 from ..messages.validation import InvalidUpdateError
+from ..utils.shards import ACTIVE
 from ..utils.weighted_mean import Tensors
 from .base import Memory, Postprocessor, matching
 
@@ -22,6 +25,20 @@ def cast_floating(state: Tensors, dtype: torch.dtype | None) -> dict[str, torch.
     if dtype is None:
         return dict(state)
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+
+
+def narrowed(state: Tensors, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """
+    Return a state in a narrower dtype that is sent to clients. Its values are converted when they are read.
+
+    Args:
+        state (`Mapping[str, torch.Tensor]`): The state. Its tensors must not change.
+        dtype (`torch.dtype`, *optional*): The dtype of the floating tensors. `None` keeps all dtypes.
+    """
+    # The lengths of messages with shards are those of whole tensors.
+    if dtype is None or ACTIVE:
+        return cast_floating(state, dtype)
+    return cast("dict[str, torch.Tensor]", NarrowedState(state, dtype))
 
 
 class SendChanges(Postprocessor):

@@ -12,7 +12,7 @@ from ..clients import client_seed
 from ..messages import ClientFailure, ClientUpdate, Fit, Message
 from ..messages.validation import InvalidUpdateError, UpdateLimits, check_claims, check_update
 from ..methods import Method, Round
-from ..postprocessing import cast_floating
+from ..postprocessing import cast_floating, narrowed
 from ..utils.weighted_mean import State
 from .step_memories import StepMemories
 
@@ -85,7 +85,7 @@ class FitRequests:
             self._extra.update(method.fit_extra(state))
             self._settings.update(method.fit_settings())
         if settings.dtype is not None:
-            self._state = cast_floating(self._state, settings.dtype)
+            self._state = narrowed(self._state, settings.dtype)
             self._extra = cast_floating(self._extra, settings.dtype)
         self._max_rows = settings.row_limit(self.round.cohort)
         self.individual = [
@@ -128,7 +128,10 @@ class FitRequests:
             self.settings.returns_state,
             self._max_rows,
         )
-        return steps.send(message) if is_sent and steps.changes_requests else message
+        if not is_sent or not steps.changes_requests:
+            return message
+        # A postprocessor may keep the state.
+        return steps.send(replace(message, state=dict(message.state)))
 
     def _state_for(self, client_id: str) -> State:
         """Return the state that a client receives, if it may differ between clients."""
@@ -137,7 +140,7 @@ class FitRequests:
         state = self.round.state
         for method in self.individual:
             state = method.state_for(client_id, state)
-        return cast_floating(state, self.settings.dtype)
+        return narrowed(state, self.settings.dtype)
 
     def expected_for(self, client_id: str, state: State | None = None) -> State:
         """

@@ -14,7 +14,7 @@ from ..engines import Plan
 from ..messages import ClientFailure, ClientUpdate, Evaluate, Fit, Message, Metrics
 from ..methods import Round
 from ..methods.round import MessageFor
-from ..postprocessing import cast_floating
+from ..postprocessing import narrowed
 from ..utils.errors import RoundFailedError
 from ..utils.weighted_mean import State
 from .client_metrics import RoundSummary
@@ -145,7 +145,7 @@ class RoundLoop:
             RoundFailedError: If every client fails. The message contains the first failure.
         """
         context, number = self.context, self.round.number
-        state = cast_floating(self.state, context.fit.dtype) if context.fit.returns_state else {}
+        state = narrowed(self.state, context.fit.dtype) if context.fit.returns_state else {}
         plan = Plan(number, tuple(client_ids), lambda client_id: Evaluate(number, client_id, state), "evaluation")
         results: dict[str, dict[str, float] | str] = {}
         first_error: Exception | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from tiny import arguments, rows, same_weights, tiny_model
 
 from hf_federated import FederatedCallback, FederatedConfig, FederatedTrainer
 from hf_federated.messages import ClientUpdate, Fit
+from hf_federated.messages.narrowed_state import NarrowedState
 from hf_federated.messages.validation import InvalidUpdateError
-from hf_federated.postprocessing import SendChanges
+from hf_federated.postprocessing import SendChanges, cast_floating
+from hf_federated.server import fit_requests
 
 
 CLIENTS = {"north": rows(8), "south": rows(6, seed=1)}
@@ -29,7 +32,12 @@ class SumDtypeRecorder(FederatedCallback):
 
 
 def trained(
-    tmp_path, recorder: FederatedCallback | None = None, model: Any = None, public: Any = None, **federation: Any
+    tmp_path,
+    recorder: FederatedCallback | None = None,
+    model: Any = None,
+    public: Any = None,
+    client_callbacks: Any = (),
+    **federation: Any,
 ) -> FederatedTrainer:
     trainer = FederatedTrainer(
         model=model or tiny_model(),
@@ -37,6 +45,7 @@ def trained(
         train_dataset=CLIENTS,
         public_dataset=public,
         callbacks=[recorder] if recorder else [],
+        client_callbacks=list(client_callbacks),
         federation=FederatedConfig(num_rounds=2, **federation),
     )
     trainer.train()
@@ -133,3 +142,50 @@ def test_bf16_model_is_summed_in_float32(tmp_path) -> None:
     trainer = trained(tmp_path, recorder, model=tiny_model().to(torch.bfloat16))
     assert recorder.sums == {torch.float32}
     assert all(parameter.dtype == torch.bfloat16 for parameter in trainer.model.parameters())
+
+
+# ---- The state on its way to the clients
+
+
+class NarrowTensors(FederatedCallback):
+    """Record the bytes of the tensors in bfloat16 during local training."""
+
+    def __init__(self) -> None:
+        self.num_bytes: list[int] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        tensors = [item for item in gc.get_objects() if type(item) is torch.Tensor]
+        self.num_bytes.append(sum(item.nbytes for item in tensors if item.dtype == torch.bfloat16))
+
+
+def test_no_narrowed_state_is_in_memory_while_clients_train(tmp_path) -> None:
+    recorder = NarrowTensors()
+    trained(tmp_path, exchange_dtype="bfloat16", client_callbacks=[recorder])
+    assert len(recorder.num_bytes) >= 4 and max(recorder.num_bytes) == 0
+
+
+STATE = {
+    "w": torch.randn(3, 5),
+    "empty": torch.zeros(0, 2),
+    "steps": torch.tensor(3),
+    "half": torch.ones(2).bfloat16(),
+}
+
+
+def test_narrowed_state_has_the_bytes_of_a_converted_state() -> None:
+    converted, narrowed = cast_floating(STATE, torch.bfloat16), NarrowedState(STATE, torch.bfloat16)
+    messages = [Fit(0, "a", 1, state=state, extra=STATE) for state in (converted, narrowed)]
+    assert messages[0].to_bytes() == messages[1].to_bytes()
+    assert messages[0].num_bytes == messages[1].num_bytes == len(messages[0].to_bytes())
+    assert dict(narrowed).keys() == converted.keys() and len(narrowed) == len(converted)
+    assert all(torch.equal(narrowed[name], value) for name, value in converted.items())
+
+
+@pytest.mark.parametrize("aggregation", ["fedprox", "scaffold"])
+def test_narrowed_state_changes_no_byte(tmp_path, monkeypatch, aggregation) -> None:
+    options = {"exchange_dtype": "bfloat16", "aggregation": aggregation, "args": {"optim": "sgd"}}
+    found = trained(tmp_path / "found", **options)
+    monkeypatch.setattr(fit_requests, "narrowed", cast_floating)
+    expected = trained(tmp_path / "expected", **options)
+    assert same_weights(found.model, expected.model)
+    assert found.ledger.rounds() == expected.ledger.rounds()
