@@ -217,8 +217,7 @@ class ClientWorker:
         contexts = {key: self._context(message.client_id, model, before, key) for key in self._methods}
         parts = [method.client(contexts[key]) for key, method in self._methods.items()]
         for part in parts:
-            if type(part).close is not ClientPart.close:
-                closing.callback(part.close)
+            closing.callback(part.close)
         step_memories = dict(before.get(STEP_MEMORIES, {}))
         if self._postprocessors:
             with refusing(message, "state"):
@@ -234,8 +233,7 @@ class ClientWorker:
                 part.receive(message)
             state = message.state
             for part in parts:
-                if type(part).place is not ClientPart.place:
-                    state = part.place(state)
+                state = part.place(state)
         except ModelMismatchError:
             raise
         except INVALID_CONTENT as error:
