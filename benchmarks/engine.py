@@ -146,13 +146,14 @@ class Bench:
         """(b) Measure the peak memory of a run, by number of clients."""
         counts = (2, 16) if self.options.quick else (2, 16, 64, 256)
         entries = []
-        for algorithm in ALGORITHMS:
+        cases: dict[str, dict[str, str]] = {name: {"aggregation": name} for name in ALGORITHMS}
+        for name, federation in (cases | {"bfloat16": {"exchange_dtype": "bfloat16"}}).items():
             peaks: dict[str, dict[str, float]] = {}
             for num_clients in counts:
                 workload = {**MEMORY, "num_clients": num_clients, "num_rounds": 2}
-                peaks[str(num_clients)] = self.run("memory", workload, aggregation=algorithm)
+                peaks[str(num_clients)] = self.run("memory", workload, federation=federation)
             first, last = (peaks[str(count)]["peak_mb"] for count in (counts[0], counts[-1]))
-            entries.append({"aggregation": algorithm, "peaks": peaks, "growth": last / first - 1})
+            entries.append({"aggregation": name, "peaks": peaks, "growth": last / first - 1})
         model_mb = entries[0]["peaks"][str(counts[0])]["model_mb"]
         print_table(
             f"(b) peak resident memory in MB (anonymous part), a model of {model_mb:.0f} MB, 2 rounds",

@@ -27,11 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from last_block import Features, Head, LastBlock, load_model, prepare
+from last_block import Features, Head, LastBlock, load_model, prepare, training_arguments
 from peft import LoraConfig, get_peft_model
 from robustness import predict, read_examples
 from torch import nn
-from transformers import TrainingArguments
 
 from hf_federated import (
     FederatedConfig,
@@ -122,19 +121,7 @@ def run(features: Features, model: nn.Module, spec: dict[str, Any]) -> dict[str,
     with tempfile.TemporaryDirectory() as directory:
         trainer = FederatedTrainer(
             model=copy.deepcopy(model),
-            args=TrainingArguments(
-                output_dir=directory,
-                per_device_train_batch_size=BATCH_SIZE,
-                learning_rate=LEARNING_RATES[spec["trained"]],
-                seed=spec["seed"],
-                remove_unused_columns=False,
-                logging_strategy="no",
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-                use_cpu=True,
-                label_names=["labels"],
-            ),
+            args=training_arguments(directory, LEARNING_RATES[spec["trained"]], BATCH_SIZE, spec["seed"]),
             train_dataset=FederatedDataset.from_dataset(examples, partitioner),
             data_collator=features.collate,
             postprocessors=steps,

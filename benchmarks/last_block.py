@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, TrainingArguments
 
 
 ARRAYS = ("last", "first", "keys", "values", "mask", "labels")
@@ -141,6 +141,31 @@ class Features:
         """Return a training batch of examples with the columns `row` and `labels`."""
         batch = self.batch([example["row"] for example in examples])
         return batch | {"labels": torch.tensor([example["labels"] for example in examples])}
+
+
+def training_arguments(directory: str, learning_rate: float, batch_size: int, seed: int) -> TrainingArguments:
+    """
+    Return the training arguments of a federation that writes nothing.
+
+    Args:
+        directory (`str`): Output directory.
+        learning_rate (`float`): Learning rate of the clients.
+        batch_size (`int`): Number of examples of a step.
+        seed (`int`): Seed of the run.
+    """
+    return TrainingArguments(
+        output_dir=directory,
+        per_device_train_batch_size=batch_size,
+        learning_rate=learning_rate,
+        seed=seed,
+        remove_unused_columns=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        label_names=["labels"],
+    )
 
 
 def load_model(directory: str, num_labels: int) -> PreTrainedModel:

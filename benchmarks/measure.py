@@ -179,7 +179,7 @@ def prepare(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[s
 
 def measure_memory(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
     """Measure the peak resident memory of a run, counted after the imports."""
-    trainer = federated_trainer(workload, output_dir, [], aggregation=spec["aggregation"])
+    trainer = federated_trainer(workload, output_dir, [], **spec["federation"])
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     with AnonymousPeak() as anonymous:
         trainer.train()

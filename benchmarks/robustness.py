@@ -25,10 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import ClassLabel, Dataset
-from last_block import Features, Head, LastBlock, load_model, prepare
+from last_block import Features, Head, LastBlock, load_model, prepare, training_arguments
 from robustness_attacks import ATTACKS, SIZE_ATTACKS, Attack, AttackedEngine
 from robustness_report import report
-from transformers import TrainingArguments
 
 from hf_federated import (
     FederatedConfig,
@@ -148,18 +147,7 @@ def run(features: Features, options: argparse.Namespace, spec: dict[str, Any]) -
     with tempfile.TemporaryDirectory() as directory:
         trainer = FederatedTrainer(
             model=copy.deepcopy(options.initial_model),
-            args=TrainingArguments(
-                output_dir=directory,
-                per_device_train_batch_size=options.batch_size,
-                learning_rate=options.learning_rate,
-                seed=spec["seed"],
-                remove_unused_columns=False,
-                logging_strategy="no",
-                save_strategy="no",
-                report_to=[],
-                disable_tqdm=True,
-                use_cpu=True,
-            ),
+            args=training_arguments(directory, options.learning_rate, options.batch_size, spec["seed"]),
             train_dataset=FederatedDataset.from_dict(clients),
             server_dataset=server_examples if fields.get("aggregation") == "fltrust" else None,
             data_collator=features.collate,
