@@ -22,6 +22,12 @@ from hf_federated.utils.printable import printable
 
 
 COMMANDS = {
+    "init": Command(
+        "init",
+        "write a first recipe",
+        "Write a commented recipe from five answers: the data, the task, the model, the method, and where the clients "
+        "are. The command prints the commands that train the recipe.",
+    ),
     "train": Command(
         "train",
         "train a recipe",
