@@ -14,6 +14,7 @@ from datasets.exceptions import DatasetsError
 from .table import TableError
 from .table_files import read_table
 from .text_format import TableOptions
+from .typed_rows import is_text
 
 
 # Part of the path of the cache. Increase it when the same file is read as other rows.
@@ -64,7 +65,7 @@ class TableDataset(datasets.ArrowBasedBuilder):
                 if schema is None:
                     schema = batch.schema
                     # A column of text can have only numbers in another file, such as 007.
-                    texts = [item.name for item in schema if pa.types.is_large_string(item.type)]
+                    texts = [item.name for item in schema if is_text(item.type)]
                     options = replace(options, text_columns=list(dict.fromkeys([*options.text_columns, *texts])))
                 yield number, pa.Table.from_batches([batch])
                 number += 1

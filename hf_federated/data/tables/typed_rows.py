@@ -69,7 +69,7 @@ class RowConverter:
                 continue
             if schema is None:
                 schema, commas = self._infer(lines, rows, read)
-            texts = [field.name for field in schema if _is_text(field.type)]
+            texts = [field.name for field in schema if is_text(field.type)]
             rows = self._with_points(rows, commas)
             batch = self._convert(rows, texts)
             arrays = [self._cast(batch.column(place), field, lines, rows, place) for place, field in enumerate(schema)]
@@ -85,7 +85,7 @@ class RowConverter:
             commas = [
                 field.name
                 for field, column in zip(schema, batch.columns, strict=True)
-                if _is_text(field.type) and field.name not in self.text_columns and _has_decimal_commas(column)
+                if is_text(field.type) and field.name not in self.text_columns and _has_decimal_commas(column)
             ]
             schema = self._convert(self._with_points(rows, commas), self.text_columns).schema
         else:
@@ -203,7 +203,8 @@ def _cure(text: str, kind: pa.DataType) -> str:
     return READ_AS_TEXT
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a type is text. pandas 3 writes large strings, and earlier versions strings."""
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 

@@ -181,6 +181,12 @@ def test_files_of_a_split_need_the_same_columns(tmp_path):
         load_tables({"train": [tmp_path / "a.csv", tmp_path / "b.csv"]})
 
 
+def test_column_of_text_is_text_in_all_files_of_a_split(tmp_path):
+    (tmp_path / "a.csv").write_text("text,code\na,x\n")
+    (tmp_path / "b.csv").write_text("text,code\nb,007\n")
+    assert load_tables({"train": [tmp_path / "a.csv", tmp_path / "b.csv"]})["train"]["code"][:] == ["x", "007"]
+
+
 OBJECTS = [{"text": "a, b", "label": 1}, {"text": 'say "hi"\n', "label": 2, "spans": [{"start": 1}]}, {"text": None}]
 INDENTED = json.dumps(OBJECTS, indent=1)
 
