@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
 
 from hf_federated import FederatedDatasetDict
 from hf_federated.cli.main import main
+from hf_federated.experiments.data.files import load_file
 from hf_federated.experiments.data.splits import load_splits
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.recipe.recipe import parse_recipe
@@ -108,3 +110,26 @@ def test_invalid_options_of_a_recipe_are_mistakes(csv, words):
     with pytest.raises(RecipeError) as caught:
         recipe("a.csv", csv=csv)
     assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"text": "a"}\n{"text": "b"}\n',
+        b'\xef\xbb\xbf{"text": "a"}\n{"text": "b"}\n',
+        b'{\n"text": "a"\n}\n{\n"text": "b"\n}\n',
+        b'[{"text": "a"}, {"text": "b"}]',
+        '[{"text": "a"},\n{"text": "b"}]'.encode("utf-16"),
+        b'["a", "b"]',
+    ],
+)
+def test_json_in_each_form_is_loaded(folder, content):
+    (folder / "a.json").write_bytes(content)
+    assert load_file(Path("a.json"), "train")["train"]["text"][:] == ["a", "b"]
+
+
+def test_damaged_archive_is_an_error_that_names_the_file(folder):
+    for name in ("a.csv.gz", "a.jsonl.gz"):
+        (folder / name).write_bytes(gzip.compress(b'{"text": "a"}\n{"text": "b"}\n')[:-9])
+        with pytest.raises(CommandError, match=f"{name} is a damaged archive"):
+            load_file(Path(name), "train")

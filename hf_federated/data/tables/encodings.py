@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import gzip
+import lzma
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +46,13 @@ def find_encoding(path: Path, given: str | None = None) -> str:
     Raises:
         TableError: If the file has bytes that the encoding does not allow, or its encoding is ambiguous.
     """
+    try:
+        return _find_encoding(path, given)
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile) as error:
+        raise TableError(f"{path} is a damaged archive: {error}. Copy or compress the file again.") from error
+
+
+def _find_encoding(path: Path, given: str | None) -> str:
     with open_bytes(path) as file:
         start = file.read(4)
     marked = next((name for mark, name in BYTE_ORDER_MARKS.items() if start.startswith(mark)), None)

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,8 @@ def _rows(path: Path, encoding: str) -> Iterator[tuple[int, dict[str, Any]]]:
             _array(path, file, line) if start == "[" else _lines(path, chain([start + file.readline()], file), line)
         )
         for number, row in found:
+            if start == "[" and isinstance(row, str):
+                row = {"text": row}  # as in `datasets`
             if not isinstance(row, dict):
                 raise TableError(
                     f"{path}, line {number}: {json.dumps(row, ensure_ascii=False)[:50]} is no JSON object. Write each"
@@ -99,12 +102,30 @@ def _rows(path: Path, encoding: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _lines(path: Path, lines: Iterator[str], number: int) -> Iterator[tuple[int, Any]]:
-    for position, text in enumerate(lines, start=number):
+    numbered = enumerate(lines, start=number)
+    for position, text in numbered:
         if text.strip():
             try:
-                yield position, json.loads(text)
-            except json.JSONDecodeError as error:
-                raise TableError(_invalid(path, position, error.colno, error.msg, text)) from error
+                value = json.loads(text)
+            except (json.JSONDecodeError, RecursionError) as error:
+                value = _several_lines(path, position, text, numbered, error)
+            yield position, value
+
+
+def _several_lines(path: Path, position: int, text: str, numbered: Iterator[tuple[int, str]], error: Exception) -> Any:
+    """The object that starts on a line and ends on a later line. Only lines that end with a brace are tried."""
+    whole = text
+    for _, line in numbered:
+        whole += line
+        if len(whole) > READ_CHARACTERS:
+            break
+        if line.rstrip().endswith("}"):
+            with suppress(json.JSONDecodeError, RecursionError):
+                return json.loads(whole)
+    character, message = (
+        (error.colno, error.msg) if isinstance(error, json.JSONDecodeError) else (1, "too many levels")
+    )
+    raise TableError(_invalid(path, position, character, message, text)) from error
 
 
 def _array(path: Path, file: io.TextIOWrapper, line: int) -> Iterator[tuple[int, Any]]:
@@ -120,6 +141,8 @@ def _array(path: Path, file: io.TextIOWrapper, line: int) -> Iterator[tuple[int,
             return
         try:
             value, end = decoder.raw_decode(text, place)
+        except RecursionError as error:
+            raise TableError(_invalid(path, line, 1, "too many levels", text[place : place + 80])) from error
         except json.JSONDecodeError as error:
             if is_end:
                 message = "the array is not closed" if place >= len(text) else error.msg

@@ -20,6 +20,7 @@ from hf_federated.data.tables import (
     TableError,
     TableOptions,
     data_suffix,
+    find_encoding,
     load_tables,
     read_table,
     table_notes,
@@ -53,13 +54,21 @@ def load_file(path: Path, split: str, options: TableOptions | None = None) -> Da
 def read_file(path: Path, split: str, options: TableOptions | None = None) -> tuple[DatasetDict, list[str]]:
     """Load one file as one split, and return sentences about what is unusual in the file."""
     try:
-        table = read_table(path, options)
-        notes = table_notes(table)
-        if table.kind not in ("CSV", "Excel") and not notes:
+        if _is_read_by_datasets(path, options):
             return _load_without_options(path, split), []
+        notes = table_notes(read_table(path, options))
         return DatasetDict(load_tables({split: [path]}, options)), notes
     except TableError as error:
         raise CommandError(str(error)) from error
+
+
+def _is_read_by_datasets(path: Path, options: TableOptions | None) -> bool:
+    """Whether `datasets` reads a file as it is: Parquet, and JSON and text in UTF-8."""
+    suffix = data_suffix(path)
+    if suffix in (".json", ".jsonl", ".txt"):
+        encodings = ("utf-8",) if suffix == ".txt" else ("utf-8", "utf-8-sig")
+        return find_encoding(path, None if options is None else options.encoding) in encodings
+    return suffix == ".parquet"
 
 
 def _load_without_options(path: Path, split: str) -> DatasetDict:

@@ -121,6 +121,7 @@ REFUSED: dict[str, tuple[bytes, list[str]]] = {
     "text after a quote": (b'text,label\na,x\n"b" c,y\n', ["line 3", "followed by text", '""', "none"]),
     "a zero byte": (b"text,label\na,x\nb\0,y\n", ["line 3", "zero byte", "Export it again"]),
     "a column name twice": (b"text,label,text\na,x,b\n", ["line 1", "columns 1 and 3", "'text'", "Rename"]),
+    "a gzip file that was copied in part": (gzip.compress(b"text,label\na,x\n")[:-9], ["damaged archive", "again"]),
     "an archive with two files": (zipped(b"text\na\n", "a.csv", "b.csv"), ["2 files", "Unpack"]),
 }
 

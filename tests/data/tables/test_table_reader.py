@@ -196,6 +196,7 @@ INDENTED = json.dumps(OBJECTS, indent=1)
     [
         ("a.jsonl", "\n\n".join(map(json.dumps, OBJECTS)), [1, 3, 5]),
         ("a.jsonl.gz", "\n".join(map(json.dumps, OBJECTS)), [1, 2, 3]),
+        ("a.jsonl", "\n".join(json.dumps(row, indent=2) for row in OBJECTS), [1, 5, 14]),
         ("a.json", json.dumps(OBJECTS), [1, 1, 1]),
         ("a.json", "\n[\n" + ",\n\n".join(map(json.dumps, OBJECTS)) + "\n]\n", [3, 5, 7]),
         ("a.json", INDENTED, [number for number, text in enumerate(INDENTED.splitlines(), 1) if text == " {"]),
@@ -207,6 +208,12 @@ def test_json_rows_have_the_lines_at_which_they_start(tmp_path, name, content, l
     ((starts, batch),) = read_table(path).batches()
     assert batch.to_pylist() == [{"text": None, "label": None, "spans": None} | row for row in OBJECTS]
     assert starts.tolist() == lines
+
+
+def test_array_of_texts_has_a_column_of_text(tmp_path):
+    (tmp_path / "a.json").write_text('["a",\n"b"]')
+    ((lines, batch),) = read_table(tmp_path / "a.json").batches()
+    assert (lines.tolist(), batch.to_pylist()) == ([1, 2], [{"text": "a"}, {"text": "b"}])
 
 
 def test_long_json_array_is_read_in_parts(tmp_path):
@@ -221,6 +228,8 @@ def test_long_json_array_is_read_in_parts(tmp_path):
     [
         ('{"text": "a"}\n{"text": b"}\n', ["line 2", "character 10", '{"text": b"}']),
         ('[{"text": "a"},\n{"text": "b"}\n', ["line 3", "not closed"]),
+        ('{"text": ' + "[" * 100_000 + "\n", ["line 1", "too many levels"]),
+        ("[" * 100_000, ["line 1", "too many levels"]),
         ('{"text": "a"}\n["b"]\n', ["line 2", "no JSON object", '["b"]']),
         ("", ["no rows"]),
     ],
