@@ -181,8 +181,8 @@ class FederationSetup:
         sampler = check_server(lambda: sample_clients(clients, resolved), alone)
         check_server(lambda: check_server_dataset(aggregation, distillation, participants), None)
         check_clients(trainer, clients, eval_clients, resolved, participants.task is not None, distillation)
-        check_first_round(trainer, resolved, clients, participants.task is not None)
         _check_model(trainer, resolved, distillation, participants)
+        check_first_round(trainer, resolved, clients, participants.task)
         check_weights(aggregation, secure)
         if secure is not None:
             check_server(functools.partial(check_cohort, secure, sampler.num_sampled), None)

@@ -54,8 +54,8 @@ def test_report_of_a_new_head_is_hidden(checkpoints, cls) -> None:
 
 def test_report_of_missing_layers_and_of_sizes_is_shown(checkpoints) -> None:
     load = AutoModel.from_pretrained
-    (report,) = reports_of(lambda: load(checkpoints / "short", num_hidden_layers=2))
-    assert is_informative(report)
+    (report,) = reports_of(lambda: load(checkpoints / "pretrained", num_hidden_layers=3, add_pooling_layer=False))
+    assert is_informative(report) and "encoder.layer.2" in report.getMessage()
     sized = {"num_labels": 5, "ignore_mismatched_sizes": True}
     load = AutoModelForSequenceClassification.from_pretrained
     (report,) = reports_of(lambda: load(checkpoints / "short", **sized))

@@ -9,10 +9,14 @@ import torch
 from datasets import Dataset
 from federations import CLIENTS, build_federation
 from tiny import arguments, rows, tiny_model
-from transformers import Trainer, TrainerCallback
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
 from transformers.training_args import OptimizerNames
 
 from hf_federated import FederatedTrainer, RoundFailedError
+from hf_federated.tasks import TextClassification
 from hf_federated.trainer.checks.first_round import num_checkpoints
 from hf_federated.utils.due_steps import DEFAULT_STEPS, describe_undue_steps, warn_once
 from hf_federated.utils.optimizer_packages import PACKAGES, check_optimizer_package
@@ -147,6 +151,17 @@ def test_columns_that_the_model_does_not_read_are_reported_at_construction(tmp_p
     with pytest.raises(ValueError, match="columns text, label_, of which .* reads none.*remove_unused_columns=False"):
         build_federation(tmp_path, raw, trainer={"data_collator": collate})
     build_federation(tmp_path, raw, trainer={"data_collator": collate}, remove_unused_columns=False).train()
+
+
+def test_column_that_the_task_reads_is_checked_at_construction(tmp_path) -> None:
+    raw = {name: Dataset.from_dict({"text": ["a b", "b"], "label": [0, 1]}) for name in ("north", "south")}
+    words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
+    given = {"processing_class": tokenizer, "task": TextClassification(["bad", "good"], text_column="txt")}
+    with pytest.raises(ValueError, match="columns text, label, but TextClassification reads the column 'txt'. Set"):
+        build_federation(tmp_path, raw, trainer=given)
+    build_federation(tmp_path, raw, trainer={**given, "task": TextClassification(["bad", "good"])}).train()
 
 
 def test_column_that_a_collator_misses_is_explained_with_remove_unused_columns(tmp_path) -> None:

@@ -12,6 +12,7 @@ from transformers.training_args import OptimizerNames
 from ...clients.failures import read_columns
 from ...config import FederatedConfig
 from ...data import FederatedDataset
+from ...tasks import Task
 from ...utils.due_steps import DEFAULT_STEPS, describe_undue_steps, warn_once
 from ...utils.optimizer_packages import check_optimizer_package
 from ...utils.storage import check_free_space, size_of_folder
@@ -25,7 +26,7 @@ PLAIN_METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second")
 _FURTHER_METRICS = ("model_preparation_time", "jit_compilation_time", "mem_")
 
 
-def check_first_round(trainer: Any, config: FederatedConfig, clients: FederatedDataset, are_raw: bool) -> None:
+def check_first_round(trainer: Any, config: FederatedConfig, clients: FederatedDataset, task: Task | None) -> None:
     """
     Check arguments of a trainer that only the first round or a later round reads.
 
@@ -33,11 +34,12 @@ def check_first_round(trainer: Any, config: FederatedConfig, clients: FederatedD
         trainer (`transformers.Trainer`): The federated trainer, constructed as its parent class.
         config ([`FederatedConfig`]): The configuration, with the number of rounds.
         clients ([`FederatedDataset`]): Training examples by client.
-        are_raw (`bool`): Whether the examples are raw, so that a task encodes them later.
+        task ([`Task`], *optional*): The task that encodes raw examples later.
 
     Raises:
         ImportError: If the package of the optimizer is not installed.
-        ValueError: If no metric is `metric_for_best_model`, or if the model reads no column of the examples.
+        ValueError: If no metric is `metric_for_best_model`, if the examples have no column that the task reads, or if
+            the model reads no column of the examples.
     """
     if (text := describe_undue_steps(trainer.args, config.num_rounds or 1)) is not None:
         warn_once(text)
@@ -46,7 +48,9 @@ def check_first_round(trainer: Any, config: FederatedConfig, clients: FederatedD
         return  # Each client checks its own optimizer and examples.
     if not _overrides(trainer, "create_optimizer", "get_optimizer_cls_and_kwargs") and not _has_optimizer(trainer):
         check_optimizer_package(OptimizerNames(trainer.args.optim).value)
-    if not are_raw and not trainer.prepares_data():
+    if task is not None:
+        check_task_columns(task, clients)
+    elif not trainer.prepares_data():
         check_read_columns(trainer, clients)
 
 
@@ -77,6 +81,23 @@ def check_best_metric(trainer: Trainer) -> None:
         f"metric_for_best_model={args.metric_for_best_model!r}, but without `compute_metrics` an evaluation has the "
         f"metrics {', '.join(known)}. Pass `compute_metrics`, or set `metric_for_best_model` to one of these."
     )
+
+
+def check_task_columns(task: Task, clients: FederatedDataset) -> None:
+    """
+    Refuse raw examples without a column that the task reads. The first round would encode them.
+
+    Raises:
+        ValueError: If a column is missing. The message lists the columns.
+    """
+    columns = clients.column_names
+    for column in task.columns if columns else ():
+        if column not in columns:
+            raise ValueError(
+                f"The clients' data has the columns {', '.join(columns)}, but {type(task).__name__} reads the column "
+                f"{column!r}. Set the name of the column in the task, or call "
+                f"`clients.rename_column({columns[0]!r}, {column!r})`."
+            )
 
 
 def check_read_columns(trainer: Trainer, clients: FederatedDataset) -> None:
