@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launches import logs, notes, same_bits, weights
+from rank_worker import RUN_DIR
 from workers import without_timings
 
 from hf_federated import Ledger
 from hf_federated.engines.ranks import assign
+from hf_federated.reporting.run_view import read_run
 from hf_federated.trainer.checkpoint import read_server_state
 
 
@@ -71,6 +74,16 @@ def test_model_and_logs_are_identical_over_any_number_of_processes(finished, sce
             expected["client_metrics"].items(), actual["client_metrics"].items(), strict=True
         ):
             assert client_a[0] == client_b[0] and without_timings([client_a[1]]) == without_timings([client_b[1]])
+    assert shown(single) == shown(several)
+
+
+def shown(directory: Path) -> list[tuple[Any, ...]]:
+    """What a reader of the log of a run sees, without times."""
+    run = read_run(directory / RUN_DIR)
+    rounds = [(each.number, each.logs, each.num_done, each.bytes_down, each.bytes_up) for each in run.rounds]
+    clients = [(name, each.state, each.loss, each.num_rounds, each.bytes_up) for name, each in run.clients.items()]
+    assert run.state == "complete" and rounds
+    return rounds + clients
 
 
 @pytest.mark.slow
