@@ -33,6 +33,7 @@ def write_run(
     total: int | None = None,
     ended: str | None = "complete",
     names: list[str] | None = None,
+    logs: dict[str, float] | None = None,
     **start: Any,
 ) -> None:
     """
@@ -45,19 +46,20 @@ def write_run(
         total (`int`, *optional*): Number of rounds of the run. Defaults to `num_rounds`.
         ended (`str`, *optional*): How the run ended. `None` for a run of this process that lasts.
         names (`list[str]`, *optional*): Names of the first clients.
+        logs (`dict[str, float]`, *optional*): Further logged values of each round.
         start (`Any`): Further fields of `RunStart`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     clients = [*(names or []), *(f"site-{number}" for number in range(num_clients - len(names or [])))]
     lines = [RunStart(START, total or num_rounds, num_clients, "FedAvg", **start)]
     for number in range(1, num_rounds + 1):
-        logs = {"loss": 2 / number, "eval_accuracy": 1 - 1 / (number + 1), "eval_loss": 1 / number}
+        values = {"loss": 2 / number, "eval_accuracy": 1 - 1 / (number + 1), "eval_loss": 1 / number}
         lines.append(
             RoundEntry(
                 number=number,
                 time=START + SECONDS * number,
                 seconds=SECONDS,
-                logs=logs,
+                logs=values | (logs or {}),
                 num_done=num_clients,
                 num_failed=0,
                 bytes_down=1000 * num_clients * number,

@@ -46,11 +46,11 @@ def test_once_prints_the_run_and_its_state_is_the_exit_code(tmp_path, capsys):
 
 
 def test_names_and_errors_of_clients_send_no_control_characters(tmp_path, capsys):
-    write_run(tmp_path, names=[HOSTILE], ended=f"failed: {HOSTILE}")
+    write_run(tmp_path, names=[HOSTILE], ended=f"failed: {HOSTILE}", logs={f"eval_{HOSTILE}": 1.0})
     main(["watch", str(tmp_path), "--once"])
     shown = capsys.readouterr().out
     assert not {"\x1b", "\x07", "\r"} & set(shown)
-    assert sum("south" in line for line in shown.splitlines()) == 2  # No name begins another line.
+    assert sum("south" in line for line in shown.splitlines()) == 3  # No name begins another line.
 
 
 def test_a_small_screen_shows_the_last_rounds_and_the_first_clients(tmp_path):
