@@ -209,7 +209,7 @@ def test_pipeline_of_the_card_runs(tmp_path, kind):
         model = tiny_model(num_labels=3)
     base = tmp_path / "base"
     if kind == "adapter":
-        model.base_model.save_pretrained(base)  # without a classifier
+        tiny_model().base_model.save_pretrained(base)  # without a classifier of three labels
         model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
     options = {"model": model, "processing_class": words, "data_collator": collator}
     run = build_federation(
