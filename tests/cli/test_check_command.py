@@ -215,6 +215,15 @@ def test_fix_writes_clean_files_and_lists_the_changes(folder, capsys):
     assert main("partition clean --client-per-file --output clients".split()) == 0
 
 
+def test_fix_keeps_a_complete_row_that_repeats_an_incomplete_one_and_the_text_of_numbers(folder, capsys):
+    rows = [[text, label, f"00{number % 7}", "1,5"] for number, (text, label) in enumerate(clean_rows("a"))]
+    rows[2][1] = ""
+    rows[9][0] = rows[2][0]
+    write_csv(folder / "a.csv", rows, ("text", "label", "code", "weight"))
+    check(capsys, "a.csv", "--fix", "clean", "--drop-duplicates")
+    assert read_csv(folder / "clean" / "a.csv")[1:] == rows[:2] + rows[3:]
+
+
 def test_fix_corrects_the_names_of_sites_in_a_column_and_in_file_names(folder, capsys):
     rows = [[site, *row] for site in SITES for row in clean_rows(site)]
     rows[0][0], rows[40][0] = " north", "South"

@@ -86,6 +86,12 @@ def test_duplicates_within_a_site_between_sites_and_in_the_test_examples():
     assert "row 8 of site 'west'" in messages["duplicate in training and test"]
 
 
+def test_repeated_test_row_is_in_training_and_test_only_if_a_training_row_has_the_text():
+    test = {"text": ["new", "new ", "the pump 1 of north leaks"], "label": ["fine", "fine", "defect"]}
+    findings = check_datasets(sites(), test=Dataset.from_dict(test))
+    assert sorted(found(findings)) == [("duplicate", None, (2,), 1), ("duplicate in training and test", None, (3,), 1)]
+
+
 def test_repeated_row_of_a_site_counts_within_the_site_only():
     rows = clean("south")
     rows["text"][4] = rows["text"][8] = "the pump 0 of north leaks"
@@ -152,6 +158,11 @@ def test_label_of_one_site_and_label_of_the_test_examples_only():
         ("label of the test only", "east", (4,), 1),
     ]
     assert [finding.value for finding in findings] == ["unknown", "broken"]
+
+
+def test_first_row_of_a_label_is_found_after_rows_without_a_label():
+    findings = check_datasets(sites(east=changed("east", "label", {1: None, 2: None, 9: "lost"})))
+    assert found(findings) == [("missing label", "east", (1, 2), 2), ("label of one site", "east", (9,), 1)]
 
 
 def test_labels_that_differ_in_case_or_whitespace():
