@@ -147,6 +147,13 @@ def test_partition_of_clean_files_prints_no_findings(folder, capsys):
     assert "error" not in out and "warning" not in out and "findings" not in out
 
 
+def test_partition_of_a_folder_with_subfolders_checks_the_loaded_rows(folder, capsys):
+    for split in ("train", "test"):
+        write_csv(folder / "data" / split / "rows.csv", with_cells(split, text_4=""))
+    assert main("partition data --partitioner iid --num-clients 2 --output clients".split()) == 0
+    assert "error: missing text: site '" in capsys.readouterr().out
+
+
 def tagged(num_rows: int = 120) -> dict[str, list]:
     """Sentences of which a third has an entity."""
     return {

@@ -81,7 +81,10 @@ class Batch:
         if name is None or name not in self.rows.schema.names:
             return None
         values = self.rows.column(name)
-        return values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+        values = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+        # Categories of pandas are read as the values that they name.
+        is_encoded = pa.types.is_dictionary(values.type) and name != CLIENT_COLUMN
+        return values.dictionary_decode() if is_encoded else values
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import ClassLabel, Dataset, Features
+from datasets import ClassLabel, Dataset
 
+from ..client_mapping import ClientMapping
 from ..partitioners.base import Partition
 from ..storage.folder import open_folder
 from .site_table import CLIENT_COLUMN, TRAIN, SiteTable
@@ -34,9 +35,11 @@ def dataset_tables(datasets: Any, split: str = TRAIN, site: str | None = "") -> 
     """
     if isinstance(datasets, Dataset):
         return [_dataset_table(datasets, site, split)]
-    source, partition = getattr(datasets, "source", None), getattr(datasets, "partition", None)
-    if source is not None and partition is not None:
-        return [_partitioned_table(source, partition, split)]
+    if isinstance(datasets, ClientMapping):
+        if datasets.source is not None and datasets.partition is not None:
+            return [_partitioned_table(datasets.source, datasets.partition, split)]
+        # A client is opened when it is read, and not kept.
+        return [_client_table(datasets, client_id, split) for client_id in datasets]
     if not isinstance(datasets, Mapping):
         raise TypeError(
             f"check_datasets got a {type(datasets).__name__}. Pass a datasets.Dataset, a FederatedDataset, or a"
@@ -60,6 +63,13 @@ def _dataset_table(dataset: Any, site: str | None, split: str) -> SiteTable:
 
     features = dataset.features
     return SiteTable("", site, dataset.column_names, batches, split, "row", class_names(features))
+
+
+def _client_table(clients: ClientMapping, client_id: str, split: str) -> SiteTable:
+    def batches() -> Iterator[tuple[np.ndarray, pa.Table]]:
+        return _dataset_table(clients[client_id], client_id, split).batches()
+
+    return SiteTable("", client_id, clients.column_names, batches, split, "row", class_names(clients.features or {}))
 
 
 def _partitioned_table(source: Dataset, partition: Partition, split: str) -> SiteTable:
@@ -122,7 +132,7 @@ def parquet_table(path: Path, site: str | None, split: str, label_names: Mapping
     return SiteTable(str(path), site, pq.read_schema(path).names, batches, split, "row", label_names)
 
 
-def class_names(features: Features) -> dict[str, list[str]]:
+def class_names(features: Mapping[str, Any]) -> dict[str, list[str]]:
     """The names of the labels of each column of labels, or of lists of labels."""
     found = {}
     for name, feature in features.items():

@@ -14,6 +14,7 @@ from hf_federated.data.checks.site_table import TEST, find_columns
 from hf_federated.data.checks.sources import dataset_tables
 from hf_federated.experiments.data.checked_data import TASK_COLUMNS, DataOptions, open_data, task_columns
 from hf_federated.experiments.data.raw import RawData
+from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.recipe.recipe import Recipe
 
 
@@ -60,9 +61,11 @@ def partition_lines(
     """
     first, *others = clients.values()
     test = others[0] if others else None
-    if not Path(options.path).exists():
+    try:
+        data = open_data(options)
+    except CommandError:
+        # A dataset on the Hub, or a folder with another structure than a file for each site.
         return short_lines(_findings(first, test, None, label_column), "")
-    data = open_data(options)
     command = f"hf-federated check {options.path}"
     report = examine(data.tables, data.columns, leave_out=LABEL_SKEW if _is_simulated(first) else ())
     return short_lines(report.findings, command)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
 from tokenizers import Tokenizer
@@ -13,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_federated import FederatedDataset
 from hf_federated.data import Finding, check_datasets
+from hf_federated.data.checks import examine
+from hf_federated.data.checks.site_table import Columns, SiteTable
 
 
 SITES = ("north", "south", "east", "west")
@@ -272,6 +276,16 @@ def test_texts_that_the_model_cuts():
     assert check_datasets(tokens, tokenizer=tokenizer) == []
     (finding,) = check_datasets(tokens, tokenizer=tokenizer, max_length=2)
     assert finding.count == 40 and finding.severity == "warning"
+
+
+def test_categories_of_pandas_are_labels():
+    rows = changed("north", "label", {3: None, 4: "Fine"})
+    table = pa.table({"text": rows["text"], "label": pa.array(rows["label"]).dictionary_encode()})
+    batches = [(np.arange(1, 41), table)]
+    findings = examine(
+        [SiteTable("", "north", table.column_names, lambda: iter(batches))], Columns(("text",), "label")
+    )
+    assert found(findings.findings) == [("missing label", "north", (3,), 1), ("look-alike label", "north", (4,), 1)]
 
 
 def test_columns_are_found_by_name_and_a_wrong_name_is_an_error():
