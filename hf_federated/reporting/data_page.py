@@ -40,11 +40,14 @@ def data_page(report: Report, path: str) -> str:
     counts = {f"{name}s": str(len(report.of_severity(name))) for name in SEVERITY_CLASSES}
     rows = {f"{split} rows": f"{count:,}" for split, count in report.num_rows.items()}
     body = [facts({**rows, "sites": str(len(report.sites)), **counts})]
-    charts = [bar_chart(report.sites, "Training rows of each site")] if report.sites else []
+    sites = report.sites
+    if len(sites) > MAX_SITES:
+        sites = dict(sorted(sites.items(), key=lambda item: -item[1]))
+    charts = [bar_chart(sites, "Training rows of each site")] if sites else []
     if report.labels:
         unit = "tags" if sum(map(sum_of, report.labels.values())) > sum(report.sites.values()) else "rows"
         charts.append(
-            stacked_chart(_by_site(report), list(report.labels), f"Share of each label ({unit}) at each site")
+            stacked_chart(_by_site(report, sites), list(report.labels), f"Share of each label ({unit}) at each site")
         )
     body.append(pictures(charts))
     groups = grouped(report.findings)
@@ -61,7 +64,8 @@ def bar_chart(values: Mapping[str, int], title: str) -> str:
     Return a figure with one horizontal bar for each name.
 
     Args:
-        values (`Mapping[str, int]`): The length of the bar of each name. The picture has the first 40 names.
+        values (`Mapping[str, int]`): The length of the bar of each name. The picture has the first 40 names,
+            and states how many there are in addition.
         title (`str`): The title of the figure.
     """
     shown = dict(list(values.items())[:MAX_SITES])
@@ -109,8 +113,8 @@ def sum_of(counts: Mapping[str, int]) -> int:
     return sum(counts.values())
 
 
-def _by_site(report: Report) -> dict[str, dict[str, int]]:
-    by_site: dict[str, dict[str, int]] = {site: {} for site in report.sites}
+def _by_site(report: Report, sites: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    by_site: dict[str, dict[str, int]] = {site: {} for site in sites}
     for label, places in report.labels.items():
         for site, count in places.items():
             by_site.setdefault(site, {})[label] = count
