@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from hf_federated import FederatedDataset
+from hf_federated import FederatedDataset, IidPartitioner
 from hf_federated.data import Finding, check_datasets
 from hf_federated.data.checks import examine
 from hf_federated.data.checks.site_table import Columns, SiteTable
@@ -276,6 +276,20 @@ def test_texts_that_the_model_cuts():
     assert check_datasets(tokens, tokenizer=tokenizer) == []
     (finding,) = check_datasets(tokens, tokenizer=tokenizer, max_length=2)
     assert finding.count == 40 and finding.severity == "warning"
+
+
+@pytest.mark.parametrize("rows", [[5, 3, 9, 0, 2], [1, 1, 4, 0], [3, 4, 5]])
+def test_selected_and_shuffled_rows_have_the_numbers_of_the_selection(rows):
+    texts = [None if number in (0, 3) else f"text {number}" for number in range(10)]
+    dataset = Dataset.from_dict({"text": texts, "label": ["a", "b"] * 5})
+    findings = check_datasets(dataset.select(rows))
+    expected = [position for position, row in enumerate(rows, start=1) if texts[row] is None]
+    assert sorted(next(item.lines for item in findings if item.kind == "missing text")) == expected
+    assert [item.count for item in findings if item.kind == "duplicate"] == [1] * (len(set(rows)) < len(rows))
+    clients = FederatedDataset.from_dataset(dataset.shuffle(seed=1), IidPartitioner(2, seed=0))
+    for finding in check_datasets(clients):
+        for line in finding.lines:
+            assert clients[finding.site]["text"][line - 1] is None
 
 
 def test_categories_of_pandas_are_labels():
