@@ -107,6 +107,15 @@ def test_folder_of_files_becomes_a_partition_and_a_recipe(capsys):
     assert set(load_raw_data(load_recipe("second.yaml")).train) == {"north", "south"}
 
 
+def test_folder_of_splits_is_divided_at_random(capsys):
+    for split in ("train", "test"):
+        write(f"data/{split}.csv", "review;category;shift")
+    assert main("init --data data --num-clients 3".split()) == 0
+    assert printed_commands(capsys) == [["train", "recipe.yaml"]]
+    raw = load_raw_data(load_recipe("recipe.yaml"))
+    assert (len(raw.train), raw.test_source) == (3, " of the split 'test', found in data")
+
+
 def test_recipe_for_other_machines_lists_the_labels(capsys):
     write("reviews.csv")
     line = "init --data reviews.csv --clients machines --client-names east west"
