@@ -83,6 +83,10 @@ RECIPE_MISTAKES = [
     ("data.path.name=3", ["--set 'data.path.name=3'", "has no fields"]),
     ("training.learning_rate", ["--set 'training.learning_rate' is invalid", "section.field=value"]),
     ("task={", ["is not YAML"]),
+    ("task={name: question-answering}", ["task.question_column is 'question'", "text, label, movie"]),
+    ("data.train_split=validation", ["data.path", "validation"]),
+    ("data.test_clients=null and data.test_split=dev", ["data.path", "dev"]),
+    ("task={name: superglue-seq2seq} and federation.evaluate_clients=true", ["evaluate_clients", "Remove the field"]),
 ]
 
 # Other commands, and words of the error.
@@ -151,8 +155,10 @@ def test_there_are_sixty_mistakes() -> None:
 
 @pytest.mark.parametrize(("change", "words"), RECIPE_MISTAKES, ids=[change for change, _ in RECIPE_MISTAKES])
 def test_mistake_in_a_recipe_names_the_field_and_the_cure(change, words, recipe_path, capsys) -> None:
-    error = error_of(["train", str(recipe_path), "--set", change], capsys)
+    settings = [word for item in change.split(" and ") for word in ("--set", item)]
+    error = error_of(["train", str(recipe_path), *settings], capsys)
     assert all(word in error for word in words), error
+    assert error.strip().splitlines()[-1].startswith(("hf-federated: error: ", "  - "))
 
 
 @pytest.mark.parametrize(("line", "words"), COMMAND_MISTAKES, ids=[line for line, _ in COMMAND_MISTAKES])
@@ -178,12 +184,12 @@ def test_mistakes_that_need_no_model_are_reported_in_two_seconds_of_cpu_without_
     code = (
         "import json, sys, time\n"
         "from hf_federated.cli.main import main\n"
-        f"commands = [['train', {str(recipe_path)!r}, *options] for options in {TOLD_EARLY!r}]\n"
-        "times, results = [0], []\n"
-        "for command in commands:\n"
-        "    code = main(command)\n"
-        "    times.append(time.process_time())\n"
-        "    results.append([code, times[-1] - times[-2], 'torch' in sys.modules])\n"
+        "results, before = [], 0.0\n"
+        f"for options in {TOLD_EARLY!r}:\n"
+        f"    code = main(['train', {str(recipe_path)!r}, *options])\n"
+        "    now = time.process_time()\n"
+        "    results.append([code, now - before, 'torch' in sys.modules])\n"
+        "    before = now\n"
         "print(json.dumps(results))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)

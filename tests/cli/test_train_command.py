@@ -305,40 +305,6 @@ def test_saved_federated_dataset_keeps_its_partition(recipe_path, texts_dir, tmp
         load_raw_data(load_recipe(recipe_path, [*overrides, "partition={name: iid, num_clients: 2}"]))
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["data.path=./no/such/folder"], ["data.path", "./no/such/folder"]),
-        (["data.path=nobody/nothing"], ["data.path", "nobody/nothing"]),
-        (["data.train_split=validation"], ["data.path", "validation"]),
-        (["task.text_column=txt"], ["task", "'txt'", "text, label, movie"]),
-        (["task.label_column=stars"], ["task", "'stars'", "text, label, movie"]),
-        (["task.label_names=[fresh]"], ["data", "rotten"]),
-        (["partition.column=actor"], ["partition", "'actor'", "movie"]),
-        (["partition.min_size=5"], ["partition", "5"]),
-        (["partition=null"], ["partition is missing", "is not a federated dataset"]),
-        (["data.test_clients=null", "data.test_split=dev"], ["data.path", "dev"]),
-        (["task={name: question-answering}"], ["task.question_column is 'question'", "text, label, movie"]),
-        (["task={name: superglue-seq2seq}", "federation.evaluate_clients=true"], ["evaluate_clients", "superglue"]),
-        (["model.kwargs={num_hidden_layer: 1}"], ["model", "num_hidden_layer"]),
-        (["data.test_clients=40"], ["data.test_clients", "40 of 40"]),
-        (["model.name_or_path=./no/model"], ["model.name_or_path", "./no/model"]),
-        (["model.lora={rank: 2}"], ["model.lora", "rank"]),
-        (["training.load_best_model_at_end=true"], ["training", "load_best_model_at_end"]),
-        (["federation.aggregation=fedsum"], ["federation", "fedsum", "fedavg"]),
-        (["federation.clients_per_round=100"], ["federation", "100"]),
-        (["federation.freeze=9"], ["federation", "9"]),
-        (["training.max_steps=5"], ["max_steps"]),
-    ],
-)
-def test_invalid_recipe_exits_with_code_2_and_a_one_line_message(recipe_path, capsys, settings, words):
-    assert main(["train", str(recipe_path), *set_all(*settings)]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("hf-federated: error: ")
-    for word in words:
-        assert word in error
-
-
 def test_head_of_a_different_size_is_rejected_unless_sizes_are_ignored(recipe_path, model_dir, tmp_path, capsys):
     AutoModelForSequenceClassification.from_pretrained(model_dir, num_labels=5).save_pretrained(tmp_path / "five")
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path / "five")

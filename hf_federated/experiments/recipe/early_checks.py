@@ -8,6 +8,7 @@ certainly fails. The trainer repeats the checks of its arguments, for scripts an
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,8 @@ from hf_federated.utils.storage import check_folder, check_free_space
 
 # Metrics of every evaluation, in addition to those of the task.
 COMMON_METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second")
+# A Hub id that cannot be a path of a file. `check_local_path` decides about all other names.
+PLAIN_HUB_ID = re.compile(r"[\w-]+(/[\w-]+)?")
 # The head of the pretrained model, which a task replaces, can have up to this share of the weights.
 MAX_HEAD_SHARE = 0.5
 
@@ -89,17 +92,19 @@ def output_folder(values: Mapping[str, Any], output_dir: str | None) -> str:
 
 def _path_mistakes(values: Mapping[str, Any], trains: bool, examples: str | None, test: str | None) -> Iterator[str]:
     """The names that are written like local paths and do not exist."""
-    # The import of `datasets` takes half a second.
-    from hf_federated.experiments.data.files import check_local_path
-
     data, models = values.get("data") or {}, values.get("client_models") or []
     named = {f"client_models[{number}].name_or_path": item.get("name_or_path") for number, item in enumerate(models)}
     named |= {"model.name_or_path": (values.get("model") or {}).get("name_or_path")}
     named |= {"data.test_path": test, "--examples": examples}
     named |= {"data.path": data.get("path")} if trains and examples is None else {}
     for field, name in named.items():
+        if name is None or PLAIN_HUB_ID.fullmatch(str(name)) or Path(str(name)).exists():
+            continue
+        # The import of `datasets` takes half a second.
+        from hf_federated.experiments.data.files import check_local_path
+
         try:
-            check_local_path(str(name or "."), f"{field}: ")
+            check_local_path(str(name), f"{field}: ")
         except CommandError as error:
             yield str(error)
 
