@@ -25,6 +25,8 @@ MAX_FILES = 1000
 HEADER_BYTES = 1 << 16
 MAX_JSON_BYTES = 1 << 26
 SEPARATORS = ",;\t|"
+# Number of lines at the start of a text file of which one can be the header.
+MAX_TITLE_LINES = 10
 PARTITION_FILE = "partition.json"
 
 
@@ -123,7 +125,22 @@ def _data_files(path: Path) -> Iterator[Path]:
         yield path
         return
     pattern = "data/**/*.parquet" if (path / PARTITION_FILE).is_file() else "**/*"
-    suffixes = (".parquet", ".csv", ".tsv", ".json", ".jsonl", ".gz", ".zst", ".xz", ".bz2", ".arrow", ".txt")
+    suffixes = (
+        ".parquet",
+        ".csv",
+        ".tsv",
+        ".json",
+        ".jsonl",
+        ".gz",
+        ".zst",
+        ".xz",
+        ".bz2",
+        ".arrow",
+        ".txt",
+        ".xlsx",
+        ".xls",
+        ".ods",
+    )
     files = (file for file in path.glob(pattern) if file.suffix.lower() in suffixes and file.name != PARTITION_FILE)
     yield from islice((file for file in files if not file.name.startswith((".", "_"))), MAX_FILES + 1)
 
@@ -131,13 +148,18 @@ def _data_files(path: Path) -> Iterator[Path]:
 def _read_header(path: Path) -> FileColumns | None:
     with path.open("rb") as file:
         content = file.read(HEADER_BYTES)
-    encoding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
-    line, *rest = content.decode(encoding, "ignore").splitlines() or [""]
-    if not rest or line.count('"') % 2 or not line.strip():  # the header is longer, or has a line break in a name
+    is_wide = content[:2] in (b"\xff\xfe", b"\xfe\xff")
+    if b"\0" in content and not is_wide:  # an encoding with wide characters that the file does not name
         return None
-    separator = max(SEPARATORS, key=line.count)
-    names = next(csv.reader([line], delimiter=separator))
-    words = {word.strip() for word in re.split(f'["{SEPARATORS}]', line)}
+    lines = content.decode("utf-16" if is_wide else "utf-8-sig", "ignore").splitlines()
+    # Spreadsheet programs write `sep=;` in front of the header.
+    header = lines[1:] if lines and lines[0].lower().startswith("sep=") else lines
+    if len(header) < 2 or header[0].count('"') % 2 or not header[0].strip():
+        return None  # the header is longer, or has a line break in a name
+    separator = max(SEPARATORS, key=header[0].count)
+    names = next(csv.reader([header[0]], delimiter=separator))
+    # The header can also follow a title.
+    words = {word.strip() for line in lines[:MAX_TITLE_LINES] for word in re.split(f'["{SEPARATORS}]', line)}
     # The encoding of other characters is not known.
     return FileColumns(path, names, lambda column: column.strip() in words or not column.isascii())
 

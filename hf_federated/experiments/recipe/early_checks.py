@@ -64,7 +64,8 @@ def check_early(
     test = None if examples is not None else test_examples or data.get("test_path")
     mistakes.found += _path_mistakes(values, trains, examples, test)
     train = (examples or data.get("path")) if trains else None
-    mistakes.found += _column_mistakes(values, train, test, examples is None)
+    if data.get("csv") is None:  # Options of the reader can name another separator or encoding.
+        mistakes.found += _column_mistakes(values, train, test, examples is None)
     training = values.get("training") or {}
     if evaluates:
         mistakes.found += _metric_mistakes(values, training)

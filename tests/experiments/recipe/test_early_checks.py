@@ -52,6 +52,8 @@ def test_columns_of_a_task_are_those_that_it_reads(name) -> None:
         ("\ufefftext,label\n1,2\n", ["text"], "txt"),
         ("text\na\n", ["text"], "label"),
         ("text, label\n1,2\n", ["text", "label", " label"], "lab"),
+        ("sep=;\ntext;label\n1;2\n", ["text", "label"], "sep"),
+        ("Reviews of 2024\n\ntext;label\n1;2\n", ["text", "label"], "txt"),
     ],
 )
 def test_columns_of_a_text_file_are_those_of_its_header(tmp_path, content, present, absent) -> None:
@@ -67,6 +69,8 @@ def test_columns_of_a_text_file_are_those_of_its_header(tmp_path, content, prese
     [
         ("rows.csv", b"caf\xe9,label\n1,2\n"),
         ("rows.csv", b'"a\nb",label\n1,2\n'),
+        ("rows.csv", "other,label\n1,2\n".encode("utf-16-le")),
+        ("rows.xlsx", b"PK"),
         ("rows.csv", b"text"),
         ("rows.csv", b""),
         ("rows.csv.gz", gzip.compress(b"text,label\n")),
@@ -96,6 +100,10 @@ def test_column_is_missing_in_a_folder_only_if_no_file_has_it(tmp_path) -> None:
     (tmp_path / "b.csv").write_text("text,label,site\n1,2,3\n")
     assert missing_column(tmp_path, "f", "site") is None
     assert "Did you mean 'text'?" in missing_column(tmp_path, "f", "txt")
+    (tmp_path / "c.xlsx").write_bytes(b"PK")
+    assert missing_column(tmp_path, "f", "txt") is None
+    (tmp_path / "c.xlsx").rename(tmp_path / "c.md")
+    assert missing_column(tmp_path, "f", "txt") is not None
     (tmp_path / "c.csv.gz").write_bytes(gzip.compress(b"txt\n1\n"))
     assert missing_column(tmp_path, "f", "txt") is None
     assert missing_column(tmp_path / "nosuch", "f", "txt") is None
@@ -144,6 +152,15 @@ def test_client_with_its_own_examples_needs_none_of_the_files_of_the_recipe(reci
     # The server reads the test examples only, and trains no client.
     server = read_values(recipe_path, ["data.path=./nosuch", "training.optim=adamw_anyprecision"])
     early_checks.check_early(server, str(tmp_path / "run"), trains=False)
+
+
+def test_columns_of_a_file_with_reader_options_are_not_checked(recipe_path, tmp_path) -> None:
+    (tmp_path / "rows.csv").write_text("text#label#movie\na#b#c\n")
+    values = read_values(recipe_path, [f"data.path={tmp_path / 'rows.csv'}"])
+    with pytest.raises(RecipeError, match="task.text_column is 'text'"):
+        early_checks.check_early(values, str(tmp_path / "run"))
+    values["data"]["csv"] = {"separator": "#"}
+    early_checks.check_early(values, str(tmp_path / "run"))
 
 
 def test_all_mistakes_of_a_recipe_are_in_one_error(recipe_path, tmp_path) -> None:
