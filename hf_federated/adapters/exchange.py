@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..config import EXCHANGES, HEAD
+from ..messages.narrowed_state import NarrowedState
 from ..utils.lora_modules import find_lora_modules
 from ..utils.selection import Selection, select
 from .residual import ResidualAdapter, needs_residual
@@ -331,10 +332,15 @@ class Exchange:
         try:
             if self.residual is not None:
                 self.residual.resize(state)
-            values = [state[name] for name in self.names]
+            tensors = self.tensors
+            if isinstance(state, NarrowedState):
+                # One converted tensor at a time is in memory.
+                for name, tensor in tensors.items():
+                    tensor.copy_(state[name])
+            else:
+                torch._foreach_copy_(list(tensors.values()), [state[name] for name in tensors])
         except KeyError as error:
             raise KeyError(f"The state lacks {error.args[0]!r}, which the model exchanges.") from None
-        torch._foreach_copy_(list(self.tensors.values()), values)
         self._restore()
         if self.shards.shapes:
             free_unsharded(self._model)
