@@ -190,9 +190,12 @@ def run_code(card: str, paths: dict[str, str]) -> str:
     return output.getvalue()
 
 
-@pytest.mark.parametrize(
-    "kind", ["text-classification", "token-classification", "text-generation", "fill-mask", "adapter"]
-)
+SLOW = [
+    pytest.param(kind, marks=pytest.mark.slow) for kind in ("token-classification", "text-generation", "fill-mask")
+]
+
+
+@pytest.mark.parametrize("kind", ["text-classification", "adapter", *SLOW])
 def test_pipeline_of_the_card_runs(tmp_path, kind):
     words, collator, clients = tokenizer(), None, {"north": rows(4), "south": rows(4, seed=1)}
     if kind == "token-classification":

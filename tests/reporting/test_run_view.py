@@ -155,7 +155,7 @@ def test_a_page_of_many_clients_and_rounds_is_small(tmp_path):
 
 
 def test_readers_import_no_library():
-    code = "import sys; import hf_federated.reporting.run_page; print(*sys.modules)"
+    code = "import sys; import hf_federated.cli.watch, hf_federated.cli.compare; print(*sys.modules)"
     loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
-    assert "hf_federated.reporting.run_page" in loaded
+    assert {"hf_federated.reporting.run_page", "hf_federated.reporting.comparison"} <= loaded
     assert not {"torch", "transformers", "datasets", "numpy", "matplotlib"} & loaded
