@@ -209,7 +209,7 @@ def common_fields(trainer: CardRun, eval_data: Any, step_name: str, card_argumen
         "arguments": {name: to_json_value(getattr(trainer.run_args, name)) for name in ARGUMENTS},
         "results": final_results(trainer, final_weight_logs(trainer), step_name),
         "versions": _versions(),
-        "comparison": None if trainer.card_comparison is None else comparison_facts(trainer.card_comparison),
+        "comparison": comparison_facts(trainer.card_comparison),
     }
 
 

@@ -12,13 +12,19 @@ from .tables import table
 _LABELS = {"centralized": "centralized", "local": "local-only (mean of {})"}
 
 
-def comparison_facts(results: Mapping[str, Any]) -> dict[str, Any]:
+def comparison_facts(results: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """
     Return what a card states about the baselines of a run, without results of single clients.
 
     Args:
-        results (`Mapping[str, Any]`): The content of `results.json`.
+        results (`Mapping[str, Any]`, *optional*): The content of `results.json`. A server of a network has no
+            baselines.
+
+    Returns:
+        `dict[str, Any]`, *optional*: `None` for a run without baselines.
     """
+    if results is None or not results.get("baselines"):
+        return None
     baselines = {
         name: {key: value for key, value in result.items() if key != "clients"}
         for name, result in results["baselines"].items()
@@ -78,7 +84,7 @@ def comparison_section(results: Mapping[str, Any] | None) -> str:
     Args:
         results (`Mapping[str, Any]`, *optional*): The values of [`comparison_facts`].
     """
-    if not results or not results["baselines"]:
+    if results is None:
         return ""
     header, *rows = comparison_rows(results)
     lines = [f"- {line}" for line in comparison_differences(results)]

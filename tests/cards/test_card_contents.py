@@ -104,8 +104,10 @@ def test_card_has_the_table_that_the_recipe_prints(trainer, monkeypatch):
 
 def test_a_card_without_baselines_has_no_comparison(trainer, monkeypatch):
     assert "Comparison" not in written_card(trainer)
-    monkeypatch.setattr(trainer, "card_comparison", {**RESULTS, "baselines": {}})
-    assert "Comparison" not in written_card(trainer)
+    of_a_server = {"metric": "f1_macro", "federated": RESULTS["federated"]}
+    for results in ({**RESULTS, "baselines": {}}, of_a_server):
+        monkeypatch.setattr(trainer, "card_comparison", results)
+        assert "Comparison" not in written_card(trainer)
 
 
 def test_a_value_that_is_not_finite_is_shown_as_text(trainer, monkeypatch):
