@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from ..audits import LeakageAudit
 from ..utils.untrusted_json import read_json
 from .card_record import record_errors
+from .curve import CURVE_NAME
 from .leakage import add_leakage
 from .model_card import render
 from .run_record import RunRecord
@@ -21,7 +23,8 @@ def render_saved(path: str | os.PathLike[str], audit: str | os.PathLike[str] | N
 
     Args:
         path (`str` or `os.PathLike`):
-            JSON file that [`RunRecord`] or [`SplitRecord`] saved.
+            JSON file that [`RunRecord`] or [`SplitRecord`] saved. The card shows the learning curve if its file is in
+            the same folder.
         audit (`str` or `os.PathLike`, *optional*):
             The `audit.json` that `hf-federated audit` wrote for this split model. If given, the card gets a section
             with the results at the cut of this model.
@@ -36,7 +39,8 @@ def render_saved(path: str | os.PathLike[str], audit: str | os.PathLike[str] | N
     with record_errors(path):
         values = read_json(path)
         record = SplitRecord.from_dict(values) if "split" in values else RunRecord.from_dict(values)
-        card = render_split(record) if isinstance(record, SplitRecord) else render(record)
+        picture = CURVE_NAME if (Path(path).parent / CURVE_NAME).is_file() else None
+        card = render_split(record, picture) if isinstance(record, SplitRecord) else render(record, picture)
     if audit is None:
         return card
     if not isinstance(record, SplitRecord):

@@ -23,6 +23,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
+from hf_federated.cards import RunRecord, render_saved
 from hf_federated.cards.curve import CURVE_NAME
 from hf_federated.cards.tables import metric_name
 from hf_federated.experiments.train_recipe import closing_table
@@ -129,6 +130,12 @@ def test_learning_curve_lies_next_to_the_card_and_has_the_logged_values(trainer)
             for hint in hints
             if hint.startswith(metric_name(key) if key != "loss" else "Training loss")
         ]
+
+
+def test_a_saved_record_shows_the_curve_that_lies_next_to_it(trainer):
+    card = written_card(trainer)
+    RunRecord.from_trainer(trainer).save(trainer_folder(trainer) / "run_record.json")
+    assert render_saved(trainer_folder(trainer) / "run_record.json") == card
 
 
 def test_baselines_are_lines_of_the_learning_curve(trainer, monkeypatch):
