@@ -139,8 +139,11 @@ def test_partitioner_and_client_per_file_exclude_each_other(sites, capsys):
 @pytest.mark.parametrize(
     ("label", "problem"),
     [
-        ("great", "Row 1 has the label 'great' in the column 'label'; allowed are 'bad', 'good', or 0 to 1."),
-        ("", "Row 1 has no label in the column 'label'. Drop such rows"),
+        (
+            "great",
+            "{}: Client 'north': Row 1 has the label 'great' in the column 'label'; allowed are 'bad', 'good', or 0",
+        ),
+        ("", "data: {}, line 3: The column 'label' has no label. Complete the rows, or drop them with"),
     ],
 )
 def test_unknown_label_in_the_file_of_a_client_is_one_line(label, problem, model_dir, tmp_path, capsys):
@@ -155,5 +158,5 @@ def test_unknown_label_in_the_file_of_a_client_is_one_line(label, problem, model
     )
     assert main(["join", str(recipe), "--insecure", "--client", "north", "--examples", str(examples)]) == 2
     printed = capsys.readouterr().err
-    assert printed.strip().splitlines()[-1].startswith(f"hf-federated: error: {examples}: Client 'north': {problem}")
+    assert printed.strip().splitlines()[-1].startswith(f"hf-federated: error: {problem.format(examples)}")
     assert "Traceback" not in printed
