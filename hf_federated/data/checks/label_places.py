@@ -48,6 +48,7 @@ class LabelPlaces:
         self.is_full = self.is_text = self.is_quantity = self.is_tags = False
 
     def read(self, batch: Batch) -> None:
+        """Count the labels of a batch."""
         values = batch.column(self.column)
         if values is None or self.is_full:
             return
