@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -230,6 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complete(parser, command_parsers, os.environ["COMP_LINE"].split())
     arguments = parser.parse_args(argv)
     command = COMMANDS[arguments.command]
+    # bitsandbytes warns at its import that a faster kernel for 4-bit weights on a CPU is not installed.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         return command.load(arguments.command.replace("-", "_"))(arguments) or 0
     except (CommandError, CheckpointError, UserError) as error:
