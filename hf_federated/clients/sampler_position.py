@@ -121,7 +121,7 @@ class SamplerPosition:
             self._own = [generator.get_state() for generator in self._generators]
             self._global = None if self._own or self._has_epochs else torch.get_rng_state()
             return iter(loader)
-        return _rest(loader, self._num_batches, self._global)
+        return _rest(loader, self._epoch, self._num_batches, self._global)
 
     def _end_epoch(self) -> None:
         self._epoch += 1
@@ -152,7 +152,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
             setter(epoch)
 
 
-def _rest(loader: Any, num_batches: int, generator_state: torch.Tensor | None) -> Iterator[Any]:
+def _rest(loader: Any, epoch: int, num_batches: int, generator_state: torch.Tensor | None) -> Iterator[Any]:
     """
     Iterate over the batches of an epoch after the first ones.
 
@@ -162,6 +162,8 @@ def _rest(loader: Any, num_batches: int, generator_state: torch.Tensor | None) -
     with _global_generator(generator_state):
         if isinstance(loader, DataLoader):
             rest: Any = skip_first_batches(loader, num_batches)
+            # Before accelerate 1.15, the new data loader starts at epoch 0.
+            set_epoch(rest, epoch)
             if (state := vars(loader).get("gradient_state")) is not None:  # a data loader of accelerate
                 rest.gradient_state = state
             batches = iter(rest)

@@ -91,7 +91,8 @@ def steps_of_training(loader: Any, accumulation: int, num_steps: int) -> list[li
     steps: list[list[Any]] = []
     for epoch in itertools.count():
         set_epoch(loader, epoch)
-        batches = list(loader)
+        # `Trainer` does not ask for more batches, which would draw from the generator of some samplers.
+        batches = list(itertools.islice(loader, len(loader)))
         for start in range(0, len(batches), accumulation):
             steps.append(batches[start : start + accumulation])
             if len(steps) == num_steps:
