@@ -13,6 +13,7 @@ from federations import build_federation
 from tiny import rows
 
 import hf_federated
+from hf_federated.trainer.run_recorder import RunRecorder
 
 
 PACKAGE = str(Path(hf_federated.__file__).parent)
@@ -21,6 +22,8 @@ MAX_FILES = 35
 # How often a call enters another file than the call before it.
 MAX_CHANGES_OF_FILE = 267
 MAX_CALLS_OF_A_FURTHER_CLIENT = 262
+# The log of the run, which a callback writes.
+MAX_CALLS_OF_THE_LOG_FOR_A_FURTHER_CLIENT = 30
 
 
 class RoundProfile:
@@ -40,10 +43,14 @@ class RoundProfile:
         self._last = file
 
 
-def profile_round(directory: Path, num_clients: int, monkeypatch: pytest.MonkeyPatch) -> RoundProfile:
-    """Profile a round of FedAvg: the step of the trainer that runs the rounds."""
+def profile_round(
+    directory: Path, num_clients: int, monkeypatch: pytest.MonkeyPatch, writes_log: bool = False
+) -> RoundProfile:
+    """Profile a round of FedAvg: the step of the trainer that runs the rounds. Callbacks are no part of a round."""
     clients = {f"c{seed}": rows(4, seed=seed) for seed in range(num_clients)}
     trainer = build_federation(directory / str(num_clients), clients, num_rounds=3)
+    if not writes_log:
+        trainer.remove_callback(RunRecorder)
     profile, training_step = RoundProfile(), type(trainer).training_step
 
     def profiled_step(self, *args, **kwargs):
@@ -71,3 +78,14 @@ def test_round_goes_through_few_files_and_calls(tmp_path, monkeypatch):
     assert of_two.num_changes <= MAX_CHANGES_OF_FILE
     further = of_three.calls - of_two.calls
     assert sum(further.values()) <= MAX_CALLS_OF_A_FURTHER_CLIENT, further.most_common()
+
+
+def test_the_log_of_a_run_adds_few_calls_for_a_client(tmp_path, monkeypatch):
+    def further_calls(writes_log: bool) -> int:
+        folder = tmp_path / str(writes_log)
+        two, three = (profile_round(folder, number, monkeypatch, writes_log) for number in (2, 3))
+        return sum((three.calls - two.calls).values())
+
+    assert (
+        further_calls(writes_log=True) - further_calls(writes_log=False) <= MAX_CALLS_OF_THE_LOG_FOR_A_FURTHER_CLIENT
+    )
