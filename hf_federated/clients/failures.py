@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,42 +27,38 @@ class RemovedColumnError(ValueError):
     """A data collator, a transform, a loss or a model read a column that `remove_unused_columns` had removed."""
 
 
-@contextmanager
-def explain_removed_columns(trainer: Any, examples: Any) -> Iterator[None]:
+def removed_column_error(error: BaseException, trainer: Any, examples: Any) -> RemovedColumnError | None:
     """
-    Name `remove_unused_columns` if an error of the block is about a column that the trainer removed.
+    Return an error that names `remove_unused_columns`, if a training failed because of a column that was removed.
 
     Args:
+        error (`BaseException`): The error of the training.
         trainer (`transformers.Trainer`): The trainer of a client.
         examples (`Any`): The examples of the client, before the trainer removes columns.
 
-    Raises:
-        RemovedColumnError: If the block reads a removed column by its name, or lacks an argument of the model while
-            columns were removed. Other errors stay as they are.
+    Returns:
+        `RemovedColumnError`, *optional*: If the training read a removed column by its name, or lacks an argument of
+            the model while columns were removed.
     """
-    try:
-        yield
-    except (KeyError, TypeError, ValueError) as error:
-        # Subclasses are errors of this package or of other libraries with their own meaning.
-        is_plain = type(error) in (KeyError, TypeError, ValueError)
-        columns = list(examples.column_names or ()) if isinstance(examples, (Dataset, IterableDataset)) else []
-        if not is_plain or not trainer.args.remove_unused_columns or not columns:
-            raise
-        read = read_columns(trainer)
-        removed = [name for name in columns if name not in read]
-        if isinstance(error, KeyError):
-            is_about_columns = bool(error.args) and error.args[0] in removed
-        else:
-            absent = {name for name in read if name not in columns}
-            is_about_columns = bool(removed) and not absent.isdisjoint(re.findall(r"\w+", str(error)))
-        if not is_about_columns:
-            raise
-        raise RemovedColumnError(
-            f"{type(error).__name__}: {error}. The trainer removed the columns {', '.join(removed)}, because "
-            f"{type(trainer.model).__name__} has no such arguments. If the data collator, a transform or the loss "
-            "reads a removed column, set remove_unused_columns=False in the training arguments. If the model reads "
-            "it, rename the column to the argument of the model."
-        ) from error
+    # Subclasses are errors of this package or of other libraries with their own meaning.
+    if type(error) not in (KeyError, TypeError, ValueError) or not trainer.args.remove_unused_columns:
+        return None
+    columns = list(examples.column_names or ()) if isinstance(examples, (Dataset, IterableDataset)) else []
+    read = read_columns(trainer) if columns else []
+    removed = [name for name in columns if name not in read]
+    if isinstance(error, KeyError):
+        is_about_columns = bool(error.args) and error.args[0] in removed
+    else:
+        absent = {name for name in read if name not in columns}
+        is_about_columns = bool(removed) and not absent.isdisjoint(re.findall(r"\w+", str(error)))
+    if not is_about_columns:
+        return None
+    return RemovedColumnError(
+        f"{type(error).__name__}: {error}. The trainer removed the columns {', '.join(removed)}, because "
+        f"{type(trainer.model).__name__} has no such arguments. If the data collator, a transform or the loss reads a "
+        "removed column, set remove_unused_columns=False in the training arguments. If the model reads it, rename the "
+        "column to the argument of the model."
+    )
 
 
 def read_columns(trainer: Any) -> list[str]:

@@ -36,7 +36,8 @@ from ..methods import ClientPart
 from ..utils.random import derived_seed, seed_generators
 from .failures import UnsupportedTrainerError, as_mapping, parameter_name
 from .gradient_scaler import ClientScaler
-from .sampler_position import SamplerPosition, has_epochs, set_epoch
+from .sampler_position import SamplerPosition
+from .sampling import has_epochs, set_epoch
 from .share_of_step import ShareOfStep
 from .streams import ClientStream
 

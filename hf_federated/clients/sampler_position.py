@@ -26,6 +26,8 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
+from .sampling import has_epochs, set_epoch
+
 
 # Keys of the position in the state of a client.
 _EPOCH, _NUM_BATCHES, _OWN, _GLOBAL = "epoch", "num_batches", "own_generators", "global_generator"
@@ -127,29 +129,6 @@ class SamplerPosition:
         self._epoch += 1
         self._num_batches, self._global, self._rest = 0, None, None
         self._own = [generator.get_state() for generator in self._generators]
-
-
-def has_epochs(loader: Any) -> bool:
-    """Whether the sampler of a data loader can be set to an epoch, as the default sampler can."""
-    outer = getattr(loader, "batch_sampler", None)
-    inner = getattr(outer, "batch_sampler", None)
-    for sampler in (outer, getattr(outer, "sampler", None), inner, getattr(inner, "sampler", None)):
-        if callable(getattr(sampler, "set_epoch", None)):
-            return True
-    return False
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """
-    Set the epoch that seeds the shuffling, as `Trainer` does at the start of an epoch.
-
-    Args:
-        loader (`Any`): A data loader.
-        epoch (`int`): Number of the epoch.
-    """
-    for target in (loader, getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)):
-        if callable(setter := getattr(target, "set_epoch", None)):
-            setter(epoch)
 
 
 def _rest(loader: Any, epoch: int, num_batches: int, generator_state: torch.Tensor | None) -> Iterator[Any]:

@@ -1,7 +1,7 @@
-"""Sampling of clients and of their examples, the number of their batches, and the seeds of clients.
+"""Sampling of clients and of their examples, epochs of samplers, the number of batches, and the seeds of clients.
 
-All functions depend on the seed of the run and the round only and keep no state. A resumed run therefore draws the
-same samples as an uninterrupted run.
+All samples depend on the seed of the run and the round only. A resumed run therefore draws the same samples as an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from transformers import TrainingArguments
@@ -169,3 +170,26 @@ def draw_examples(num_rows: int, max_rows: int | None, seed: int) -> np.ndarray 
         return None
     generator = np.random.default_rng(derived_seed(seed, "rows"))
     return np.sort(generator.choice(num_rows, size=max_rows, replace=False))
+
+
+def has_epochs(loader: Any) -> bool:
+    """Whether the sampler of a data loader can be set to an epoch, as the default sampler can."""
+    outer = getattr(loader, "batch_sampler", None)
+    inner = getattr(outer, "batch_sampler", None)
+    for sampler in (outer, getattr(outer, "sampler", None), inner, getattr(inner, "sampler", None)):
+        if callable(getattr(sampler, "set_epoch", None)):
+            return True
+    return False
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """
+    Set the epoch that seeds the shuffling, as `Trainer` does at the start of an epoch.
+
+    Args:
+        loader (`Any`): A data loader.
+        epoch (`int`): Number of the epoch.
+    """
+    for target in (loader, getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)):
+        if callable(setter := getattr(target, "set_epoch", None)):
+            setter(epoch)

@@ -32,7 +32,7 @@ from ..utils.trainer_banner import trainer_banner
 from ..utils.weighted_mean import State
 from .agreement import Agreement
 from .evaluation import evaluate
-from .failures import UnsupportedTrainerError, describe_failure, explain_removed_columns
+from .failures import UnsupportedTrainerError, describe_failure, removed_column_error
 from .gradient_scaler import ALL_STEPS_SKIPPED, ClientScaler
 from .kept_state import LOCAL, MEMORIES, STEP_MEMORIES, has_state_after, state_before, with_note
 from .local_training import (
@@ -333,13 +333,14 @@ class ClientWorker:
             if scaler is not None:
                 scaler.install()
             try:
-                with explain_removed_columns(trainer, examples):
-                    trainer.train()
-            except BaseException:
+                trainer.train()
+            except BaseException as error:
                 # An interrupted training does not clean up, and the next client must not see its state.
                 if (handle := vars(trainer).get("neftune_hook_handle")) is not None:
                     handle.remove()
                 outer.model.zero_grad()
+                if (explained := removed_column_error(error, trainer, examples)) is not None:
+                    raise explained from error
                 raise
         if COMPLETIONS in vars(trainer):
             drop_generations(trainer)

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from hf_federated.clients.sampler_position import SamplerPosition, set_epoch
+from hf_federated.clients.sampler_position import SamplerPosition
+from hf_federated.clients.sampling import set_epoch
 
 
 BATCH_SIZE = 4
