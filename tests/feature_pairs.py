@@ -443,7 +443,7 @@ def build(
     if parts.federation.get("exchange") == "adapter":
         if trainer.get("client_model_init"):
             trainer["client_model_init"] = lora_client_model
-        if "clients" in trainer:
+        if any(spec.has_own_model for spec in trainer.get("clients", {}).values()):
             models = {name: functools.partial(lora_client_model, name) for name in CLIENTS}
             trainer["clients"] = {name: ClientSpec(model=model) for name, model in models.items()}
     if parts.is_networked:
