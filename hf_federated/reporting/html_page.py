@@ -266,7 +266,7 @@ class Chart:
         xs = [x for number in drawn for x, _ in points[number]]
         ys = [*(y for number in drawn for _, y in points[number]), *lines.values()]
         scale = _Scale(min(xs), max(xs), min(ys), max(ys), is_count)
-        parts = scale.axes(x_name)
+        parts = scale.axes(x_name, counts_x=all(float(x).is_integer() for x in xs))
         for number in drawn:
             name, style = curves[number].name, _style(number)
             parts.append(_curve(points[number], scale, style, name if len(drawn) > 1 else title))
@@ -331,15 +331,18 @@ class _Scale:
     def y(self, value: float) -> float:
         return _TOP + (self.top - value) / (self.top - self.bottom) * (_HEIGHT - _TOP - _BOTTOM)
 
-    def axes(self, x_name: str) -> list[str]:
-        """Grid lines, ticks and the name of the horizontal axis."""
+    def axes(self, x_name: str, counts_x: bool) -> list[str]:
+        """Grid lines, ticks and the name of the horizontal axis, whose ticks are integers if `counts_x` is set."""
         parts = []
-        ticks = nice_ticks(self.bottom, self.top)
-        for value in [tick for tick in ticks if tick.is_integer()] if self.is_count else ticks:
+        for value in nice_ticks(self.bottom, self.top):
+            if self.is_count and not value.is_integer():
+                continue
             y = self.y(value)
             parts.append(f'<path d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}" stroke="var(--line)"/>')
             parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short_number(value)}</text>')
         for value in nice_ticks(self.left, self.right):
+            if counts_x and not value.is_integer():
+                continue
             x = self.x(value)
             parts.append(
                 f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{short_number(value)}</text>'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -142,3 +143,9 @@ def test_numbers_of_a_table_are_aligned_to_the_right():
 
 def test_a_long_name_is_cut():
     assert len(escape("x" * 10**6)) == 200
+
+
+def test_rounds_have_whole_ticks():
+    chart = line_chart([Curve("loss", [(1, 0.9), (2, 0.7)])], "training loss", "round")
+    ticks = re.findall(r'text-anchor="middle">([^<]+)</text>', chart)
+    assert ticks == ["1", "2", "round"]
