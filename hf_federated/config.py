@@ -398,7 +398,8 @@ class FederatedConfig(SavedConfig):
             if algorithm is not None and not isinstance(algorithm, str):
                 values[names.field] = names.name_of(algorithm)
                 # `direction` of a codec is no setting of the instance.
-                values[f"{names.field}_kwargs"] |= algorithm.non_default_settings()
+                key = f"{names.field}_kwargs"
+                values[key] = {**values[key], **algorithm.non_default_settings()}
         values["distillation_kwargs"] = name_functions(values["distillation_kwargs"])
         selections = {name: values[name] for name in ("exchange", "keep_local") if callable(values[name])}
         values |= {name: SAVED_FUNCTION + text for name, text in name_functions(selections).items()}

@@ -233,3 +233,9 @@ def test_instance_is_returned_unchanged_and_accepts_no_arguments():
     assert build_aggregation(algorithm) is algorithm
     with pytest.raises(ValueError, match="pass the arguments to the constructor of the instance"):
         build_aggregation(algorithm, {"weighting": "examples"})
+
+
+def test_to_dict_does_not_change_the_configuration() -> None:
+    config = FederatedConfig(num_rounds=1, aggregation=FedOpt(server_lr=0.5))
+    assert config.to_dict()["aggregation_kwargs"] == {"server_lr": 0.5}
+    assert config.aggregation_kwargs == {}

@@ -28,6 +28,10 @@ COMMANDS = {
         "write a first recipe",
         "Write a commented recipe from five answers: the data, the task, the model, the method, and where the clients "
         "are. The command prints the commands that train the recipe.",
+        examples=(
+            "hf-federated init",
+            "hf-federated init recipe.yaml --data sites --clients files --method fedavg",
+        ),
     ),
     "train": Command(
         "train",

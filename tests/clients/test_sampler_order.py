@@ -24,8 +24,12 @@ from hf_federated.clients.sampling import set_epoch
 
 
 BATCH_SIZE = 4
-# As `Trainer` configures it.
-ACCELERATOR = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+
+
+def prepared(loader: DataLoader) -> Any:
+    """The data loader as `Trainer` prepares it."""
+    configuration = DataLoaderConfiguration(use_seedable_sampler=True)
+    return Accelerator(cpu=True, dataloader_config=configuration).prepare(loader)
 
 
 def examples(number: int) -> Dataset:
@@ -35,7 +39,7 @@ def examples(number: int) -> Dataset:
 def with_sampler(sampler: Callable[[Dataset], Any]) -> Callable[[int], Any]:
     def build(number: int) -> Any:
         rows = examples(number)
-        return ACCELERATOR.prepare(DataLoader(rows, batch_size=BATCH_SIZE, sampler=sampler(rows), collate_fn=numbers))
+        return prepared(DataLoader(rows, batch_size=BATCH_SIZE, sampler=sampler(rows), collate_fn=numbers))
 
     return build
 
@@ -49,7 +53,7 @@ def with_batch_sampler(name: str, is_prepared: bool = True) -> Callable[[int], A
             source, BATCH_SIZE, drop_last=False, valid_label_columns=["label"], generator=generator, seed=5
         )
         loader = DataLoader(rows, batch_sampler=sampler, collate_fn=numbers)
-        return ACCELERATOR.prepare(loader) if is_prepared else loader
+        return prepared(loader) if is_prepared else loader
 
     return build
 

@@ -44,11 +44,11 @@ class FileColumns:
 
     path: Path
     names: Sequence[str]
-    is_possible: Callable[[str], bool] = lambda column: False
+    is_possible: Callable[[str], bool] | None = None
 
     def may_have(self, column: str) -> bool:
         """Whether the file has a column, or can have it."""
-        return column in self.names or self.is_possible(column)
+        return column in self.names or (self.is_possible is not None and self.is_possible(column))
 
 
 def missing_column(path: Path, field: str, column: str) -> str | None:

@@ -183,7 +183,7 @@ def test_invalid_recipe_is_rejected_before_the_first_run(grid_path, tmp_path, ca
 
 def test_help_lists_the_fields_of_the_benchmark_section(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["benchmark", "--help"])
+        main(["benchmark", "--help", "benchmark"])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
     for field in ("runs: mapping (required)", "seeds: list of int (default [0, 1, 2])", "claims: list of str"):
