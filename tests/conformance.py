@@ -274,8 +274,8 @@ SCENARIOS += [f"exchange_codec {name}" for name in EXCHANGE_CODECS]
 # send predictions only.
 ROBUST_AGGREGATIONS = ("trimmed_mean", "geometric_median", "krum", "norm_bounded_mean", "centered_clipping", "fltrust")
 LORA_AGGREGATIONS = ("fedit", "ffa_lora", "rolora", "fedsvd", "stacked_lora", *DTYPES)
-SLOW_AGGREGATIONS = ("fedexp", *ROBUST_AGGREGATIONS, *LORA_AGGREGATIONS)
-SLOW_DISTILLATIONS = ("cronus", "fedmd", "mhat")
+SLOW_AGGREGATIONS = ("fedexp", "fednova", "local_only", *ROBUST_AGGREGATIONS, *LORA_AGGREGATIONS)
+SLOW_DISTILLATIONS = ("cronus", "dsfl", "feddf", "feded", "fedkd", "fedmd", "mhat")
 SLOW_SCENARIOS = {f"aggregation {name}" for name in SLOW_AGGREGATIONS}
 SLOW_SCENARIOS |= {f"distillation {name}" for name in SLOW_DISTILLATIONS}
 # PowerSGD keeps the most between rounds.

@@ -136,7 +136,7 @@ def steps_of_rounds(
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-@settings(max_examples=12, deadline=None, database=None)
+@settings(max_examples=5, deadline=None, database=None)
 @given(
     number=st.integers(4, 28),
     accumulation=st.integers(1, 4),

@@ -91,7 +91,14 @@ def test_fednova_normalizes_under_secure_aggregation(tmp_path):
     assert 0 < differences(*results) < 1e-5
 
 
-@pytest.mark.parametrize("changes", [{"masks": False}, {"min_survivors": 2}, {"num_colluding": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"masks": False},
+        pytest.param({"min_survivors": 2}, marks=pytest.mark.slow),
+        pytest.param({"num_colluding": 1}, marks=pytest.mark.slow),
+    ],
+)
 def test_masks_do_not_change_a_byte(tmp_path, changes):
     first = run(tmp_path / "first", client_optimizer_state="carry")
     kwargs = {"max_weight": 16, **changes}

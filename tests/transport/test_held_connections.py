@@ -137,7 +137,9 @@ def undisturbed(tls) -> Run:
     return run(tls)
 
 
-@pytest.mark.parametrize("to_server", [True, False], ids=["to the server", "to the client"])
+@pytest.mark.parametrize(
+    "to_server", [pytest.param(True, marks=pytest.mark.slow), False], ids=["to the server", "to the client"]
+)
 @pytest.mark.parametrize(
     "share",
     [share if share == 1.0 else pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 0.2, 0.4, 0.7, 1.0)],

@@ -161,7 +161,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+SLOW_VARIANTS = ("accumulation", "balance", "clipping", "steps of the user", "4 bits", "all")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_VARIANTS else []) for name in VARIANTS]
+)
 def test_bytes_depend_on_the_settings_as_in_a_run(tmp_path, name):
     compare_with_run(build_federation(tmp_path, CLIENTS, **VARIANTS[name]))
 
