@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_federated.cli.csv_options import add_csv_options, table_options
 from hf_federated.experiments.errors import CommandError, command_errors
@@ -175,17 +175,24 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _label_names(path: Path, task: str, columns: Sequence[str], options: TableOptions) -> list[str]:
-    """The labels in the data, because a server without examples needs them."""
+    """
+    The labels in the data, because a server without examples needs them.
+
+    Integers are the ids of labels, so they are named only if all ids from 0 on occur.
+    """
     column = guess_columns(task, columns).get("label_column")
-    file = _first_file(path)
-    if file is None or column not in columns or task not in ("text-classification", "cloze-classification"):
+    files = _data_files(path) if path.is_dir() else [path] if path.is_file() else []
+    if column not in columns or task not in ("text-classification", "cloze-classification"):
         return []
     from hf_federated.data.tables import read_table
 
-    found: set[str] = set()
+    found: set[Any] = set()
     with command_errors("--data"):
-        for _, batch in read_table(file, options).batches():
-            found |= {str(value) for value in batch.column(column).unique().to_pylist() if value is not None}
+        for table in (read_table(file, options) for file in files):
+            for _, batch in table.batches() if column in table.columns else ():
+                found |= {value for value in batch.column(column).unique().to_pylist() if value is not None}
+    if any(not isinstance(value, str) for value in found):
+        return [str(number) for number in range(len(found))] if found == set(range(len(found))) else []
     return sorted(found) if len(found) <= MAX_LABELS else []
 
 

@@ -99,9 +99,8 @@ class Comparison:
         totals = [run.total_bytes for run in self.runs]
         for position, what in enumerate(("bytes to clients", "bytes from clients")):
             values = [None if total is None else total[position] for total in totals]
-            rows.append(_best_row(what, values, size, lower=True))
-        seconds = [run.seconds for run in self.runs]
-        rows.append(_best_row("time", seconds, duration, lower=True))
+            rows.append(self._cost_row(what, values, size))
+        rows.append(self._cost_row("time", [run.seconds for run in self.runs], duration))
         each = [run.view.seconds_per_round() for run in self.runs]
         rows.append(Row(f"time a {step}", [None if value is None else duration(value) for value in each]))
         return [row for row in rows if any(cell is not None for cell in row.cells)]
@@ -116,6 +115,12 @@ class Comparison:
         lower = lower_is_better(name, start.best_metric if start else None, start.greater_is_better if start else None)
         label = "evaluation loss" if name == "loss" else metric_label(name)
         return _best_row(label, [run.metrics.get(name) for run in self.runs], number, lower)
+
+    def _cost_row(self, name: str, values: Sequence[float | None], text: Callable[[Any], str | None]) -> Row:
+        """Return a row of costs. The lowest cost is marked if all runs are complete."""
+        if all(run.view.state == "complete" for run in self.runs):
+            return _best_row(name, values, text, lower=True)
+        return Row(name, [None if value is None else text(value) for value in values])
 
     # ---- Pictures
 
@@ -215,7 +220,7 @@ def _setting(run: SavedRun, name: str) -> str | None:
 
 def _best_row(name: str, values: Sequence[float | None], text: Callable[[Any], str | None], lower: bool) -> Row:
     """Return a row of numbers with the best ones, if at least two runs have one and they differ."""
-    known = [value for value in values if value is not None and not math.isnan(value)]
+    known = [value for value in values if value is not None and math.isfinite(value)]
     best = (min if lower else max)(known) if len(known) > 1 and min(known) < max(known) else None
     cells = [None if value is None else text(value) for value in values]
     return Row(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 
-# Last words of the names of metrics for which lower is better. For all other metrics, higher is better, except for
+# Words in the names of metrics for which lower is better. For all other metrics, higher is better, except for
 # `metric_for_best_model`, whose direction the training arguments set.
-_LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "wer", "cer")
+_LOWER_IS_BETTER = {"loss", "perplexity", "error", "mse", "rmse", "msle", "mae", "mape", "wer", "cer", "ter"}
+_LOWER_IS_BETTER |= {"brier", "ece"}
 
 
 def is_metric(key: str) -> bool:
@@ -25,4 +26,4 @@ def lower_is_better(metric: str, best_metric: str | None, greater_is_better: boo
     if best_metric is not None and greater_is_better is not None:
         if metric.removeprefix("eval_") == best_metric.removeprefix("eval_"):
             return not greater_is_better
-    return metric.rpartition("_")[2] in _LOWER_IS_BETTER
+    return not _LOWER_IS_BETTER.isdisjoint(metric.removeprefix("eval_").split("_"))

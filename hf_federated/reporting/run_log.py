@@ -184,12 +184,22 @@ def logged_values(log_history: Iterable[Mapping[str, Any]], step: int) -> dict[s
         if entry.get("step") != step:
             continue
         for name, value in entry.items():
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            number = as_number(value)
             is_left_out = name in ("step", "epoch") or name.startswith(_PREFIXES) or name.endswith(_SUFFIXES)
-            if is_number and not is_left_out:
+            if number is not None and not is_left_out:
                 if len(found) < MAX_VALUES:
-                    found.setdefault(printable(name, MAX_NAME), float(value))
+                    found.setdefault(printable(name, MAX_NAME), number)
     return found
+
+
+def as_number(value: Any) -> float | None:
+    """Return a JSON value as a float, or `None` if it is no number, or an integer beyond the range of floats."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
 
 
 def read_log(folder: Path) -> list[LogEntry] | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..utils.run_files import CONFIG_NAME, LEDGER_NAME, RECIPE_NAME, RESULTS_NAME
 from ..utils.untrusted_json import read_json
+from .run_log import as_number
 from .run_view import RunView, read_run, run_folder, trainer_state_of
 
 
@@ -101,7 +102,7 @@ def read_saved_run(folder: str | os.PathLike[str], name: str | None = None) -> S
         settings={key: value for key, value in _settings(path, view) if key not in _WITHOUT_EFFECT},
         metrics=logged | _numbers(federated.get("metrics")),
         baselines=_baselines(results.get("baselines")),
-        seconds=sum(known) if known and len(known) == len(seconds) else _number(federated.get("seconds")),
+        seconds=sum(known) if known and len(known) == len(seconds) else as_number(federated.get("seconds")),
         num_bytes=_num_bytes(path, view),
     )
 
@@ -171,8 +172,4 @@ def _baselines(values: Any) -> dict[str, dict[str, float]]:
 
 def _numbers(values: Any) -> dict[str, float]:
     named = values if isinstance(values, dict) else {}
-    return {name: number for name, value in named.items() if (number := _number(value)) is not None}
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    return {name: number for name, value in named.items() if (number := as_number(value)) is not None}

@@ -128,6 +128,21 @@ def test_recipe_for_other_machines_lists_the_labels(capsys):
     assert recipe.network.clients == ["east", "west"]
 
 
+def test_labels_of_all_files_are_listed_and_integers_are_ids(capsys):
+    Path("sites").mkdir()
+    for site, labels in {"north": (0, 10), "south": range(12)}.items():
+        rows = "".join(f"text {label},{label}\n" for label in labels)
+        Path("sites", f"{site}.csv").write_text("text,label\n" + rows)
+    assert main(["init", "recipe.yaml", "--data", "sites", "--clients", "machines"]) == 0
+    assert load_recipe("recipe.yaml").task.given["label_names"] == [str(number) for number in range(12)]
+
+
+def test_line_break_in_a_column_name_adds_no_field_to_the_recipe(capsys):
+    Path("rows.csv").write_text('label,"x\ncompare: [centralized, local]\nplots:"\na,b\n')
+    assert main(["init", "recipe.yaml", "--data", "rows.csv", "--task", "text-classification"]) == 0
+    assert "compare" not in parse_yaml(Path("recipe.yaml").read_text(), "recipe.yaml")
+
+
 def test_options_for_csv_files_are_part_of_the_recipe_and_the_commands(capsys):
     for site in ("north", "south"):
         Path("sites").mkdir(exist_ok=True)

@@ -15,7 +15,8 @@ from tiny import rows
 from hf_federated.cli.main import main
 from hf_federated.messages.ledger import Ledger
 from hf_federated.reporting.comparison import Comparison
-from hf_federated.reporting.run_log import LOG_NAME
+from hf_federated.reporting.metric_names import lower_is_better
+from hf_federated.reporting.run_log import LOG_NAME, as_number
 from hf_federated.reporting.saved_run import read_saved_run
 
 
@@ -55,6 +56,14 @@ def test_table_has_what_differs_and_marks_the_best(runs):
         "time": ["2 min 0 s*", "3 min 20 s"],
         "time a round": ["40.0 s", "40.0 s"],
     }
+
+
+def test_costs_of_an_unfinished_run_are_not_the_best(tmp_path):
+    write_run(tmp_path / "whole", 5)
+    write_run(tmp_path / "part", 2, total=5, ended="stopped")
+    rows = compared(tmp_path / "whole", tmp_path / "part")
+    assert rows["time"] == ["3 min 20 s", "1 min 20 s"] and rows["bytes to clients"] == ["20.0 kB", "8.0 kB"]
+    assert rows["accuracy"] == ["0.8333*", "0.6667"]
 
 
 def test_metric_for_best_model_decides_what_is_best_and_what_is_drawn(tmp_path):
@@ -211,3 +220,16 @@ def test_a_damaged_file_is_named(runs, capsys, name, content):
     (runs / "two" / name).write_text(content)
     assert main(["compare", str(runs / "one"), str(runs / "two")]) == 2
     assert name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "is_lower"),
+    [("eval_rmse", True), ("perplexity_macro", True), ("hamming_loss_micro", True), ("brier_score", True)]
+    + [("eval_accuracy", False), ("f1_macro", False), ("lossless_share", False)],
+)
+def test_direction_of_a_metric_is_that_of_its_words(name, is_lower):
+    assert lower_is_better(name, None, None) is is_lower
+
+
+def test_integer_beyond_floats_is_no_value():
+    assert as_number(10**400) is None and as_number(True) is None and as_number(3) == 3.0

@@ -160,8 +160,12 @@ def _read_header(path: Path) -> FileColumns | None:
     names = next(csv.reader([header[0]], delimiter=separator))
     # The header can also follow a title.
     words = {word.strip() for line in lines[:MAX_TITLE_LINES] for word in re.split(f'["{SEPARATORS}]', line)}
+    # A name in quotes can contain separators.
+    start = "\n".join(lines[:MAX_TITLE_LINES]).replace('""', '"')
     # The encoding of other characters is not known.
-    return FileColumns(path, names, lambda column: column.strip() in words or not column.isascii())
+    return FileColumns(
+        path, names, lambda column: column.strip() in words or f'"{column}"' in start or not column.isascii()
+    )
 
 
 def _read_first_row(path: Path) -> FileColumns | None:

@@ -17,7 +17,7 @@ from typing import Any
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.recipe.data_columns import missing_column, named_columns
 from hf_federated.experiments.recipe.fields import CLASS_TABLES, named_section_fields, section_fields
-from hf_federated.experiments.recipe.schema import Mistakes, recipe_errors
+from hf_federated.experiments.recipe.schema import Mistakes, RecipeError, recipe_errors
 from hf_federated.experiments.recipe.sections import DEFAULT_OUTPUT_DIR
 from hf_federated.experiments.recipe.source_fields import source_value
 from hf_federated.experiments.recipe.yaml_file import DEFAULT_TASK
@@ -154,8 +154,12 @@ def number_of_rounds(values: Mapping[str, Any], training: Mapping[str, Any]) -> 
     if max_steps > 0:
         num_rounds, rest = divmod(max_steps, federation.get("local_steps") or max_steps + 1)
         return None if rest else num_rounds
+    if (num_rounds := federation.get("num_rounds")) is not None:
+        return num_rounds
     epochs = training.get("num_train_epochs")
-    return federation.get("num_rounds") or max(math.ceil(3 if epochs is None else epochs), 1)
+    if epochs is not None and not math.isfinite(epochs):
+        raise RecipeError(f"training.num_train_epochs is {epochs}. Set it to a number of rounds of at least 1.")
+    return max(math.ceil(3 if epochs is None else epochs), 1)
 
 
 def _with_defaults(values: Mapping[str, Any], training: Mapping[str, Any]) -> SimpleNamespace:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hf_federated.experiments.recipe.fields import named_section_fields
+from hf_federated.utils.printable import printable
 
 
 # A small model for each task, with which a first run is fast.
@@ -262,7 +263,8 @@ def _task_lines(answers: StarterAnswers) -> list[str]:
     columns = guess_columns(answers.task, answers.columns)
     for name, column in columns.items():
         is_missing = answers.columns and column not in answers.columns
-        comment = f"  # not a column of the data: {', '.join(answers.columns)}" if is_missing else ""
+        # A column name may have a line break, which would end the comment.
+        comment = f"  # not a column of the data: {printable(', '.join(answers.columns), 300)}" if is_missing else ""
         lines.append(f"{name}: {_yaml(column)}{comment}")
     if answers.task == "cloze-classification":
         lines += [
@@ -317,4 +319,4 @@ def _yaml(value: str | list[str]) -> str:
         return f"[{', '.join(map(_yaml, value))}]"
     is_plain = value.replace("/", "").replace("-", "").replace("_", "").replace(".", "").isalnum()
     starts_plain = value[:1].isalpha() and value.lower() not in YAML_WORDS
-    return value if is_plain and starts_plain else json.dumps(value, ensure_ascii=False)
+    return value if is_plain and starts_plain else json.dumps(value, ensure_ascii=not value.isprintable())

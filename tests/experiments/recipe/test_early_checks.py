@@ -131,6 +131,17 @@ def test_number_of_rounds_is_that_of_the_trainer(tmp_path, training, federation)
     assert early_checks.number_of_rounds({"federation": federation}, training) == expected
 
 
+@pytest.mark.parametrize("epochs", [float("inf"), float("nan")])
+def test_number_of_epochs_that_is_not_finite_is_refused(epochs) -> None:
+    with pytest.raises(RecipeError, match="training.num_train_epochs is (inf|nan)"):
+        early_checks.number_of_rounds({}, {"num_train_epochs": epochs})
+
+
+def test_name_in_quotes_can_contain_separators(tmp_path) -> None:
+    (tmp_path / "rows.csv").write_text('"How was it? (1=bad; 5=good; 9=none)",label\na,x\nb,y\n')
+    assert missing_column(tmp_path / "rows.csv", "f", "How was it? (1=bad; 5=good; 9=none)") is None
+
+
 def test_metric_of_the_task_and_its_arguments_is_accepted(recipe_path, tmp_path) -> None:
     for changes in (
         ["training.metric_for_best_model=eval_f1_macro"],
