@@ -96,6 +96,10 @@ class SamplerPosition:
                 number = self._args.gradient_accumulation_steps = shorter
         return iter(()) if first is None else self._read(itertools.chain([first], self._rest), number)
 
+    def close(self) -> None:
+        """End the workers of the data loader. A garbage collection would wait several seconds for each of them."""
+        self._rest = None
+
     def state(self) -> dict[str, Any]:
         """Return the position after the last batch that the trainer used. Empty if the client need not keep it."""
         kept: dict[str, Any] = {_EPOCH: self._epoch} if self.counts_epochs else {}

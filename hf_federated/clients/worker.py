@@ -342,6 +342,9 @@ class ClientWorker:
                 if (explained := removed_column_error(error, trainer, examples)) is not None:
                     raise explained from error
                 raise
+            finally:
+                if local.sampler_position is not None:
+                    local.sampler_position.close()
         if COMPLETIONS in vars(trainer):
             drop_generations(trainer)
         if scaler is not None and scaler.skipped_all(trainer.state.global_step):

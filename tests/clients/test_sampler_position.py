@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +215,19 @@ def test_client_keeps_its_position_in_rounds_without_it(tmp_path) -> None:
         epoch, used = divmod(len(batches), math.ceil(len(CLIENTS[client_id]) / BATCH_SIZE))
         expected = {"epoch": epoch, "num_batches": used} if used else {"epoch": epoch}
         assert trainer.engine.worker.models.store.get(client_id) == {"sampler": expected}
+
+
+def test_training_within_an_epoch_leaves_no_worker_of_the_data_loader(tmp_path, monkeypatch) -> None:
+    """torch waits several seconds for a worker that ends in a garbage collection."""
+    federation = {"num_rounds": 1, "local_steps": 1}
+    trainer = build(tmp_path, DEFAULT, {"north": numbered(5, 12)}, federation, dataloader_num_workers=1)
+    monkeypatch.setattr(gc, "collect", lambda *args: 0)
+    gc.disable()
+    try:
+        trainer.train()
+        assert not multiprocessing.active_children()
+    finally:
+        gc.enable()
 
 
 def test_rounds_of_whole_epochs_keep_no_position(tmp_path) -> None:
