@@ -22,6 +22,10 @@ from torch import nn
 from ..utils.lora_modules import RESIDUAL, LoraModule, find_lora_modules
 
 
+# Initializations of PEFT that subtract the first factors from the base weights.
+CHANGES_BASE_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
 class FrozenParameter(nn.Parameter):
     """A parameter that remains frozen when PEFT enables its adapter again, such as after `disable_adapter`."""
 
@@ -69,6 +73,13 @@ class ResidualAdapter:
                 f"The model has the further adapter {others[0]!r}, but the changes of its base weights need a second "
                 "adapter, which PEFT disables when another one is selected. Call `delete_adapter`, load the model "
                 "with dtype=torch.float32, or use aggregation='fedit'."
+            )
+        initial = model.peft_config[model.active_adapters[0]].init_lora_weights
+        if str(initial).lower().startswith(CHANGES_BASE_WEIGHTS):
+            raise ValueError(
+                f"init_lora_weights={initial!r} subtracts a part of the base weights that depends on the rank, and "
+                "the saved adapter has a larger rank. Set init_lora_weights=True, load the model with "
+                "dtype=torch.float32, or use aggregation='fedit'."
             )
         if RESIDUAL not in model.peft_config:
             self._add(model)

@@ -85,5 +85,17 @@ class NarrowedState(Mapping[str, torch.Tensor]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._unread)
 
+    # A message has a dictionary as its state after it was sent to another process.
+
+    def __or__(self, other: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**self, **other}
+
+    def __ror__(self, other: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**other, **self}
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """Return a dictionary of the converted tensors."""
+        return dict(self)
+
     def __len__(self) -> int:
         return len(self._unread)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..clients.limits import update_limits
@@ -125,7 +126,10 @@ class AnnouncementLimits:
         numbers = {client_id: announced_numbers(self._setup, known[client_id]) for client_id in known}
         outliers: dict[str, str] = {}
         for client_id in announced:
-            if self._accepted.get(client_id) == announced[client_id]:
+            # The number of dropped examples is no weight. Earlier checkpoints do not have it.
+            both = (self._accepted.get(client_id), announced[client_id])
+            before, now = (each and replace(each, num_dropped_examples=None) for each in both)
+            if before == now:
                 continue
             # One other client is not enough to refuse a client that has taken part.
             min_others = 1 if client_id in new else MIN_CLIENTS - 1

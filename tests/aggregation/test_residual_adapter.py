@@ -22,7 +22,7 @@ from tiny import rows, same_weights, tiny_model
 
 from hf_federated import FedExLoRA
 from hf_federated.adapters import Exchange
-from hf_federated.adapters.residual import joined_adapter
+from hf_federated.adapters.residual import ResidualAdapter, joined_adapter
 from hf_federated.aggregation.base_changes import CHANGES, RESIDUAL_ERROR, RESIDUAL_RANK
 from hf_federated.clients import Agreement
 from hf_federated.clients.request_record import RequestRecord
@@ -40,6 +40,15 @@ def half_model():
     torch.manual_seed(0)
     model = tiny_model(problem_type="single_label_classification").to(torch.bfloat16)
     return get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"]))
+
+
+@pytest.mark.parametrize("initial", ["pissa", "olora"])
+def test_initial_factors_that_change_the_base_weights_are_refused(initial):
+    """PEFT would subtract another part of the base weights when it loads the saved adapter of a larger rank."""
+    config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], init_lora_weights=initial)
+    model = get_peft_model(tiny_model(), config)
+    with pytest.raises(ValueError, match=f"init_lora_weights='{initial}' subtracts a part of the base weights"):
+        ResidualAdapter(model)
 
 
 def base_of(model):

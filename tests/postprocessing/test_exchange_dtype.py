@@ -181,6 +181,13 @@ def test_narrowed_state_has_the_bytes_of_a_converted_state() -> None:
     assert all(torch.equal(narrowed[name], value) for name, value in converted.items())
 
 
+def test_narrowed_state_is_combined_like_a_dictionary() -> None:
+    state = NarrowedState({"w": torch.ones(2)}, torch.bfloat16)
+    other = {"v": torch.zeros(1)}
+    for combined in (state | other, other | state, {**state.copy(), **other}):
+        assert type(combined) is dict and combined["w"].dtype == torch.bfloat16 and set(combined) == {"w", "v"}
+
+
 @pytest.mark.parametrize("aggregation", ["fedprox", "scaffold"])
 def test_narrowed_state_changes_no_byte(tmp_path, monkeypatch, aggregation) -> None:
     options = {"exchange_dtype": "bfloat16", "aggregation": aggregation, "args": {"optim": "sgd"}}
