@@ -21,7 +21,7 @@ from .text_format import TableOptions, TextFormat
 
 
 READ_CHARACTERS = 1 << 20
-BLANKS = re.compile(r"[ \t\r\n,]*")
+BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 def read_json(path: Path, options: TableOptions) -> Table:
@@ -48,9 +48,16 @@ def read_json(path: Path, options: TableOptions) -> Table:
 
 def _batches(path: Path, rows: Iterator[tuple[int, dict[str, Any]]], columns: Sequence[str]) -> Iterator[Batch]:
     schema: pa.Schema | None = None
+    names = set(columns)
     while part := list(islice(rows, BATCH_ROWS)):
         lines = [line for line, _ in part]
+        for line, row in part:
+            if not names.issuperset(row):
+                raise TableError(_unknown_column(path, line, row, names))
         arrays = [_column(name, part, schema, path) for name in columns]
+        if schema is None and len(part) == BATCH_ROWS:
+            # A column without values so far is text, for its later values.
+            arrays = [array.cast(pa.string()) if pa.types.is_null(array.type) else array for array in arrays]
         schema = schema or pa.schema(list(zip(columns, (array.type for array in arrays), strict=True)))
         yield np.array(lines, dtype=np.int64), pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -58,25 +65,63 @@ def _batches(path: Path, rows: Iterator[tuple[int, dict[str, Any]]], columns: Se
 def _column(name: str, part: list[tuple[int, dict[str, Any]]], schema: pa.Schema | None, path: Path) -> pa.Array:
     values = [row.get(name) for _, row in part]
     kind = None if schema is None else schema.field(name).type
-    if kind is not None and pa.types.is_null(kind):
-        kind = pa.string()
-        values = [value if value is None or isinstance(value, str) else json.dumps(value) for value in values]
+    if kind is not None and pa.types.is_string(kind):
+        return _texts(values)
     try:
-        return pa.array(values, type=kind)
+        return _typed(values, kind)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        if kind is None or pa.types.is_string(kind):
+        if kind is None:
             # Values of several types are text, as `datasets` reads them.
-            return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in values], pa.string())
+            return _texts(values)
         for line, row in part:
             try:
-                pa.array([row.get(name)], type=kind)
+                _typed([row.get(name)], kind)
             except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
-                value = json.dumps(row.get(name), ensure_ascii=False)[:50]
                 raise TableError(
-                    f"{path}, line {line}, column {name!r}: the value {value} has another type than the values of the"
-                    f" first {BATCH_ROWS} rows, which are {kind}. Correct the value."
+                    f"{path}, line {line}, column {name!r}: the value {_shown(row.get(name))} has another type than"
+                    f" the values of the first {BATCH_ROWS} rows, which are {kind}. Correct the value, or move a row"
+                    " with such a value to the start of the file."
                 ) from error
         raise
+
+
+def _texts(values: list[Any]) -> pa.Array:
+    return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in values], pa.string())
+
+
+def _typed(values: list[Any], kind: pa.DataType | None) -> pa.Array:
+    """Convert values to a type. pyarrow alone would drop the decimals of numbers and the keys of objects."""
+    found = pa.array(values)
+    if kind is None or found.type == kind:
+        return found
+    if not _keeps_values(found.type, kind):
+        raise pa.ArrowTypeError(f"{found.type} values in a column of {kind}")
+    return pa.array(values, type=kind)
+
+
+def _keeps_values(found: pa.DataType, kind: pa.DataType) -> bool:
+    """Whether values of the type `found` are the same values with the type `kind`."""
+    if pa.types.is_struct(found) and pa.types.is_struct(kind):
+        fields = {field.name: field.type for field in kind}
+        return all(field.name in fields and _keeps_values(field.type, fields[field.name]) for field in found)
+    if pa.types.is_list(found) and pa.types.is_list(kind):
+        return _keeps_values(found.value_type, kind.value_type)
+    if pa.types.is_integer(found):
+        return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return pa.types.is_null(found) or found == kind
+
+
+def _unknown_column(path: Path, line: int, row: dict[str, Any], names: set[str]) -> str:
+    name = next(name for name in row if name not in names)
+    return (
+        f"{path}, line {line}, column {_shown(name)}: the first {BATCH_ROWS} rows do not have this column, here with"
+        f" the value {_shown(row[name])}. Correct the name, or move a row with this column to the start of the file."
+    )
+
+
+def _shown(value: Any) -> str:
+    """The start of a value as JSON, which can be printed in each case."""
+    return json.dumps(value, ensure_ascii=False)[:50].encode(errors="backslashreplace").decode()
 
 
 def _rows(path: Path, encoding: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -95,7 +140,7 @@ def _rows(path: Path, encoding: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 row = {"text": row}  # as in `datasets`
             if not isinstance(row, dict):
                 raise TableError(
-                    f"{path}, line {number}: {json.dumps(row, ensure_ascii=False)[:50]} is no JSON object. Write each"
+                    f"{path}, line {number}: {_shown(row)} is no JSON object. Write each"
                     ' row as an object, such as {"text": "hello", "label": "fine"}.'
                 )
             yield number, row
@@ -133,12 +178,25 @@ def _array(path: Path, file: io.TextIOWrapper, line: int) -> Iterator[tuple[int,
     decoder = json.JSONDecoder()
     text, place = "", 0
     is_end = False
+    previous = "["
     while True:
         skipped = next(BLANKS.finditer(text, place)).end()
         line += text.count("\n", place, skipped)
         place = skipped
-        if text[place : place + 1] == "]":
+        sign = text[place : place + 1]
+        if not sign and not is_end:
+            text, place = file.read(READ_CHARACTERS), 0
+            is_end = not text
+            continue
+        if sign == "]" and previous != ",":
+            _check_end(path, file, line, text[place + 1 :])
             return
+        if previous == "value" and sign:
+            if sign != ",":
+                message = "a comma is missing between two values of the array"
+                raise TableError(_invalid(path, line, 1, message, text[place : place + 80]))
+            previous, place = ",", place + 1
+            continue
         try:
             value, end = decoder.raw_decode(text, place)
         except RecursionError as error:
@@ -153,7 +211,17 @@ def _array(path: Path, file: io.TextIOWrapper, line: int) -> Iterator[tuple[int,
         else:
             yield line, value
             line += text.count("\n", place, end)
-            place = end
+            place, previous = end, "value"
+
+
+def _check_end(path: Path, file: io.TextIOWrapper, line: int, text: str) -> None:
+    """Refuse text after the end of an array."""
+    while text or (text := file.read(READ_CHARACTERS)):
+        rest = text.lstrip()
+        line += text.count("\n", 0, len(text) - len(rest))
+        if rest:
+            raise TableError(_invalid(path, line, 1, "there is text after the end of the array", rest[:80]))
+        text = ""
 
 
 def _invalid(path: Path, line: int, column: int, message: str, text: str) -> str:

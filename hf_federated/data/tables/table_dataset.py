@@ -18,7 +18,7 @@ from .typed_rows import is_text
 
 
 # Part of the path of the cache. Increase it when the same file is read as other rows.
-READER_VERSION = "1"
+READER_VERSION = "2"
 
 
 @dataclass
