@@ -10,12 +10,15 @@ from typing import Any
 import datasets
 import pyarrow as pa
 from datasets.exceptions import DatasetsError
+from transformers.utils import logging
 
 from .table import TableError
 from .table_files import read_table
 from .text_format import TableOptions
 from .typed_rows import is_text
 
+
+logger = logging.get_logger(__name__)
 
 # Part of the path of the cache. Increase it when the same file is read as other rows.
 READER_VERSION = "2"
@@ -61,7 +64,10 @@ class TableDataset(datasets.ArrowBasedBuilder):
                     f"{path} has the columns {', '.join(table.columns)}, but {files[0]} has"
                     f" {', '.join(schema.names)}. Give the files of a split the same columns."
                 )
+            num_notes: int | None = None
             for _, batch in table.batches():
+                # `table_notes` returns the notes on the first batch.
+                num_notes = len(table.notes) if num_notes is None else num_notes
                 if schema is None:
                     schema = batch.schema
                     # A column of text can have only numbers in another file, such as 007.
@@ -69,6 +75,8 @@ class TableDataset(datasets.ArrowBasedBuilder):
                     options = replace(options, text_columns=list(dict.fromkeys([*options.text_columns, *texts])))
                 yield number, pa.Table.from_batches([batch])
                 number += 1
+            for note in table.notes[num_notes:]:
+                logger.warning(f"{path}: {note}")
 
 
 def load_tables(

@@ -25,7 +25,8 @@ MISSING = (
 )  # fmt: skip
 DECIMAL_COMMA = r"^[+-]?\d+,\d+$"
 PLAIN_INTEGER = r"^[+-]?\d+$"
-LEADING_ZERO = r"^[+-]?0\d"
+# `007` and `01,2`, but not `0,5` and `00.5`.
+LEADING_ZERO = r"^\s*[+-]?0+([1-9]|0\s*$)"
 TYPE_NAMES = {"int64": "whole numbers", "uint64": "whole numbers", "double": "numbers", "bool": "true or false"}
 READ_AS_TEXT = "read the column as text with data.csv.text_columns in a recipe or --csv-text-columns"
 
@@ -62,22 +63,24 @@ class RowConverter:
         """
         schema: pa.Schema | None = None
         commas: list[str] = []
+        noted: set[str] = set()
         for lines, rows in read():
             starts = np.array(lines, dtype=np.int64)
             if as_text:
                 yield starts, text_batch(rows, self.columns)
                 continue
             if schema is None:
-                schema, commas = self._infer(lines, rows, read)
+                schema, commas = self._infer(rows, read)
             texts = [field.name for field in schema if is_text(field.type)]
-            rows = self._with_points(rows, commas)
-            batch = self._convert(rows, texts)
-            arrays = [self._cast(batch.column(place), field, lines, rows, place) for place, field in enumerate(schema)]
+            numbers = self._with_points(rows, commas)
+            batch = self._convert(numbers, texts)
+            arrays = [
+                self._cast(batch.column(place), field, lines, numbers, place) for place, field in enumerate(schema)
+            ]
+            self._note_leading_zeros(schema, arrays, lines, rows, noted)
             yield starts, pa.RecordBatch.from_arrays(arrays, schema=schema)
 
-    def _infer(
-        self, lines: list[int], rows: list[list[str]], read: Callable[[], Iterator[TextRows]]
-    ) -> tuple[pa.Schema, list[str]]:
+    def _infer(self, rows: list[list[str]], read: Callable[[], Iterator[TextRows]]) -> tuple[pa.Schema, list[str]]:
         """The types of the columns, and the columns with decimal commas."""
         batch = self._convert(rows, self.text_columns)
         schema = batch.schema
@@ -98,8 +101,7 @@ class RowConverter:
         if empty and len(rows) == BATCH_ROWS:
             schema = self._infer_later(schema, empty, commas, read)
         for name in commas:
-            self.notes.append(f"The column {name!r} has decimal commas, so 1,5 is read as 1.5.")
-        self._note_leading_zeros(schema, rows, lines)
+            self._note(f"The column {name!r} has decimal commas, so 1,5 is read as 1.5.")
         return schema, commas
 
     def _infer_later(
@@ -118,16 +120,25 @@ class RowConverter:
                 break
         return schema
 
-    def _note_leading_zeros(self, schema: pa.Schema, rows: list[list[str]], lines: list[int]) -> None:
+    def _note(self, note: str) -> None:
+        if note not in self.notes:  # The batches can be read again.
+            self.notes.append(note)
+
+    def _note_leading_zeros(
+        self, schema: pa.Schema, arrays: list[pa.Array], lines: list[int], rows: list[list[str]], noted: set[str]
+    ) -> None:
+        """Name the first number with leading zeros of each column that is not in `noted`."""
         for place, column in enumerate(schema):
-            if pa.types.is_integer(column.type):
+            is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+            if is_number and column.name not in noted:
                 values = pa.array([row[place] for row in rows])
                 found = pc.index(pc.match_substring_regex(values, LEADING_ZERO), True).as_py()
                 if found >= 0:
-                    value = rows[found][place]
-                    self.notes.append(
-                        f"The column {column.name!r} has numbers with leading zeros, such as {value} on line"
-                        f" {lines[found]}, which is read as {int(value)}. To keep the zeros, {READ_AS_TEXT}."
+                    noted.add(column.name)
+                    self._note(
+                        f"The column {column.name!r} has numbers with leading zeros, such as {rows[found][place]} on"
+                        f" line {lines[found]}, which is read as {arrays[place][found].as_py()}. To keep the zeros,"
+                        f" {READ_AS_TEXT}."
                     )
 
     def _with_points(self, rows: list[list[str]], commas: Sequence[str]) -> list[list[str]]:
@@ -171,20 +182,29 @@ class RowConverter:
     ) -> pa.Array:
         if column.type == field.type:
             return column
+        has_values = column.null_count < len(column)
+        # pyarrow casts 1 and "1" to true, true to 1, and "0x1F" to 31.
+        is_other_text = is_text(column.type) and not is_text(field.type)
+        if is_other_text or (has_values and pa.types.is_boolean(column.type) != pa.types.is_boolean(field.type)):
+            self._check_values(field, lines, rows, place)
         try:
             return column.cast(field.type)
         except pa.ArrowInvalid as error:
-            for line, row in zip(lines, rows, strict=True):
-                if not _is_value(row[place], field.type):
-                    raise TableError(
-                        f"{self.path}, line {line}, column {field.name!r}: the value {row[place][:50]!r} has another"
-                        f" type than the values of the first {BATCH_ROWS} rows, which are"
-                        f" {TYPE_NAMES.get(str(field.type), str(field.type))}. Correct the value, or"
-                        f" {_cure(row[place], field.type)}."
-                    ) from error
+            self._check_values(field, lines, rows, place)
             raise TableError(
                 f"{self.path}, lines {lines[0]} to {lines[-1]}, column {field.name!r}: {error}"
             ) from error
+
+    def _check_values(self, field: pa.Field, lines: list[int], rows: list[list[str]], place: int) -> None:
+        """Raise a [`TableError`] about the first value of a column that has another type than the first batch."""
+        for line, row in zip(lines, rows, strict=True):
+            if not _is_value(row[place], field.type):
+                raise TableError(
+                    f"{self.path}, line {line}, column {field.name!r}: the value {row[place][:50]!r} has another"
+                    f" type than the values of the first {BATCH_ROWS} rows, which are"
+                    f" {TYPE_NAMES.get(str(field.type), str(field.type))}. Correct the value, or"
+                    f" {_cure(row[place], field.type)}."
+                )
 
 
 def text_batch(rows: list[list[str]], columns: Sequence[str]) -> pa.RecordBatch:
@@ -223,5 +243,7 @@ def _is_value(text: str, kind: pa.DataType) -> bool:
     try:
         number = float(text)
     except ValueError:
+        return False
+    if "_" in text:  # a number in Python only
         return False
     return not pa.types.is_integer(kind) or number.is_integer()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_federated.data.tables import TableError, read_table
+from hf_federated.data.tables import TableError, load_tables, read_table, table_dataset
 
 
 # Rows of a batch, the first of which determines the types of the columns.
@@ -73,3 +73,72 @@ def test_json_array_with_lost_rows_is_refused(tmp_path, content, words):
     path = tmp_path / "a.json"
     path.write_text(content)
     assert_refused(path, *words)
+
+
+def csv_lines(path: Path, first: str, *later: str, header: str = "id;x") -> Path:
+    """A file of which the first batch has one value, and the next lines have other values."""
+    path.write_text("\n".join([header, *[f"a;{first}"] * FIRST_ROWS, *(f"a;{value}" for value in later)]))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "words"),
+    [
+        ("true", ["true", "1"], ["'1'", "true or false", "text_columns"]),
+        ("true", ["1", "0"], ["line 10002", "'1'"]),
+        ("1", ["true", "false"], ["line 10002", "'true'", "whole numbers"]),
+        ("1.5", ["", "false"], ["line 10003", "'false'", "numbers"]),
+        ("1", ["0x1F", "2"], ["line 10002", "'0x1F'"]),
+    ],
+)
+def test_later_csv_value_that_would_change_is_refused(tmp_path, first, later, words):
+    assert_refused(csv_lines(tmp_path / "a.csv", first, *later), "column 'x'", *words)
+
+
+def test_later_batch_without_values_has_the_type_of_the_column(tmp_path):
+    _, (_, batch) = read_table(csv_lines(tmp_path / "a.csv", "true", "", "NA")).batches()
+    assert batch.column("x").to_pylist() == [None, None]
+
+
+def notes_of(path: Path) -> list[str]:
+    table = read_table(path)
+    for _ in range(2):  # The same notes are not added again.
+        list(table.batches())
+    return table.notes
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (["12", "", "007"], ["007 on line 4", "read as 7.0", "text_columns"]),
+        (["1,5", "01,2"], ["01,2 on line 3", "read as 1.2"]),
+        (["5", "000"], ["000 on line 3", "read as 0."]),
+        (["1.5", "02.5"], ["02.5 on line 3", "read as 2.5"]),
+    ],
+)
+def test_leading_zeros_of_numbers_are_named(tmp_path, values, words):
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(["id;x", *(f"a;{value}" for value in values)]))
+    (note,) = [note for note in notes_of(path) if "leading zeros" in note]
+    assert all(word in note for word in ["'x'", *words])
+
+
+@pytest.mark.parametrize("values", [["0,5", "1,5"], ["0.5", "00.5"], ["0", "10"], ["0,5", "00,5"], ["x", "007"]])
+def test_values_without_lost_zeros_have_no_note(tmp_path, values):
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(["id;x", *(f"a;{value}" for value in values)]))
+    assert not [note for note in notes_of(path) if "leading zeros" in note]
+
+
+def test_leading_zeros_of_a_later_batch_are_named_once(tmp_path):
+    (note,) = notes_of(csv_lines(tmp_path / "a.csv", "1", "2", "007", "008"))
+    assert "007 on line 10003" in note
+
+
+def test_note_on_a_later_batch_is_a_warning_of_load_tables(tmp_path, monkeypatch):
+    warnings: list[str] = []
+    monkeypatch.setattr(table_dataset.logger, "warning", warnings.append)
+    load_tables({"train": [csv_lines(tmp_path / "a.csv", "001", "2", header="id;y")]})
+    assert warnings == []
+    load_tables({"train": [csv_lines(tmp_path / "a.csv", "1", "007")]})
+    assert len(warnings) == 1 and "007 on line 10002" in warnings[0]
