@@ -45,7 +45,13 @@ def read_delimited(path: Path, options: TableOptions, default: str) -> Table:
             f"{path}, line {header[0][0]}: the file has the columns {', '.join(columns)}, but no rows. Add rows, or"
             " remove the file."
         )
-    converter = RowConverter(path, columns, options.text_columns, text_format.decimal == ",")
+    converter = RowConverter(
+        path,
+        columns,
+        options.text_columns,
+        decimal_comma=text_format.decimal == ",",
+        notes_thousands=text_format.separator == ";" and options.decimal is None,
+    )
     return Table(
         path,
         "CSV",

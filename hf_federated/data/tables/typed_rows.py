@@ -25,6 +25,7 @@ MISSING = (
 )  # fmt: skip
 DECIMAL_COMMA = r"^[+-]?\d+,\d+$"
 PLAIN_INTEGER = r"^[+-]?\d+$"
+THOUSANDS = r"^[+-]?\d{1,3}([.,]\d{3})+$"
 # `007` and `01,2`, but not `0,5` and `00.5`.
 LEADING_ZERO = r"^\s*[+-]?0+([1-9]|0\s*$)"
 TYPE_NAMES = {"int64": "whole numbers", "uint64": "whole numbers", "double": "numbers", "bool": "true or false"}
@@ -44,6 +45,8 @@ class RowConverter:
         columns (`Sequence[str]`): The names of the columns.
         text_columns (`Sequence[str]`): Columns that are text, even if all their values are numbers.
         decimal_comma (`bool`, *optional*, defaults to `False`): Whether `1,5` is a number.
+        notes_thousands (`bool`, *optional*, defaults to `False`): Whether to name columns with values such as `1.234`,
+            which may be thousands.
         notes (`list[str]`): Receives sentences about values that a reader may not expect.
     """
 
@@ -51,6 +54,7 @@ class RowConverter:
     columns: Sequence[str]
     text_columns: Sequence[str] = ()
     decimal_comma: bool = False
+    notes_thousands: bool = False
     notes: list[str] = field(default_factory=list)
 
     def batches(self, read: Callable[[], Iterator[TextRows]], as_text: bool) -> Iterator[Batch]:
@@ -71,7 +75,9 @@ class RowConverter:
                 continue
             if schema is None:
                 schema, commas = self._infer(rows, read)
+                self._note_thousands(schema, rows)
             texts = [field.name for field in schema if is_text(field.type)]
+            self._refuse_points(lines, rows, commas)
             numbers = self._with_points(rows, commas)
             batch = self._convert(numbers, texts)
             arrays = [
@@ -123,6 +129,32 @@ class RowConverter:
     def _note(self, note: str) -> None:
         if note not in self.notes:  # The batches can be read again.
             self.notes.append(note)
+
+    def _note_thousands(self, schema: pa.Schema, rows: list[list[str]]) -> None:
+        """Name the columns of numbers whose values all have three digits after a point or a comma."""
+        for place, column in enumerate(schema):
+            if self.notes_thousands and pa.types.is_floating(column.type):
+                values = [row[place] for row in rows if row[place] not in MISSING]
+                if values and pc.all(pc.match_substring_regex(pa.array(values), THOUSANDS)).as_py():
+                    self._note(
+                        f"The values of the column {column.name!r} may be thousands, but {values[0]} is read as"
+                        f" {float(values[0].replace(',', '.'))}. If they are thousands, remove the separators, or"
+                        f" {READ_AS_TEXT}. If they are decimal numbers, set data.csv.decimal in a recipe or"
+                        " --csv-decimal."
+                    )
+
+    def _refuse_points(self, lines: list[int], rows: list[list[str]], commas: Sequence[str]) -> None:
+        """Raise a [`TableError`] about the first value with a point in a column with decimal commas."""
+        for place, name in enumerate(self.columns):
+            if name not in commas:
+                continue
+            for line, row in zip(lines, rows, strict=True):
+                if "." in row[place] and row[place] not in MISSING:
+                    raise TableError(
+                        f"{self.path}, line {line}, column {name!r}: the value {row[place][:50]!r} has a point, but"
+                        f" the first {BATCH_ROWS} rows have decimal commas, so its point may separate thousands."
+                        f" Remove the point, write a decimal comma, or {READ_AS_TEXT}."
+                    )
 
     def _note_leading_zeros(
         self, schema: pa.Schema, arrays: list[pa.Array], lines: list[int], rows: list[list[str]], noted: set[str]

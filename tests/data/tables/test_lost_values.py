@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_federated.data.tables import TableError, load_tables, read_table, table_dataset
+from hf_federated.data.tables import TableError, TableOptions, load_tables, read_table, table_dataset
 
 
 # Rows of a batch, the first of which determines the types of the columns.
@@ -142,3 +142,29 @@ def test_note_on_a_later_batch_is_a_warning_of_load_tables(tmp_path, monkeypatch
     assert warnings == []
     load_tables({"train": [csv_lines(tmp_path / "a.csv", "1", "007")]})
     assert len(warnings) == 1 and "007 on line 10002" in warnings[0]
+
+
+@pytest.mark.parametrize("value", ["1.234", "1.5", "1.234,5"])
+def test_later_point_in_a_column_with_decimal_commas_is_refused(tmp_path, value):
+    path = csv_lines(tmp_path / "a.csv", "1,5", "2", "1.#QNAN", value)
+    assert_refused(path, "line 10004", "column 'x'", f"'{value}'", "thousands", "text_columns")
+
+
+@pytest.mark.parametrize("values", [["1.234", "", "12.500"], ["1,234", "-2,500"]])
+def test_numbers_that_may_be_thousands_are_named(tmp_path, values):
+    path = tmp_path / "a.csv"
+    path.write_text("\n".join(["id;x", *(f"a;{value}" for value in values)]))
+    (note,) = [note for note in notes_of(path) if "thousands" in note]
+    assert all(word in note for word in ["'x'", f"{values[0]} is read as 1.234", "text_columns", "--csv-decimal"])
+
+
+@pytest.mark.parametrize(
+    ("content", "decimal"),
+    [("id;x\na;1.234\na;1.5", None), ("id;x\na;1234", None), ("id,x\na,1.234", None), ("id;x\na;1.234", ".")],
+)
+def test_other_numbers_have_no_note_on_thousands(tmp_path, content, decimal):
+    path = tmp_path / "a.csv"
+    path.write_text(content)
+    table = read_table(path, TableOptions(decimal=decimal))
+    list(table.batches())
+    assert table.notes == []
