@@ -21,7 +21,7 @@ from .look_alikes import canonical_names, rows_text
 from .many_labels import is_label_like
 from .missing_values import incomplete_rows
 from .paths import site_name
-from .site_table import TEST, TRAIN, Batch, Columns, SiteTable, is_string
+from .site_table import TEST, Batch, Columns, SiteTable, is_string
 from .table_writers import SUFFIXES, TableWriter
 from .tag_lengths import different_lengths
 
@@ -87,8 +87,7 @@ def write_clean_files(
     Args:
         tables (`Sequence[SiteTable]`): The tables, with the training tables first.
         columns ([`Columns`]): The columns of texts, labels and sites.
-        folder (`Path`): A new or empty folder. Test tables of another folder than the training tables are written to
-            its subfolder `test`.
+        folder (`Path`): A new or empty folder. Test tables are written to its subfolder `test`.
         drop_duplicates (`bool`, *optional*, defaults to `False`): Whether rows that repeat a text are dropped. The
             first row is kept, and a training row rather than a test row.
 
@@ -106,7 +105,7 @@ def write_clean_files(
     position = 0
     try:
         for table in readable:
-            path = _target(table, tables, corrections.sites, folder)
+            path = _target(table, corrections.sites, folder)
             for batch in _batches(table, columns):
                 repeated = corrections.repeated
                 part = None if repeated is None else repeated[position : position + len(batch.lines)]
@@ -194,12 +193,10 @@ def _renamed(batch: Batch, rows: Any, kind: str, column: str, names: Mapping[str
     return rows.set_column(rows.schema.get_field_index(column), column, corrected)
 
 
-def _target(table: SiteTable, tables: Sequence[SiteTable], sites: Mapping[str, str], folder: Path) -> Path:
+def _target(table: SiteTable, sites: Mapping[str, str], folder: Path) -> Path:
     """The path of the clean copy of a table."""
     source = Path(table.name)
-    trained = {Path(other.name).parent for other in tables if other.split == TRAIN}
-    if table.split == TEST and source.parent not in trained:
-        folder = folder / "test"
+    folder = folder / "test" if table.split == TEST else folder
     if table.file is None:
         (name,) = escape_client_ids([sites.get(table.site or "", table.site or "")]).values()
         return folder / f"{name}.parquet"
