@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+
 import pytest
 from planted_faults import write_csv
 
@@ -25,3 +27,41 @@ def test_test_rows_of_a_file_with_the_name_of_a_training_file_are_written_to_tes
     check(capsys, "tt/north.csv", "--test", "tt/north.tsv", "--fix", "out")
     assert (folder / "out" / "north.csv").read_text().count("\n") == 3
     assert "it drips" in (folder / "out" / "test" / "north.csv").read_text()
+
+
+def test_workbooks_and_hidden_files_of_a_site_are_not_read(folder, capsys):
+    write_csv(folder / "sites" / "north.csv", [["it leaks", "bad"], ["it works", "good"]])
+    (folder / "sites" / "north.xlsx").write_bytes(b"exported")
+    (folder / "sites" / "~$south.xlsx").write_bytes(b"open in Excel")
+    code, out = check(capsys, "sites")
+    assert code == 0 and out.startswith("2 rows") and "xlsx" not in out
+
+
+def test_second_file_of_a_site_is_an_error_for_check_as_for_partition(folder, capsys):
+    write_csv(folder / "sites" / "a.csv", [["it leaks", "bad"], ["it works", "good"]])
+    (folder / "sites" / "a.csv.gz").write_bytes(gzip.compress(b"text,label\nit drips,bad\n"))
+    code, out = check(capsys, "sites", "--fix", "out")
+    message = "sites/a.csv and sites/a.csv.gz name the same client a. Rename a file."
+    assert code == 1 and out.startswith("2 rows") and message in out
+    assert "sites/a.csv.gz cannot be read and is left out" in (folder / "out" / "CHANGES.md").read_text()
+    assert main("partition sites --client-per-file --output clients".split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_files_of_one_site_are_united_in_the_order_of_the_first_columns_and_listed(folder, capsys):
+    write_csv(folder / "sites" / "North.csv", [["it leaks", "bad"], ["it works", "good"]])
+    (folder / "sites" / "north.tsv").write_text("label\ttext\nbad\tit drips\n")
+    (folder / "sites" / "south.tsv").write_text("text\tlabel\nit runs\tgood\n")
+    check(capsys, "sites", "--fix", "out")
+    assert "it drips,bad" in (folder / "out" / "North.csv").read_text().replace('"', "")
+    changes = (folder / "out" / "CHANGES.md").read_text()
+    assert "- sites/North.csv and sites/north.tsv: written together as North.csv\n" in changes
+    assert "- sites/south.tsv: written as south.csv\n" in changes
+
+
+def test_fix_that_fails_leaves_no_folder(folder, capsys):
+    write_csv(folder / "sites" / "North.csv", [["it leaks", "bad"], ["it works", "good"]])
+    (folder / "sites" / "north.tsv").write_text("text\tother\nit drips\tbad\n")
+    assert main("check sites --text-column text --label-column label --fix out".split()) == 2
+    assert "Write them with the same columns." in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["sites"]

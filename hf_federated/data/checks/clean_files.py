@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...utils.client_names import escape_client_ids
+from ..site_files import site_name
 from .doctor import Sites
 from .duplicates import first_occurrences
 from .hashes import row_hashes
@@ -20,7 +23,6 @@ from .label_places import LabelPlaces
 from .look_alikes import canonical_names, rows_text
 from .many_labels import is_label_like
 from .missing_values import incomplete_rows
-from .paths import site_name
 from .site_table import TEST, Batch, Columns, SiteTable, is_string
 from .table_writers import SUFFIXES, TableWriter
 from .tag_lengths import different_lengths
@@ -101,25 +103,52 @@ def write_clean_files(
         raise ValueError("the folder is not empty. Name a new folder, so that no file is replaced.")
     readable = [table for table in tables if not table.error]
     corrections = _corrections(readable, columns, drop_duplicates)
-    changes, writers = Changes(), {}
+    paths = _targets(readable, corrections.sites)
+    # An error leaves no folder with a part of the files.
+    target = Path(os.path.abspath(folder))
+    temporary = target.with_name(f".{target.name}.part-{os.getpid()}")
+    temporary.mkdir(parents=True)
+    try:
+        changes, num_rows = _write(readable, columns, corrections, paths, temporary)
+        changes.lines += _renamed_files(readable, paths)
+        summary = _summary(changes, num_rows, temporary, [table for table in tables if table.error])
+        if folder.exists():
+            for path in temporary.iterdir():
+                path.rename(folder / path.name)
+        else:
+            temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return [f"Wrote {rows_text(changes.num_rows)} in {len(num_rows)} files to {folder}.", *summary]
+
+
+def _write(
+    tables: Sequence[SiteTable],
+    columns: Columns,
+    corrections: Corrections,
+    paths: Sequence[Path],
+    folder: Path,
+) -> tuple[Changes, dict[Path, int]]:
+    """Write the clean rows of each table to its path in the folder. Return the changes, and the rows of each file."""
+    changes = Changes()
+    writers: dict[Path, TableWriter] = {}
     position = 0
     try:
-        for table in readable:
-            path = _target(table, corrections.sites, folder)
+        for table, path in zip(tables, paths, strict=True):
             for batch in _batches(table, columns):
                 repeated = corrections.repeated
                 part = None if repeated is None else repeated[position : position + len(batch.lines)]
                 position += len(batch.lines)
                 rows = _clean_rows(batch, columns, corrections, part, changes)
                 if path not in writers:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    writers[path] = TableWriter(path, rows.schema)
+                    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                    writers[path] = TableWriter(folder / path, rows.schema)
                 writers[path].write(rows)
                 changes.num_rows += len(rows)
     finally:
         for writer in writers.values():
             writer.close()
-    return _summary(changes, writers, folder, [table for table in tables if table.error])
+    return changes, {path: writer.num_rows for path, writer in writers.items()}
 
 
 def _corrections(tables: Sequence[SiteTable], columns: Columns, drop_duplicates: bool) -> Corrections:
@@ -193,27 +222,41 @@ def _renamed(batch: Batch, rows: Any, kind: str, column: str, names: Mapping[str
     return rows.set_column(rows.schema.get_field_index(column), column, corrected)
 
 
-def _target(table: SiteTable, sites: Mapping[str, str], folder: Path) -> Path:
-    """The path of the clean copy of a table."""
-    source = Path(table.name)
-    folder = folder / "test" if table.split == TEST else folder
-    if table.file is None:
-        (name,) = escape_client_ids([sites.get(table.site or "", table.site or "")]).values()
-        return folder / f"{name}.parquet"
-    suffix = SUFFIXES.get(table.file.kind, ".csv")
-    site = table.site
-    stem = sites.get(site, site) if site else site_name(source)
-    return folder / f"{stem}{suffix}"
+def _targets(tables: Sequence[SiteTable], sites: Mapping[str, str]) -> list[Path]:
+    """The path of the clean copy of each table, in the new folder. Tables of one site have one path."""
+    found: dict[Path, Path] = {}
+    paths = []
+    for table in tables:
+        folder = Path("test" if table.split == TEST else "")
+        if table.file is None:
+            (name,) = escape_client_ids([sites.get(table.site or "", table.site or "")]).values()
+            suffix = ".parquet"
+        else:
+            name = sites.get(table.site, table.site) if table.site else site_name(Path(table.name))
+            suffix = SUFFIXES.get(table.file.kind, ".csv")
+        # The first table of a site determines the format.
+        paths.append(found.setdefault(folder / name, folder / f"{name}{suffix}"))
+    return paths
 
 
-def _summary(changes: Changes, writers: Mapping[Path, TableWriter], folder: Path, left: list[SiteTable]) -> list[str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    empty = [path for path, writer in writers.items() if not writer.num_rows]
-    notes = [f"{path.name} has no rows left." for path in empty]
+def _renamed_files(tables: Sequence[SiteTable], paths: Sequence[Path]) -> list[str]:
+    """One sentence for each written file with the rows of several files, or with another name than its file."""
+    sources: dict[Path, list[str]] = {}
+    for table, path in zip(tables, paths, strict=True):
+        sources.setdefault(path, []).append(table.name)
+    return [
+        f"{' and '.join(names)}: written {'together ' if len(names) > 1 else ''}as {path.as_posix()}"
+        for path, names in sources.items()
+        if len(names) > 1 or Path(names[0]).name != path.name
+    ]
+
+
+def _summary(changes: Changes, num_rows: Mapping[Path, int], folder: Path, left: Sequence[SiteTable]) -> list[str]:
+    """Write the list of changes, and return the lines of the summary."""
+    notes = [f"{path.as_posix()} has no rows left." for path, count in num_rows.items() if not count]
     notes += [f"{table.name} cannot be read and is left out." for table in left]
     text = "\n".join(["# Changes", "", *(f"- {line}" for line in changes.lines + notes)])
     (folder / CHANGES).write_text(f"{text}\n", encoding="utf-8")
-    lines = [f"Wrote {rows_text(changes.num_rows)} in {len(writers)} files to {folder}."]
-    lines += [f"Dropped {rows_text(count)} {reason}." for reason, count in changes.dropped.items() if count]
+    lines = [f"Dropped {rows_text(count)} {reason}." for reason, count in changes.dropped.items() if count]
     lines += [f"Corrected the {kind} of {rows_text(count)}." for kind, count in changes.renamed.items()]
     return [*lines, *notes, f"{CHANGES} in the folder lists the changes."]

@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Features
 
+from ..site_files import data_files, same_site_error, site_files, site_name
 from ..storage.folder import open_folder
 from ..storage.partition_file import PARTITION_FILE
-from ..tables import EmptyTableError, TableError, TableOptions, data_suffix, read_table
+from ..tables import EmptyTableError, TableError, TableOptions, read_table
 from .site_table import TEST, TRAIN, SiteTable
 from .sources import class_names, stored_tables
 
@@ -28,8 +29,9 @@ def path_tables(
     """
     The tables of a path, with the training tables first.
 
-    In a folder of files, each file is a site with the name of the file. Files named `train` and `test`, and the splits
-    of a federated dataset, have training and test rows.
+    In a folder of files, each file is a site with the name of the file. A second file of one site is a table with an
+    error, except for a workbook that was exported to the other file, which is left out. Files named `train` and
+    `test`, and the splits of a federated dataset, have training and test rows.
 
     Args:
         path (`Path`): A file, a folder of files, or the folder of a federated dataset.
@@ -45,15 +47,19 @@ def path_tables(
         return _federated_tables(path, split)
     if path.is_file():
         return [file_table(path, "" if site_column is None else None, split or TRAIN, options)]
-    paths = [item for item in sorted(path.iterdir()) if _is_data(item)]
+    paths = data_files(path)
     if not paths:
         raise ValueError(f"{path} has no data files. Files in subfolders are not read.")
     tables = []
-    for item in paths:
+    sites, repeated = site_files(paths)
+    for item in (item for item in paths if item in repeated or item in sites.values()):
         name = split_name(item)
         found = split or (TRAIN if name in (None, TRAIN) else TEST)
         site = None if site_column is not None else "" if name is not None else site_name(item)
-        tables.append(file_table(item, site, found, options))
+        if site and item in repeated:
+            tables.append(_error_table(item, site, found, same_site_error(sites[site], item)))
+        else:
+            tables.append(file_table(item, site, found, options))
     return sorted(tables, key=lambda table: table.split != TRAIN)
 
 
@@ -62,9 +68,7 @@ def file_table(path: Path, site: str | None, split: str, options: TableOptions |
     try:
         table = read_table(path, options)
     except (TableError, OSError, ImportError) as error:
-        return SiteTable(
-            str(path), site, (), lambda: iter(()), split, error=str(error), is_empty=isinstance(error, EmptyTableError)
-        )
+        return _error_table(path, site, split, str(error), isinstance(error, EmptyTableError))
 
     def batches() -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
         return table.batches()
@@ -74,6 +78,10 @@ def file_table(path: Path, site: str | None, split: str, options: TableOptions |
     if table.kind == "Parquet":
         names = class_names(Features.from_arrow_schema(pq.read_schema(path)))
     return SiteTable(str(path), site, table.columns, batches, split, unit, names, table)
+
+
+def _error_table(path: Path, site: str | None, split: str, error: str, is_empty: bool = False) -> SiteTable:
+    return SiteTable(str(path), site, (), lambda: iter(()), split, error=error, is_empty=is_empty)
 
 
 def split_name(path: Path) -> str | None:
@@ -90,15 +98,3 @@ def _federated_tables(folder: Path, split: str | None) -> list[SiteTable]:
     tables = stored_tables(folder, trained)
     test = next((name for name in TEST_NAMES if name in splits and name != trained), None)
     return tables if test is None else [*tables, *stored_tables(folder, test, TEST)]
-
-
-def _is_data(path: Path) -> bool:
-    # Hidden files are files of the system, such as `._north.csv` on macOS.
-    return path.is_file() and data_suffix(path) is not None and not path.name.startswith(".")
-
-
-def site_name(path: Path) -> str:
-    """The name of a file up to its data suffix, such as `st. mary` for `st. mary.csv.gz`."""
-    suffix = data_suffix(path)
-    position = max((n for n, item in enumerate(path.suffixes) if item.lower() == suffix), default=len(path.suffixes))
-    return path.name.removesuffix("".join(path.suffixes[position:]))

@@ -39,12 +39,14 @@ class TableWriter:
 
     def write(self, rows: pa.RecordBatch | pa.Table) -> None:
         """
-        Write a batch.
+        Write a batch, with the columns in the order of the file.
 
         Raises:
             ValueError: If the batch has other columns than the file.
         """
-        if rows.schema.names != self.schema.names:
+        if sorted(rows.schema.names) == sorted(self.schema.names):
+            rows = rows.select(self.schema.names)
+        else:
             raise ValueError(
                 f"two files of one site have the columns {', '.join(self.schema.names)} and"
                 f" {', '.join(rows.schema.names)}. Write them with the same columns."

@@ -15,6 +15,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers.utils import logging
 
+from hf_federated.data.site_files import data_files, same_site_error, site_files, site_name
 from hf_federated.data.tables import (
     TABLE_SUFFIXES,
     TableError,
@@ -158,17 +159,9 @@ def load_client_files(folder: Path, options: TableOptions | None = None) -> dict
     """
     if not folder.is_dir():
         raise CommandError(f"{folder} is not a folder. Give a folder with one file for each client.")
-    clients: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
-        # Hidden files are files of the system, such as `._north.csv` on macOS and `~$north.xlsx` while Excel is open.
-        if path.is_file() and data_suffix(path) is not None and not path.name.startswith((".", "~$")):
-            client_id = _client_id(path)
-            exported = clients.get(client_id)
-            if path.suffix.lower() == ".xlsx" and exported is not None:
-                continue  # the workbook that was exported to the other file
-            if exported is not None:
-                raise CommandError(f"{exported} and {path} name the same client {client_id}. Rename a file.")
-            clients[client_id] = path
+    clients, repeated = site_files(data_files(folder))
+    for path in repeated:
+        raise CommandError(same_site_error(clients[site_name(path)], path))
     for client_id, path in clients.items():
         if client_id.lower() in SPLIT_NAMES:
             raise CommandError(
@@ -187,12 +180,6 @@ def load_client_files(folder: Path, options: TableOptions | None = None) -> dict
             loaded[client_id] = splits["train"]
     log_notes(notes)
     return _with_same_types(loaded)
-
-
-def _client_id(path: Path) -> str:
-    """The name of a file up to its data suffix, such as `st. mary` for `st. mary.csv.gz`."""
-    position = max(number for number, suffix in enumerate(path.suffixes) if suffix.lower() in TABLE_SUFFIXES)
-    return path.name.removesuffix("".join(path.suffixes[position:]))
 
 
 def _with_same_types(clients: dict[str, Dataset]) -> dict[str, Dataset]:

@@ -1,0 +1,51 @@
+"""Which files of a folder are sites, for the commands that load and check a folder with a file for each site."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .tables import data_suffix
+
+
+def data_files(folder: Path) -> list[Path]:
+    """The data files of a folder, by their names. Files in subfolders and hidden files are left out."""
+    # Hidden files are files of the system, such as `._north.csv` on macOS and `~$north.xlsx` while Excel is open.
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and data_suffix(path) is not None and not path.name.startswith((".", "~$"))
+    ]
+
+
+def site_files(paths: Sequence[Path]) -> tuple[dict[str, Path], list[Path]]:
+    """
+    Find the file of each site. A workbook with the name of another file was exported to it, and is left out.
+
+    Args:
+        paths (`Sequence[Path]`): The data files of a folder, by their names.
+
+    Returns:
+        `tuple[dict[str, Path], list[Path]]`: The file of each site, and the other files with the name of a site.
+    """
+    files: dict[str, Path] = {}
+    repeated = []
+    for path in paths:
+        name = site_name(path)
+        if name not in files:
+            files[name] = path
+        elif path.suffix.lower() != ".xlsx":
+            repeated.append(path)
+    return files, repeated
+
+
+def same_site_error(first: Path, second: Path) -> str:
+    """The message for two files of one site."""
+    return f"{first} and {second} name the same client {site_name(first)}. Rename a file."
+
+
+def site_name(path: Path) -> str:
+    """The name of a file up to its data suffix, such as `st. mary` for `st. mary.csv.gz`."""
+    suffix = data_suffix(path)
+    position = max((n for n, item in enumerate(path.suffixes) if item.lower() == suffix), default=len(path.suffixes))
+    return path.name.removesuffix("".join(path.suffixes[position:]))
