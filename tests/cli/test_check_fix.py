@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from planted_faults import write_csv
 
@@ -65,3 +67,20 @@ def test_fix_that_fails_leaves_no_folder(folder, capsys):
     assert main("check sites --text-column text --label-column label --fix out".split()) == 2
     assert "Write them with the same columns." in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["sites"]
+
+
+def test_damaged_files_are_findings_and_are_left_out(folder, capsys):
+    write_csv(folder / "sites" / "north.csv", [["it leaks", "bad"], ["it works", "good"], ["", "bad"]])
+    (folder / "sites" / "a.csv").write_text("text,label\nit drips,bad\nit,is,long\n")
+    table = pa.table({"text": [f"text {number}" for number in range(500)], "label": ["good"] * 500})
+    pq.write_table(table, folder / "sites" / "b.parquet", use_dictionary=False)
+    data = (folder / "sites" / "b.parquet").read_bytes()
+    (folder / "sites" / "b.parquet").write_bytes(data[:4] + b"\xff" * 400 + data[404:])
+    line = "sites --output page.html --fix out --drop-duplicates".split()
+    code, out = check(capsys, *line)
+    assert code == 1 and "error: unreadable file\n  sites/a.csv, line 3: the row has 3 values" in out
+    assert "sites/b.parquet is damaged: " in out and "sites/north.csv, line 4: The column 'text' has no text." in out
+    assert sorted(path.name for path in (folder / "out").iterdir()) == ["CHANGES.md", "north.csv"]
+    changes = (folder / "out" / "CHANGES.md").read_text()
+    assert all(f"sites/{name} cannot be read and is left out." in changes for name in ("a.csv", "b.parquet"))
+    assert (folder / "page.html").is_file()

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from ...utils.client_names import escape_client_ids
 from ..site_files import site_name
+from ..tables import TableError
 from .doctor import Sites
 from .duplicates import first_occurrences
 from .hashes import row_hashes
@@ -69,11 +70,13 @@ class Corrections:
         sites (`dict[str, str]`): The name of each site.
         labels (`dict[str, str]`): The name of each label.
         repeated (`np.ndarray`, *optional*): Whether each row repeats a text, over the rows of all tables.
+        tables (`Sequence[SiteTable]`): The tables of which all rows can be read.
     """
 
     sites: Mapping[str, str]
     labels: Mapping[str, str]
     repeated: np.ndarray | None
+    tables: Sequence[SiteTable]
 
 
 def write_clean_files(
@@ -101,8 +104,8 @@ def write_clean_files(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError("the folder is not empty. Name a new folder, so that no file is replaced.")
-    readable = [table for table in tables if not table.error]
-    corrections = _corrections(readable, columns, drop_duplicates)
+    corrections = _corrections(tables, columns, drop_duplicates)
+    readable = list(corrections.tables)
     paths = _targets(readable, corrections.sites)
     # An error leaves no folder with a part of the files.
     target = Path(os.path.abspath(folder))
@@ -111,7 +114,7 @@ def write_clean_files(
     try:
         changes, num_rows = _write(readable, columns, corrections, paths, temporary)
         changes.lines += _renamed_files(readable, paths)
-        summary = _summary(changes, num_rows, temporary, [table for table in tables if table.error])
+        summary = _summary(changes, num_rows, temporary, [table for table in tables if table not in readable])
         if folder.exists():
             for path in temporary.iterdir():
                 path.rename(folder / path.name)
@@ -155,16 +158,19 @@ def _corrections(tables: Sequence[SiteTable], columns: Columns, drop_duplicates:
     """Read all rows once, and find the names to correct and the rows that repeat a text."""
     sites, hashes = Sites(), [np.empty(0, dtype=np.uint64)]
     labels = LabelPlaces(columns.label, sites.names)
+    readable = []
     for table in tables:
-        for batch in _batches(table, columns, sites):
-            labels.read(batch)
-            texts = [values for values in map(batch.column, columns.texts) if values is not None]
-            if drop_duplicates:
-                unique = np.arange(len(batch.lines), dtype=np.uint64) + np.uint64(len(hashes) << 32)
-                is_whole = bool(texts) and len(texts) == len(columns.texts)
-                # An incomplete row is no original.
-                kept = ~incomplete_rows(batch, columns) & is_whole
-                hashes.append(np.where(kept, row_hashes(texts), unique) if is_whole else unique)
+        found: list[np.ndarray] = []
+        try:
+            for batch in _batches(table, columns, sites):
+                labels.read(batch)
+                if drop_duplicates:
+                    found.append(_hashes(batch, columns, len(hashes) + len(found)))
+        except TableError:
+            continue
+        if not table.error:
+            readable.append(table)
+            hashes += found
     sizes: Counter[str] = Counter()
     if labels.is_text and not labels.is_full and not labels.is_tags and is_label_like(labels):
         for (_, label, _), place in labels.places.items():
@@ -173,7 +179,17 @@ def _corrections(tables: Sequence[SiteTable], columns: Columns, drop_duplicates:
         canonical_names({name: place.count for name, place in sites.places.items() if name}),
         canonical_names(sizes),
         _repeated(np.concatenate(hashes)) if drop_duplicates else None,
+        readable,
     )
+
+
+def _hashes(batch: Batch, columns: Columns, number: int) -> np.ndarray:
+    """A number for each row that rows with the same texts share. Incomplete rows are no originals."""
+    unique = np.arange(len(batch.lines), dtype=np.uint64) + np.uint64(number << 32)
+    texts = [values for values in map(batch.column, columns.texts) if values is not None]
+    if not texts or len(texts) < len(columns.texts):
+        return unique
+    return np.where(incomplete_rows(batch, columns), unique, row_hashes(texts))
 
 
 def _repeated(hashes: np.ndarray) -> np.ndarray:
@@ -183,7 +199,7 @@ def _repeated(hashes: np.ndarray) -> np.ndarray:
 def _batches(table: SiteTable, columns: Columns, sites: Sites | None = None) -> Iterator[Batch]:
     """The rows as they are written: the values of a CSV file keep their text, such as leading zeros."""
     sites = sites or Sites()
-    for lines, rows in table.batches() if table.file is None else table.file.batches(as_text=True):
+    for lines, rows in table.read(as_text=True):
         if len(lines):
             yield sites.batch(table, columns, lines, rows)
 

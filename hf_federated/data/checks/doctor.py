@@ -185,7 +185,7 @@ def _read(
     errors = {number: table.error for number, table in enumerate(tables) if table.error}
     for number, table in enumerate(tables):
         try:
-            for lines, rows in table.batches():
+            for lines, rows in table.read():
                 if len(lines):
                     num_rows[number] += len(lines)
                     batch = sites.batch(table, columns, lines, rows)

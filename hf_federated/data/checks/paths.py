@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import lzma
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,7 +69,7 @@ def file_table(path: Path, site: str | None, split: str, options: TableOptions |
     """The table of a file. A file that cannot be read is a table with an error."""
     try:
         table = read_table(path, options)
-    except (TableError, OSError, ImportError) as error:
+    except (TableError, OSError, EOFError, ImportError, zlib.error, lzma.LZMAError) as error:
         return _error_table(path, site, split, str(error), isinstance(error, EmptyTableError))
 
     def batches() -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:

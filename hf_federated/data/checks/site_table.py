@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import lzma
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..tables import Table
+from ..tables import Table, TableError
 
 
 # Names of columns, in the order in which they are looked for.
@@ -51,11 +53,32 @@ class SiteTable:
     error: str = ""
     is_empty: bool = False
 
+    def read(self, as_text: bool = False) -> Iterator[tuple[np.ndarray, pa.RecordBatch | pa.Table]]:
+        """
+        Read the batches.
+
+        Args:
+            as_text (`bool`, *optional*, defaults to `False`): Whether the values of a CSV file keep their text.
+
+        Raises:
+            TableError: If a row of the file cannot be read.
+        """
+        try:
+            yield from self.file.batches(as_text=True) if as_text and self.file is not None else self.batches()
+        except (OSError, EOFError, UnicodeError, zlib.error, lzma.LZMAError, pa.ArrowException) as error:
+            if not self.name:
+                raise
+            reason = " ".join(str(error).split())
+            raise TableError(f"{self.name} is damaged: {reason}. Write or copy it again.") from error
+
     @cached_property
     def schema(self) -> pa.Schema:
-        """The names and types of the columns in the first batch. Without rows, the types are null."""
-        for _, rows in self.batches():
-            return rows.schema
+        """The names and types of the columns in the first batch. Without rows that can be read, the types are null."""
+        try:
+            for _, rows in self.read():
+                return rows.schema
+        except TableError:
+            pass  # the error is reported when all rows are read
         return pa.schema([(name, pa.null()) for name in self.columns])
 
 
@@ -121,9 +144,10 @@ def find_columns(
     types: dict[str, pa.DataType] = {}
     for table in tables:
         for item in table.schema:
-            types.setdefault(item.name, item.type)
+            if types.get(item.name, pa.null()) == pa.null():
+                types[item.name] = item.type
     for name in filter(None, (*(texts or ()), label, site)):
-        if tables and name not in types:
+        if types and name not in types:
             raise ValueError(f"There is no column {name!r}. The columns are: {', '.join(types)}.")
     lower = {name.lower(): name for name in reversed(types)}
     if label is None:
