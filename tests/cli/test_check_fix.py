@@ -84,3 +84,10 @@ def test_damaged_files_are_findings_and_are_left_out(folder, capsys):
     changes = (folder / "out" / "CHANGES.md").read_text()
     assert all(f"sites/{name} cannot be read and is left out." in changes for name in ("a.csv", "b.parquet"))
     assert (folder / "page.html").is_file()
+
+
+def test_given_csv_options_are_merged_over_those_of_the_recipe(folder, capsys):
+    (folder / "a.csv").write_text("text#label#plz\nit leaks#bad#007\nit works#good#008\n")
+    (folder / "recipe.yaml").write_text("model: {name_or_path: m}\ndata: {path: a.csv, csv: {separator: '#'}}\n")
+    code, out = check(capsys, "recipe.yaml", "--csv-text-columns", "plz")
+    assert code == 0 and out.startswith("2 rows (texts in text; labels in label)")

@@ -105,7 +105,8 @@ def write_clean_files(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError("the folder is not empty. Name a new folder, so that no file is replaced.")
     corrections = _corrections(tables, columns, drop_duplicates)
-    readable = list(corrections.tables)
+    readable = corrections.tables
+    left = set(map(id, tables)) - set(map(id, readable))
     paths = _targets(readable, corrections.sites)
     # An error leaves no folder with a part of the files.
     target = Path(os.path.abspath(folder))
@@ -114,7 +115,7 @@ def write_clean_files(
     try:
         changes, num_rows = _write(readable, columns, corrections, paths, temporary)
         changes.lines += _renamed_files(readable, paths)
-        summary = _summary(changes, num_rows, temporary, [table for table in tables if table not in readable])
+        summary = _summary(changes, num_rows, temporary, [table for table in tables if id(table) in left])
         if folder.exists():
             for path in temporary.iterdir():
                 path.rename(folder / path.name)

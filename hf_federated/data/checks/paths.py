@@ -54,7 +54,7 @@ def path_tables(
         raise ValueError(f"{path} has no data files. Files in subfolders are not read.")
     tables = []
     sites, repeated = site_files(paths)
-    for item in (item for item in paths if item in repeated or item in sites.values()):
+    for item in sorted([*sites.values(), *repeated]):
         name = split_name(item)
         found = split or (TRAIN if name in (None, TRAIN) else TEST)
         site = None if site_column is not None else "" if name is not None else site_name(item)

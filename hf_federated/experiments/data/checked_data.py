@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,9 @@ def open_checked_data(arguments: Any, table_options: TableOptions) -> CheckedDat
     options.test = arguments.test or options.test
     options.model = arguments.model or options.model
     options.max_length = arguments.max_length or options.max_length
-    if table_options != TableOptions() or options.table_options is None:
-        options.table_options = table_options
+    given = {name: value for name, value in vars(table_options).items() if value not in (None, [])}
+    with command_errors(arguments.data):
+        options.table_options = replace(options.table_options or TableOptions(), **given)
     return open_data(options)
 
 
