@@ -91,3 +91,13 @@ def test_given_csv_options_are_merged_over_those_of_the_recipe(folder, capsys):
     (folder / "recipe.yaml").write_text("model: {name_or_path: m}\ndata: {path: a.csv, csv: {separator: '#'}}\n")
     code, out = check(capsys, "recipe.yaml", "--csv-text-columns", "plz")
     assert code == 0 and out.startswith("2 rows (texts in text; labels in label)")
+
+
+def test_fix_corrects_the_labels_of_a_categorical_column(folder, capsys):
+    labels = ["x"] * 20 + ["y"] * 20 + ["X"]
+    table = pa.table({"text": list(map(str, range(41))), "label": pa.array(labels).dictionary_encode()})
+    (folder / "sites").mkdir()
+    pq.write_table(table, folder / "sites" / "north.parquet")
+    assert "Write the label as 'x' (--fix DIR)." in check(capsys, "sites", "--fix", "out")[1]
+    written = pq.read_table(folder / "out" / "north.parquet").column("label").to_pylist()
+    assert written == ["x"] * 20 + ["y"] * 20 + ["x"]

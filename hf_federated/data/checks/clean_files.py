@@ -202,7 +202,15 @@ def _batches(table: SiteTable, columns: Columns, sites: Sites | None = None) -> 
     sites = sites or Sites()
     for lines, rows in table.read(as_text=True):
         if len(lines):
-            yield sites.batch(table, columns, lines, rows)
+            yield sites.batch(table, columns, lines, _decoded(rows))
+
+
+def _decoded(rows: pa.RecordBatch | pa.Table) -> pa.RecordBatch | pa.Table:
+    """The rows with the values that categories of pandas name."""
+    for place, item in enumerate(rows.schema):
+        if pa.types.is_dictionary(item.type):
+            rows = rows.set_column(place, item.name, rows.column(place).cast(item.type.value_type))
+    return rows
 
 
 def _clean_rows(
