@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 
 import pyarrow as pa
@@ -21,6 +22,11 @@ def folder(tmp_path, monkeypatch):
 def check(capsys, *arguments: str) -> tuple[int, str]:
     code = main(["check", *arguments])
     return code, capsys.readouterr().out
+
+
+def read_csv(path) -> list[list[str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.reader(file))
 
 
 def test_test_rows_of_a_file_with_the_name_of_a_training_file_are_written_to_test(folder, capsys):
@@ -101,3 +107,12 @@ def test_fix_corrects_the_labels_of_a_categorical_column(folder, capsys):
     assert "Write the label as 'x' (--fix DIR)." in check(capsys, "sites", "--fix", "out")[1]
     written = pq.read_table(folder / "out" / "north.parquet").column("label").to_pylist()
     assert written == ["x"] * 20 + ["y"] * 20 + ["x"]
+
+
+def test_labels_that_look_alike_and_are_frequent_are_reported_and_kept(folder, capsys):
+    labels = ["US"] * 3 + ["us"] * 5 + ["fine"] * 20 + ["Fine"] + [" US"]
+    rows = [[f"text {number}", label] for number, label in enumerate(labels)]
+    write_csv(folder / "sites" / "north.csv", rows)
+    out = check(capsys, "sites", "--fix", "out")[1]
+    assert "The label 'US' (3 rows) differs from the label 'us' in case only." in out and "If they have one" in out
+    assert [row[1] for row in read_csv(folder / "out" / "north.csv")[1:]] == labels[:28] + ["fine", "US"]

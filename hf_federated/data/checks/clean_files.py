@@ -21,7 +21,7 @@ from .doctor import Sites
 from .duplicates import first_occurrences
 from .hashes import row_hashes
 from .label_places import LabelPlaces
-from .look_alikes import canonical_names, rows_text
+from .look_alikes import canonical_names, label_names, rows_text
 from .many_labels import is_label_like
 from .missing_values import incomplete_rows
 from .site_table import TEST, Batch, Columns, SiteTable, is_string
@@ -86,8 +86,8 @@ def write_clean_files(
     Write a clean copy of all tables that can be read, and the list of changes as `CHANGES.md`.
 
     Rows without a text, a label or a site are dropped, and rows with another number of tags than words. Names of sites
-    and labels lose the whitespace around them, and names that look alike become the most frequent of them. CSV files
-    are written as UTF-8 with commas.
+    and labels lose the whitespace around them. Sites that look alike become the most frequent of them. So do labels
+    with less than 10 % of the rows of both. CSV files are written as UTF-8 with commas.
 
     Args:
         tables (`Sequence[SiteTable]`): The tables, with the training tables first.
@@ -178,7 +178,7 @@ def _corrections(tables: Sequence[SiteTable], columns: Columns, drop_duplicates:
             sizes[label] += place.count
     return Corrections(
         canonical_names({name: place.count for name, place in sites.places.items() if name}),
-        canonical_names(sizes),
+        label_names(sizes),
         _repeated(np.concatenate(hashes)) if drop_duplicates else None,
         readable,
     )

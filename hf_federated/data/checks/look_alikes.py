@@ -10,6 +10,11 @@ from .label_places import LabelPlaces
 from .many_labels import is_label_like
 
 
+# A label becomes the label that it looks like if it has a smaller share of the rows of both.
+MAX_RARE_SHARE = 0.1
+FREQUENT_CURE = "Both labels have many rows. If they have one meaning, write all rows with one of them."
+
+
 def look_alike_sites(places: Mapping[str, Place]) -> Iterator[Finding]:
     """
     One finding for each site whose name looks like the name of a larger site, or has whitespace around it.
@@ -43,14 +48,16 @@ def look_alike_labels(counts: LabelPlaces) -> Iterator[Finding]:
     for (_, label, _), first in counts.places.items():
         places.setdefault(label, first)
         sizes[label] = sizes.get(label, 0) + first.count
+    corrected = label_names(sizes)
     for label, name in canonical_names(sizes).items():
         if label != name:
             place = places[label]
+            is_corrected = corrected[label] == name
             yield Finding(
                 "look-alike label",
                 "warning",
                 f"The label {label!r} ({rows_text(sizes[label])}) {_likeness('label', label, name, sizes)}.",
-                f"Write the label as {name!r} (--fix DIR).",
+                f"Write the label as {name!r} (--fix DIR)." if is_corrected else FREQUENT_CURE,
                 counts.sites[place.site],
                 place.table.name,
                 place.lines[:1],
@@ -103,4 +110,35 @@ def canonical_names(sizes: Mapping[str, int]) -> dict[str, str]:
             totals[names[name]] = totals.get(names[name], 0) + sizes[name]
         chosen = max(totals, key=totals.__getitem__)
         names.update(dict.fromkeys(group, chosen))
+    return names
+
+
+def label_names(sizes: Mapping[str, int]) -> dict[str, str]:
+    """
+    The label to write for each label: without whitespace around it, and a rare label as the label that it looks like.
+
+    Labels that look alike and both have many rows, such as the country `US` and the word `us`, are kept.
+
+    Args:
+        sizes (`Mapping[str, int]`): Number of rows of each label.
+
+    Example:
+
+    ```python
+    >>> from hf_federated.data.checks.look_alikes import label_names
+
+    >>> label_names({"fine": 20, "Fine": 1, "US": 3, "us": 5, " us": 1})
+    {'fine': 'fine', 'Fine': 'fine', 'US': 'US', 'us': 'us', ' us': 'us'}
+
+    ```
+    """
+    stripped = {name: name.strip() or name for name in sizes}
+    totals: dict[str, int] = {}
+    for name, size in sizes.items():
+        totals[stripped[name]] = totals.get(stripped[name], 0) + size
+    names = {}
+    for name, other in canonical_names(sizes).items():
+        own = stripped[name]
+        is_rare = totals[own] < MAX_RARE_SHARE * (totals[own] + totals[other])
+        names[name] = other if is_rare else own
     return names
