@@ -1,11 +1,12 @@
-"""Which files of a folder are sites, for the commands that load and check a folder with a file for each site."""
+"""Which files of a folder are sites, and whether they are read rightly, for commands that load or check them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from .tables import data_suffix
+from .tables import Table, TableOptions, data_suffix
+from .tables.text_format import SEPARATORS, printable_separator
 
 
 def data_files(folder: Path) -> list[Path]:
@@ -42,6 +43,20 @@ def site_files(paths: Sequence[Path]) -> tuple[dict[str, Path], list[Path]]:
 def same_site_error(first: Path, second: Path) -> str:
     """The message for two files of one site."""
     return f"{first} and {second} name the same client {site_name(first)}. Rename a file."
+
+
+def separator_mistake(table: Table, options: TableOptions | None) -> str:
+    """The message for a given separator that leaves one column with another separator in its name, otherwise `""`."""
+    if options is None or options.separator is None or table.kind != "CSV" or len(table.columns) != 1:
+        return ""
+    found = next((item for item in SEPARATORS if item != options.separator and item in table.columns[0]), None)
+    if found is None:
+        return ""
+    given, other = map(printable_separator, (options.separator, found))
+    return (
+        f"{table.path}: with the given separator {given} the file has the only column {table.columns[0]!r}. Its"
+        f" separator is probably {other}: give this one, or none, so that it is found from the file."
+    )
 
 
 def site_name(path: Path) -> str:

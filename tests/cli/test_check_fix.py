@@ -116,3 +116,13 @@ def test_labels_that_look_alike_and_are_frequent_are_reported_and_kept(folder, c
     out = check(capsys, "sites", "--fix", "out")[1]
     assert "The label 'US' (3 rows) differs from the label 'us' in case only." in out and "If they have one" in out
     assert [row[1] for row in read_csv(folder / "out" / "north.csv")[1:]] == labels[:28] + ["fine", "US"]
+
+
+def test_wrong_given_separator_is_an_error(folder, capsys):
+    (folder / "sites").mkdir()
+    (folder / "sites" / "north.csv").write_text("text;label\nit leaks;bad\nit works;good\n")
+    message = "with the given separator ',' the file has the only column 'text;label'. Its separator is probably ';'"
+    code, out = check(capsys, "sites", "--csv-separator", ",")
+    assert code == 1 and f"error: unreadable file\n  sites/north.csv: {message}" in out
+    assert main("partition sites --client-per-file --output clients --csv-separator ,".split()) == 2
+    assert message in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Features
 
-from ..site_files import data_files, same_site_error, site_files, site_name
+from ..site_files import data_files, same_site_error, separator_mistake, site_files, site_name
 from ..storage.folder import open_folder
 from ..storage.partition_file import PARTITION_FILE
 from ..tables import EmptyTableError, TableError, TableOptions, read_table
@@ -71,6 +71,8 @@ def file_table(path: Path, site: str | None, split: str, options: TableOptions |
         table = read_table(path, options)
     except (TableError, OSError, EOFError, ImportError, zlib.error, lzma.LZMAError) as error:
         return _error_table(path, site, split, str(error), isinstance(error, EmptyTableError))
+    if mistake := separator_mistake(table, options):
+        return _error_table(path, site, split, mistake)
 
     def batches() -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
         return table.batches()

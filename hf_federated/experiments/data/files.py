@@ -15,7 +15,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers.utils import logging
 
-from hf_federated.data.site_files import data_files, same_site_error, site_files, site_name
+from hf_federated.data.site_files import data_files, same_site_error, separator_mistake, site_files, site_name
 from hf_federated.data.tables import (
     TABLE_SUFFIXES,
     TableError,
@@ -57,7 +57,10 @@ def read_file(path: Path, split: str, options: TableOptions | None = None) -> tu
     try:
         if _is_read_by_datasets(path, options):
             return _load_without_options(path, split), []
-        notes = table_notes(read_table(path, options))
+        table = read_table(path, options)
+        if mistake := separator_mistake(table, options):
+            raise CommandError(mistake)
+        notes = table_notes(table)
         return DatasetDict(load_tables({split: [path]}, options)), notes
     except TableError as error:
         raise CommandError(str(error)) from error
