@@ -54,6 +54,8 @@ def data_page(report: Report, path: str) -> str:
     body += [heading("Findings"), _kinds(groups)] if groups else [heading("Findings"), paragraph("no findings")]
     for group in groups:
         body += _group(group)
+    if report.notes:
+        body += [heading("How files were read"), *(paragraph(text, is_dim=True) for text in report.notes)]
     if report.skipped:
         body += [heading("Not checked"), *(paragraph(text, is_dim=True) for text in report.skipped)]
     return page(f"Check of {path}", body)

@@ -126,3 +126,15 @@ def test_wrong_given_separator_is_an_error(folder, capsys):
     assert code == 1 and f"error: unreadable file\n  sites/north.csv: {message}" in out
     assert main("partition sites --client-per-file --output clients --csv-separator ,".split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_report_and_page_show_how_files_were_read(folder, capsys):
+    (folder / "sites").mkdir()
+    for site in ("north", "south"):
+        text = f"text;label;plz\nschön in {site};good;007\nzu heiß in {site};bad;008\n"
+        (folder / "sites" / f"{site}.csv").write_bytes(text.encode("cp1252"))
+    write_csv(folder / "sites" / "west.csv", [["it leaks", "bad", "1"], ["it works", "good", "2"]])
+    out = check(capsys, "sites", "--output", "page.html")[1]
+    note = "sites/north.csv, sites/south.csv: Read with separator ';', encoding cp1252."
+    assert f"How files were read:\n  {note}\n" in out and out.count("'plz'") == 1
+    assert "How files were read" in (folder / "page.html").read_text()

@@ -16,6 +16,7 @@ from .cut_texts import CutTexts
 from .duplicates import Duplicates
 from .empty_sites import empty_sites, unreadable_tables
 from .entities import sites_without_entities
+from .file_notes import file_notes
 from .finding import SEVERITIES, Finding, Place
 from .label_places import LabelPlaces
 from .look_alikes import look_alike_labels, look_alike_sites
@@ -54,6 +55,7 @@ class Report:
         num_rows (`dict[str, int]`): Number of rows by split.
         labels (`dict[str, dict[str, int]]`): Number of training rows by label and site. For tags, number of tags.
         skipped (`list[str]`): The checks that did not run, each with the reason.
+        notes (`list[str]`): How files were read, if a reader may not expect it, such as their encoding.
     """
 
     findings: list[Finding]
@@ -62,6 +64,7 @@ class Report:
     num_rows: dict[str, int]
     labels: dict[str, dict[str, int]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def of_severity(self, severity: str) -> list[Finding]:
         """The findings of a severity."""
@@ -166,6 +169,7 @@ def examine(
         dict(by_split),
         labels,
         _skipped(columns, limit),
+        file_notes(tables, errors),
     )
 
 

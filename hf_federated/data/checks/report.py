@@ -30,6 +30,8 @@ def report_text(report: Report) -> str:
         ]
         parts.append(markdown_table(["severity", "finding", "rows", "sites"], rows, {0, 1}))
         parts += ["\n".join(group_lines(group)) for group in groups]
+    if report.notes:
+        parts.append("\n".join(["How files were read:", *(f"  {printable(text)}" for text in report.notes)]))
     if report.skipped:
         parts.append("\n".join(["Not checked:", *(f"  {printable(text)}" for text in report.skipped)]))
     return "\n\n".join(parts)
