@@ -21,6 +21,8 @@ from .text_format import TableOptions, TextFormat
 
 
 READ_CHARACTERS = 1 << 20
+# Python reads no integers of more digits than 4,300.
+LONG_NUMBER = "a number has too many digits. Write the number in quotes"
 BLANKS = re.compile(r"[ \t\r\n]*")
 
 
@@ -37,6 +39,9 @@ def read_json(path: Path, options: TableOptions) -> Table:
     if not first:
         raise EmptyTableError(f"{path} has no rows. Write one JSON object on each line.")
     columns = list(dict.fromkeys(chain.from_iterable(row for _, row in first)))
+    for name in columns:
+        if not _is_text(name):
+            raise TableError(_no_text(path, next(line for line, row in first if name in row), name, name))
     return Table(
         path,
         "JSON",
@@ -69,6 +74,9 @@ def _column(name: str, part: list[tuple[int, dict[str, Any]]], schema: pa.Schema
         return _texts(values)
     try:
         return _typed(values, kind)
+    except UnicodeEncodeError as error:
+        line, row = next((line, row) for line, row in part if not _is_text(row.get(name)))
+        raise TableError(_no_text(path, line, name, row.get(name))) from error
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
         if kind is None:
             # Values of several types are text, as `datasets` reads them.
@@ -119,6 +127,22 @@ def _unknown_column(path: Path, line: int, row: dict[str, Any], names: set[str])
     )
 
 
+def _is_text(value: Any) -> bool:
+    """Whether a value has no halves of characters, such as `"\\ud800"`."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _no_text(path: Path, line: int, name: str, value: Any) -> str:
+    return (
+        f"{path}, line {line}, column {_shown(name)}: {_shown(value)} has half of a character (a surrogate), which is"
+        " no text. Write the whole character, or remove the half."
+    )
+
+
 def _shown(value: Any) -> str:
     """The start of a value as JSON, which can be printed in each case."""
     return json.dumps(value, ensure_ascii=False)[:50].encode(errors="backslashreplace").decode()
@@ -152,13 +176,15 @@ def _lines(path: Path, lines: Iterator[str], number: int) -> Iterator[tuple[int,
         if text.strip():
             try:
                 value = json.loads(text)
-            except (json.JSONDecodeError, RecursionError) as error:
+            except (ValueError, RecursionError) as error:
                 value = _several_lines(path, position, text, numbered, error)
             yield position, value
 
 
 def _several_lines(path: Path, position: int, text: str, numbered: Iterator[tuple[int, str]], error: Exception) -> Any:
     """The object that starts on a line and ends on a later line. Only lines that end with a brace are tried."""
+    if _is_long_number(error):
+        raise TableError(_invalid(path, position, 1, LONG_NUMBER, text)) from error
     whole = text
     for _, line in numbered:
         whole += line
@@ -166,11 +192,20 @@ def _several_lines(path: Path, position: int, text: str, numbered: Iterator[tupl
             break
         if line.rstrip().endswith("}"):
             with suppress(json.JSONDecodeError, RecursionError):
-                return json.loads(whole)
+                try:
+                    return json.loads(whole)
+                except ValueError as cause:
+                    if _is_long_number(cause):
+                        raise TableError(_invalid(path, position, 1, LONG_NUMBER, text)) from cause
+                    raise
     character, message = (
         (error.colno, error.msg) if isinstance(error, json.JSONDecodeError) else (1, "too many levels")
     )
     raise TableError(_invalid(path, position, character, message, text)) from error
+
+
+def _is_long_number(error: Exception) -> bool:
+    return isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError)
 
 
 def _array(path: Path, file: io.TextIOWrapper, line: int) -> Iterator[tuple[int, Any]]:
@@ -208,6 +243,8 @@ def _array(path: Path, file: io.TextIOWrapper, line: int) -> Iterator[tuple[int,
                 raise TableError(_invalid(path, at, error.colno, message, text[place : place + 80])) from error
             more = file.read(max(READ_CHARACTERS, len(text) - place))
             text, place, is_end = text[place:] + more, 0, not more
+        except ValueError as error:
+            raise TableError(_invalid(path, line, 1, LONG_NUMBER, text[place : place + 80])) from error
         else:
             yield line, value
             line += text.count("\n", place, end)

@@ -88,9 +88,12 @@ class TableOptions:
             yield f"decimal is {self.decimal!r}. It must be '.' or ','."
         if self.encoding is not None:
             try:
-                codecs.lookup(self.encoding)
+                # base64 and rot13 are codecs too.
+                problem = "" if codecs.lookup(self.encoding)._is_text_encoding else "no encoding of text"
             except LookupError:
+                problem = "unknown"
+            if problem:
                 yield (
-                    f"encoding is {self.encoding!r}, which is unknown. Examples of encodings are utf-8, utf-16,"
+                    f"encoding is {self.encoding!r}, which is {problem}. Examples of encodings are utf-8, utf-16,"
                     " cp1252 (Western Europe), cp1250 (Central Europe), cp1251 (Cyrillic) and cp932 (Japanese)."
                 )

@@ -223,8 +223,12 @@ class RowConverter:
             return column.cast(field.type)
         except pa.ArrowInvalid as error:
             self._check_values(field, lines, rows, place)
+            line, value = _first_unfit(column, field.type, lines, [row[place] for row in rows])
+            kind = TYPE_NAMES.get(str(field.type), str(field.type))
             raise TableError(
-                f"{self.path}, lines {lines[0]} to {lines[-1]}, column {field.name!r}: {error}"
+                f"{self.path}, line {line}, column {field.name!r}: the value {value[:50]!r} is out of the range of the"
+                f" values of the first {BATCH_ROWS} rows, which are {kind} ({field.type}). Correct the value, or"
+                f" {READ_AS_TEXT}."
             ) from error
 
     def _check_values(self, field: pa.Field, lines: list[int], rows: list[list[str]], place: int) -> None:
@@ -239,6 +243,16 @@ class RowConverter:
                 )
 
 
+def _first_unfit(column: pa.Array, kind: pa.DataType, lines: list[int], texts: list[str]) -> tuple[int, str]:
+    """The line and the text of the first value that cannot have a type."""
+    for place, (line, text) in enumerate(zip(lines, texts, strict=True)):
+        try:
+            column.slice(place, 1).cast(kind)
+        except pa.ArrowInvalid:
+            return line, text
+    return lines[0], texts[0]
+
+
 def text_batch(rows: list[list[str]], columns: Sequence[str]) -> pa.RecordBatch:
     """A batch of text, in which the texts that pandas reads as missing values are null."""
     missing = pa.array(MISSING)
@@ -250,7 +264,7 @@ def text_batch(rows: list[list[str]], columns: Sequence[str]) -> pa.RecordBatch:
 
 
 def _cure(text: str, kind: pa.DataType) -> str:
-    if pa.types.is_integer(kind) and _is_value(text, pa.float64()):
+    if pa.types.is_integer(kind) and _is_value(text, pa.float64()) and not text.lstrip("+-").isdecimal():
         return "write the number of the first row as a decimal number, such as 3.0"
     return READ_AS_TEXT
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import zipfile
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +59,9 @@ def read_workbook(path: Path, options: TableOptions) -> Table:
 def _sheet_with_values(path: Path) -> str:
     names = []
     for sheet in _open(path).worksheets:
-        if any(value is not None for row in sheet.iter_rows(values_only=True) for value in row):
-            names.append(sheet.title)
+        with _names_damage(f"{path}, sheet {sheet.title!r}"):
+            if any(value is not None for row in sheet.iter_rows(values_only=True) for value in row):
+                names.append(sheet.title)
     if len(names) != 1:
         found = f"the {len(names)} sheets {', '.join(names)} have values" if names else "no sheet has values"
         raise TableError(
@@ -72,17 +75,37 @@ def _open(path: Path) -> Any:
     import openpyxl
 
     try:
-        return openpyxl.load_workbook(path, read_only=True, data_only=True)
-    except (zipfile.BadZipFile, KeyError, ValueError, openpyxl.utils.exceptions.InvalidFileException) as error:
+        with _names_damage(str(path)):
+            return openpyxl.load_workbook(path, read_only=True, data_only=True)
+    except openpyxl.utils.exceptions.InvalidFileException as error:
         raise TableError(
             f"{path} is no Excel workbook ({error}). Open it in a spreadsheet program and save it as .xlsx or CSV."
+        ) from error
+
+
+@contextmanager
+def _names_damage(place: str) -> Iterator[None]:
+    """Raise a [`TableError`] about the errors that openpyxl raises for a damaged file."""
+    try:
+        yield
+    # The errors of both XML parsers, of which openpyxl uses one, are syntax errors.
+    except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, ValueError, SyntaxError) as error:
+        raise TableError(
+            f"{place}: the file is damaged, or it is no Excel workbook ({error}). Copy it again, or open it in a"
+            " spreadsheet program and save it as .xlsx or CSV."
         ) from error
 
 
 def _cells(path: Path, sheet: str) -> Iterator[tuple[int, tuple[Any, ...]]]:
     """The number and the values of each row that has a value."""
     workbook = _open(path)
-    for number, row in enumerate(workbook[sheet].iter_rows(values_only=True), start=1):
+    rows = enumerate(workbook[sheet].iter_rows(values_only=True), start=1)
+    number = 0
+    while True:
+        with _names_damage(f"{path}, row {number + 1}"):
+            number, row = next(rows, (0, ()))
+        if number == 0:
+            break
         if any(value is not None for value in row):
             yield number, row
     workbook.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,47 @@ def test_other_numbers_have_no_note_on_thousands(tmp_path, content, decimal):
     table = read_table(path, TableOptions(decimal=decimal))
     list(table.batches())
     assert table.notes == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", '{"x": "a"}\n{"x": "\\ud800"}', ["line 2", '"x"', "\\ud800", "half of a character"]),
+        ("a.jsonl", '{"x": [{"\\ud800": 1}]}', ["line 1", '"x"', "half of a character"]),
+        ("a.jsonl", '{"x": "a"}\n{"\\udfff": "a"}', ["line 2", "\\udfff", "half of a character"]),
+        ("a.jsonl", '{"x": 1}\n{"x": ' + "9" * 5000 + "}", ["line 2", "too many digits", "quotes"]),
+        ("a.jsonl", '{"x": 1}\n{\n"x": ' + "9" * 5000 + "\n}", ["line 2", "too many digits", "quotes"]),
+        ("a.json", '[{"x": 1},\n{"x": ' + "9" * 5000 + "}]", ["line 2", "too many digits", "quotes"]),
+    ],
+)
+def test_json_value_that_no_column_can_hold_is_refused(tmp_path, name, content, words):
+    path = tmp_path / name
+    path.write_text(content)
+    assert_refused(path, *words)
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 2**64, 10**400])
+def test_later_csv_integer_out_of_range_is_refused(tmp_path, number):
+    path = csv_lines(tmp_path / "a.csv", "1", "2", str(number))
+    assert_refused(path, "line 10003", "column 'x'", str(number)[:50], "whole numbers", "text_columns")
+
+
+@pytest.mark.parametrize("encoding", ["base64", "rot13", "hex"])
+def test_codec_that_is_no_text_encoding_is_refused(encoding):
+    with pytest.raises(ValueError, match=f"'{encoding}', which is no encoding of text. Examples"):
+        TableOptions(encoding=encoding)
+
+
+def test_damaged_workbook_is_refused(tmp_path):
+    openpyxl = pytest.importorskip("openpyxl", reason="openpyxl (extra xlsx) is not installed")
+    workbook = openpyxl.Workbook()
+    workbook.active.append(["x"])
+    workbook.active.append([1])
+    workbook.save(tmp_path / "whole.xlsx")
+    for name in ("xl/worksheets/sheet1.xml", "xl/workbook.xml"):
+        path = tmp_path / "a.xlsx"
+        with zipfile.ZipFile(tmp_path / "whole.xlsx") as whole, zipfile.ZipFile(path, "w") as damaged:
+            for part in whole.namelist():
+                content = whole.read(part)
+                damaged.writestr(part, content[: len(content) // 2] if part == name else content)
+        assert_refused(path, "damaged", "save it as .xlsx")
