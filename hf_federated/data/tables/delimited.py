@@ -179,10 +179,11 @@ def _of_same_length(
 def column_names(path: Path, line: int, header: Sequence[str]) -> list[str]:
     """The names of the columns. A column without a name, such as the index of pandas, is `Unnamed: 0`."""
     names = [name or f"Unnamed: {place}" for place, name in enumerate(header)]
+    first: dict[str, int] = {}
     for place, name in enumerate(names):
-        if name in names[:place]:
+        if first.setdefault(name, place) != place:
             raise TableError(
-                f"{path}, line {line}: the columns {names.index(name) + 1} and {place + 1} both have the name"
+                f"{path}, line {line}: the columns {first[name] + 1} and {place + 1} both have the name"
                 f" {name!r}. Rename one of them in the header."
             )
     return names

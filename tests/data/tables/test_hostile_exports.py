@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from hf_federated.data.tables import TableError, TableOptions, read_table
+from hf_federated.data.tables.delimited import column_names
 
 
 GERMAN = [("Die Pumpe läuft über, schon wieder", "Mängel"), ("Größe paßt – „schön“ für 5 €", "gut")]
@@ -166,6 +168,16 @@ def test_option_overrides_what_the_file_shows(tmp_path, content, options, expect
     path = tmp_path / "north.csv"
     path.write_bytes(content)
     assert rows_of(path, TableOptions(**options)) == expected
+
+
+def test_header_of_20000_columns_is_read_in_linear_time():
+    """A comparison of all pairs of names takes 10 seconds or more."""
+    header = [f"column {number}" for number in range(20_000)]
+    start = time.process_time()
+    assert column_names(Path("a.csv"), 1, header) == header
+    with pytest.raises(TableError, match="columns 8 and 20001 both have the name 'column 7'"):
+        column_names(Path("a.csv"), 1, [*header, "column 7"])
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize(
