@@ -133,7 +133,8 @@ def test_report_and_page_show_how_files_were_read(folder, capsys):
     for site in ("north", "south"):
         text = f"text;label;plz\nschön in {site};good;007\nzu heiß in {site};bad;008\n"
         (folder / "sites" / f"{site}.csv").write_bytes(text.encode("cp1252"))
-    write_csv(folder / "sites" / "west.csv", [["it leaks", "bad", "1"], ["it works", "good", "2"]])
+    rows = [["it leaks", "bad", "1"], ["it works", "good", "2"]]
+    write_csv(folder / "sites" / "west.csv", rows, ("text", "label", "plz"))
     out = check(capsys, "sites", "--output", "page.html")[1]
     note = "sites/north.csv, sites/south.csv: Read with separator ';', encoding cp1252."
     assert f"How files were read:\n  {note}\n" in out and out.count("'plz'") == 1

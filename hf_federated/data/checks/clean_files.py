@@ -114,7 +114,7 @@ def write_clean_files(
     temporary.mkdir(parents=True)
     try:
         changes, num_rows = _write(readable, columns, corrections, paths, temporary)
-        changes.lines += _renamed_files(readable, paths)
+        changes.lines += [line for path, line in _renamed_files(readable, paths).items() if path in num_rows]
         summary = _summary(changes, num_rows, temporary, [table for table in tables if id(table) in left])
         if folder.exists():
             for path in temporary.iterdir():
@@ -264,16 +264,16 @@ def _targets(tables: Sequence[SiteTable], sites: Mapping[str, str]) -> list[Path
     return paths
 
 
-def _renamed_files(tables: Sequence[SiteTable], paths: Sequence[Path]) -> list[str]:
-    """One sentence for each written file with the rows of several files, or with another name than its file."""
+def _renamed_files(tables: Sequence[SiteTable], paths: Sequence[Path]) -> dict[Path, str]:
+    """A sentence for each written file with the rows of several files, or with another name than its file."""
     sources: dict[Path, list[str]] = {}
     for table, path in zip(tables, paths, strict=True):
         sources.setdefault(path, []).append(table.name)
-    return [
-        f"{' and '.join(names)}: written {'together ' if len(names) > 1 else ''}as {path.as_posix()}"
+    return {
+        path: f"{' and '.join(names)}: written {'together ' if len(names) > 1 else ''}as {path.as_posix()}"
         for path, names in sources.items()
         if len(names) > 1 or Path(names[0]).name != path.name
-    ]
+    }
 
 
 def _summary(changes: Changes, num_rows: Mapping[Path, int], folder: Path, left: Sequence[SiteTable]) -> list[str]:
