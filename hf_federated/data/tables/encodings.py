@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import lzma
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from .table import TableError
 
 
 CHUNK_BYTES = 1 << 20
+# The start of a change of the character set in ISO-2022-JP and ISO-2022-KR.
+ESCAPE = re.compile(rb"\x1b[$(]")
 # The byte order mark of UTF-32-LE starts with the mark of UTF-16-LE, so it is tested first.
 BYTE_ORDER_MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
@@ -62,6 +65,8 @@ def _find_encoding(path: Path, given: str | None) -> str:
     else:
         encoding = marked or _utf16_without_mark(path) or "utf-8"
     if _decodes(path, encoding):
+        if encoding == "utf-8" and given is None:
+            _check_escapes(path)
         return encoding
     if encoding == "utf-8" and given is None:
         return legacy_encoding(path)
@@ -140,6 +145,21 @@ def check_zeros(path: Path, encoding: str) -> None:
                 " is no text file. Export it again, or remove the zero bytes."
             )
         lines += chunk.count(b"\n")
+
+
+def _check_escapes(path: Path) -> None:
+    """Raise a [`TableError`] with the line of the first escape sequence of ISO-2022, whose other bytes are ASCII."""
+    lines, last = 1, b""
+    for chunk in chunks(path):
+        text = last + chunk
+        if b"\x1b" in text and (found := ESCAPE.search(text)):
+            line = lines + text.count(b"\n", 0, found.start())
+            raise TableError(
+                f"{path}, line {line}: the file has the escape sequence {found[0]!r}, so its encoding is probably"
+                " iso2022_jp (Japanese), not UTF-8. Set data.csv.encoding in a recipe or --csv-encoding to the"
+                " encoding of the file, or save the file as UTF-8."
+            )
+        lines, last = lines + text.count(b"\n", 0, len(text) - 1), text[-1:]
 
 
 def _first_invalid(path: Path, encoding: str) -> tuple[int, str]:

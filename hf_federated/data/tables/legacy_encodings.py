@@ -17,12 +17,14 @@ ALTERNATIVES = {
     "cp1251": "Cyrillic",
     "cp1253": "Greek",
     "cp1254": "Turkish",
+    "cp1257": "Baltic",
     "mac_roman": "Excel for Mac",
     "cp850": "MS-DOS",
     "cp932": "Japanese",
     "gb18030": "Chinese",
     "cp949": "Korean",
     "big5": "Traditional Chinese",
+    "iso8859_15": "Western Europe with the euro sign",
 }
 MULTIBYTE = ("cp932", "gb18030", "cp949", "big5")
 # The first bytes of the frequent characters of Chinese: the first level of the character set.
@@ -30,6 +32,10 @@ FREQUENT_CHARACTERS = {"gb18030": ("gb2312", 0xB0, 0xD7), "big5": ("big5", 0xA4,
 # cp1250 and cp1254 have the letters of Czech, Croatian and Turkish at the places of these letters of cp1252, or share
 # them. Few Western European texts have them.
 RARE_LETTERS = set("ÐðÞþÝýŠšŽž")
+# The place of the euro sign in ISO-8859-15. No text has this sign.
+CURRENCY_SIGN = "¤"
+# The places of `Ş`, `ş` and `ľ` in cp1250, and of `Œ`, `œ` and `Ÿ` in ISO-8859-15. They follow numbers.
+SIGNS_AFTER_NUMBERS = set("ªº¼½¾")
 
 
 def legacy_encoding(path: Path) -> str:
@@ -38,22 +44,23 @@ def legacy_encoding(path: Path) -> str:
 
     Every sequence of bytes is valid in some of the encodings of Windows, so plausibility decides. A character is
     implausible if it is a symbol within a word (`M„dchen`), a capital letter after a small letter (`MŠdchen`), one of
-    three letters without a plain letter (`Ïðèâåò`), or a letter that Western European languages hardly use.
+    three letters without a plain letter (`Ïðèâåò`), a sign such as `º` before a letter (`ºi`), or a letter that
+    Western European languages hardly use. A currency sign (`¤`) is the euro sign of ISO-8859-15.
 
     Raises:
         TableError: If the text is implausible. The message names cp1252 and the encodings that are more plausible.
     """
     line, sample = _sample(path)
     share = _implausible(sample, "cp1252")
-    if share is not None and share <= MAX_IMPLAUSIBLE:
+    if share is not None and share <= MAX_IMPLAUSIBLE and CURRENCY_SIGN.encode("cp1252") not in sample:
         return "cp1252"
     shares = {name: _implausible(sample, name) for name in ALTERNATIVES}
     limit = 0.5 if share is None else share / 2
     plausible = {name: other for name, other in shares.items() if other is not None and other <= limit}
-    better = sorted(plausible, key=plausible.__getitem__)[:2]
+    better = sorted(plausible, key=plausible.__getitem__)[:3]
     encodings = ("cp1252", *better)
-    words = (word for word in sample.split() if len({word.decode(name, errors="replace") for name in encodings}) > 1)
-    word = next(words, sample.split()[0])[:30]
+    # The first of the words that differ in most encodings.
+    word = max(sample.split(), key=lambda word: len({word.decode(name, errors="replace") for name in encodings}))[:30]
     readings = [
         f"{name} ({ALTERNATIVES.get(name, 'Western Europe')}): {word.decode(name, errors='replace')!r}"
         for name in encodings
@@ -87,13 +94,15 @@ def _implausible(sample: bytes, encoding: str) -> float | None:
         return None
     places = [place for place, character in enumerate(text) if not character.isascii()]
     check = _is_implausible_character if encoding in MULTIBYTE else _is_implausible_letter
-    rare = RARE_LETTERS if encoding == "cp1252" else set()
+    rare = RARE_LETTERS if encoding in ("cp1252", "iso8859_15") else set()
     padded = f"  {text}  "
     return sum(text[place] in rare or check(padded, place + 2, encoding) for place in places) / max(1, len(places))
 
 
 def _is_implausible_letter(text: str, place: int, encoding: str) -> bool:
     before, character, after = text[place - 1], text[place], text[place + 1]
+    if character == CURRENCY_SIGN or (character in SIGNS_AFTER_NUMBERS and after.isalpha()):
+        return True
     if not character.isalpha():
         return not character.isprintable() or (before.isalpha() and after.isalpha() and character not in "’‘´·\xad–—")
     if character.isupper() and before.islower():

@@ -18,14 +18,18 @@ from hf_federated.data.tables.delimited import column_names
 
 
 GERMAN = [("Die Pumpe läuft über, schon wieder", "Mängel"), ("Größe paßt – „schön“ für 5 €", "gut")]
+GERMAN_LETTERS = [("Die Pumpe läuft über", "Mängel")]
 FRENCH = [("l’été à Noël, ça va très bien", "réglé"), ("où êtes-vous ? « créée » œuvre", "ouvert")]
 ITALIAN = [("perché la città è così, più o meno", "sì"), ("però l'acqua è già lì", "no")]
 JAPANESE = [("このポンプは漏れます。", "不良"), ("すぐに届きました、良い", "良品")]
+SIGNS = [("el 2º piso, nº 5, Mª José", "sí"), ("1½ tazas, ¼ de café", "más")]
 POLISH = [("pompa jest bardzo głośna, działa źle", "zły"), ("dobrze działa, polecam każdemu", "dobry")]
 CZECH = [("čerpadlo je příliš hlučné", "špatný"), ("všechno běží dobře, děkuji", "dobrý")]
 RUSSIAN = [("насос течёт каждый день", "плохо"), ("всё работает, спасибо", "хорошо")]
 GREEK = [("η αντλία χάνει νερό", "κακό"), ("όλα λειτουργούν καλά", "καλό")]
 TURKISH = [("pompa çok gürültülü değil mi", "kötü"), ("ısıtıcı iyi çalışıyor, teşekkürler", "iyi")]
+ROMANIAN = [("pompa este zgomotoasă şi curge, aşa că nu", "rău")]
+LITHUANIAN = [("siurblys labai triukšmingas, ąžuolas čia", "blogas")]
 PLAIN = [("the pump leaks", "defect"), ("works", "fine")]
 
 
@@ -72,6 +76,8 @@ READ: dict[str, tuple[bytes, list[tuple[Any, ...]]]] = {
     "empty rows at the end": (b"text;label\na;x\n;\n;\n", [("a", "x"), (None, None), (None, None)]),
     "one column": (b"text\nhello\nyou there; friend\n", [("hello",), ("you there; friend",)]),
     "index column of pandas": (b",text\n0,a\n1,b\n", [("0", "a"), ("1", "b")]),
+    "signs after numbers": (csv_text(SIGNS).encode("cp1252"), SIGNS),
+    "colors of a terminal": (b"text,label\n\x1b[31mred,x\n", [("\x1b[31mred", "x")]),
     "emoji": ("text,label\n🙂 ok,x\n".encode(), [("🙂 ok", "x")]),
     "a comma in one column name": (b"text;label, final\na;x\nb;y\n", [("a", "x"), ("b", "y")]),
     "decimal commas": (b"text;score\na;1,5\nb;2\n", [("a", "1,5"), ("b", "2")]),
@@ -94,7 +100,18 @@ REFUSED: dict[str, tuple[bytes, list[str]]] = {
     "Excel, Russia, CSV": (csv_text(RUSSIAN).encode("cp1251"), ["line 2", "cp1252", "cp1251", "'насос'"]),
     "Excel, Greece, CSV": (csv_text(GREEK).encode("cp1253"), ["line 2", "cp1252", "cp1253", "'η'"]),
     "Excel, Turkey, CSV": (csv_text(TURKISH).encode("cp1254"), ["line 2", "cp1252", "cp1254", "'değil'"]),
-    "Excel for Mac, CSV": (csv_text(GERMAN).encode("mac_roman"), ["line 2", "cp1252", "mac_roman", "'läuft'"]),
+    "Excel, Romania, CSV": (csv_text(ROMANIAN).encode("cp1250"), ["line 2", "cp1252", "cp1250", "'zgomotoasă'"]),
+    "Excel, Lithuania, CSV": (csv_text(LITHUANIAN).encode("cp1257"), ["line 2", "cp1257", "'triukšmingas,'"]),
+    "ISO-8859-15 with one euro sign": (
+        csv_text([*GERMAN_LETTERS * 20, ("für 5 €", "gut")]).encode("iso8859_15"),
+        ["line 2", "iso8859_15", "--csv-encoding"],
+    ),
+    "ISO-8859-15 with a ligature": (
+        csv_text([("un cœur, une sœur", "bon")]).encode("iso8859_15"),
+        ["line 2", "iso8859_15", "'cœur,'"],
+    ),
+    "ISO-2022-JP": (csv_text(JAPANESE, ",").encode("iso2022_jp"), ["line 2", "iso2022_jp", "--csv-encoding"]),
+    "Excel for Mac, CSV": (csv_text(GERMAN).encode("mac_roman"), ["line 2", "cp1252", "mac_roman", "'über,'"]),
     "Excel, CSV (MS-DOS)": (
         csv_text([("Die Pumpe läuft über", "Mängel")]).encode("cp850"),
         ["line 2", "cp1252", "cp850", "'läuft'"],
@@ -156,6 +173,7 @@ def test_unreadable_export_is_refused_with_its_line_and_cure(tmp_path, name):
     ("content", "options", "expected"),
     [
         (csv_text(JAPANESE, ",").encode("cp932"), {"encoding": "cp932"}, JAPANESE),
+        (csv_text(JAPANESE, ",").encode("iso2022_jp"), {"encoding": "iso2022_jp"}, JAPANESE),
         (csv_text(POLISH).encode("cp1250"), {"encoding": "windows-1250"}, POLISH),
         (b"a;b,c\nx;y,z\n", {"separator": ";"}, [("x", "y,z")]),
         (b"review (good|bad)\nhello\n", {"separator": ","}, [("hello",)]),
