@@ -133,7 +133,7 @@ def collect_answers(arguments: argparse.Namespace, asks: bool) -> StarterAnswers
 
 def data_columns(path: Path, options: TableOptions) -> list[str]:
     """The columns of a local file, or of the first file of a folder. Empty for a dataset on the Hub."""
-    file = _first_file(path)
+    file = next(iter(_data_files(path)), None)
     if file is None:
         return []
     from hf_federated.data.tables import read_table
@@ -144,14 +144,15 @@ def data_columns(path: Path, options: TableOptions) -> list[str]:
 
 def guess_place(path: Path, columns: Sequence[str]) -> str:
     """Where the clients probably are: a name of `PLACES`."""
+    from hf_federated.data.checks.paths import split_name
+    from hf_federated.data.site_files import data_files, site_name
     from hf_federated.data.storage.partition_file import PARTITION_FILE
-    from hf_federated.experiments.data.files import SPLIT_NAMES
 
     if (path / PARTITION_FILE).is_file():
         return "federated"
     if path.is_dir():
-        names = {file.name.partition(".")[0].lower() for file in _data_files(path)}
-        if len(names) > 1 and not names & set(SPLIT_NAMES):
+        files = data_files(path)
+        if len({site_name(file) for file in files}) > 1 and not any(map(split_name, files)):
             return "files"
     return "column" if _site_column(columns) else "simulated"
 
@@ -161,16 +162,14 @@ def _site_column(columns: Sequence[str]) -> str | None:
     return next((column for name in names for column in columns if column.lower() == name), None)
 
 
-def _first_file(path: Path) -> Path | None:
-    files = _data_files(path) if path.is_dir() else [path] if path.is_file() else []
-    return next(iter(files), None)
-
-
-def _data_files(folder: Path) -> list[Path]:
+def _data_files(path: Path) -> list[Path]:
+    """The data files of a folder and its subfolders, or the file itself. Empty for a dataset on the Hub."""
     from hf_federated.data.tables import data_suffix
 
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and data_suffix(path) is not None]
-    # `partition.json` describes a federated dataset, and `README.md` is no table.
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    files = [path for path in sorted(path.rglob("*")) if path.is_file() and data_suffix(path) is not None]
+    # `partition.json` describes a federated dataset.
     return [path for path in files if path.name != "partition.json" and not path.name.startswith((".", "~$"))]
 
 
@@ -181,7 +180,7 @@ def _label_names(path: Path, task: str, columns: Sequence[str], options: TableOp
     Integers are the ids of labels, so they are named only if all ids from 0 on occur.
     """
     column = guess_columns(task, columns).get("label_column")
-    files = _data_files(path) if path.is_dir() else [path] if path.is_file() else []
+    files = _data_files(path)
     if column not in columns or task not in ("text-classification", "cloze-classification"):
         return []
     from hf_federated.data.tables import read_table

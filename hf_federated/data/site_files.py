@@ -1,12 +1,19 @@
-"""Which files of a folder are sites, and whether they are read rightly, for commands that load or check them."""
+"""Find the files of a folder that are sites, and what a reader may not expect of them, to load or to check them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .tables import Table, TableOptions, data_suffix
 from .tables.text_format import SEPARATORS, printable_separator
+
+
+# A file with such a name has the examples of a split, and not of a site.
+TEST_NAMES = ("test", "validation", "valid", "val", "dev", "eval")
+SPLIT_NAMES = ("train", *TEST_NAMES)
+# Number of files that a note names.
+MAX_FILES = 3
 
 
 def data_files(folder: Path) -> list[Path]:
@@ -64,3 +71,22 @@ def site_name(path: Path) -> str:
     suffix = data_suffix(path)
     position = max((n for n, item in enumerate(path.suffixes) if item.lower() == suffix), default=len(path.suffixes))
     return path.name.removesuffix("".join(path.suffixes[position:]))
+
+
+def noted_files(notes: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """
+    Return each note once, after the names of its files.
+
+    Args:
+        notes (`Iterable[tuple[str, Sequence[str]]]`): The name of each file, and its notes.
+    """
+    names: dict[str, list[str]] = {}
+    for name, sentences in notes:
+        for sentence in sentences:
+            names.setdefault(sentence, []).append(name)
+    lines = []
+    for sentence, files in names.items():
+        num_more = len(files) - MAX_FILES
+        more = "" if num_more < 1 else f" and {num_more} more file{'s' if num_more > 1 else ''}"
+        lines.append(f"{', '.join(files[:MAX_FILES])}{more}: {sentence}")
+    return lines

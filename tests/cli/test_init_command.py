@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_federated import FederatedDatasetDict
+from hf_federated.cli.init import guess_place
 from hf_federated.cli.main import main
 from hf_federated.experiments.data.raw import load_raw_data
 from hf_federated.experiments.recipe.fields import check_names
@@ -105,6 +106,17 @@ def test_folder_of_files_becomes_a_partition_and_a_recipe(capsys):
     assert set(raw.train) == {"north", "south"}
     assert main("init second.yaml --data clients".split()) == 0
     assert set(load_raw_data(load_recipe("second.yaml")).train) == {"north", "south"}
+
+
+def test_dots_in_names_of_sites_and_shards_of_a_split_are_told_apart(capsys):
+    for folder, names, place in (
+        ("sites", ("st. mary.csv", "st. john.csv"), "files"),
+        ("shards", ("train-00000-of-00002.csv", "train-00001-of-00002.csv"), "simulated"),
+    ):
+        Path(folder).mkdir()
+        for name in names:
+            write(f"{folder}/{name}", "text;label")
+        assert guess_place(Path(folder), ["text", "label"]) == place
 
 
 def test_folder_of_splits_is_divided_at_random(capsys):

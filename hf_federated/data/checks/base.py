@@ -24,9 +24,9 @@ class Check(ABC):
         self.tables = tables
         self.sites = sites
 
+    @abstractmethod
     def read(self, batch: Batch) -> None:
         """Read a batch."""
-        return None
 
     @abstractmethod
     def findings(self) -> Iterable[Finding]:

@@ -10,8 +10,7 @@ import numpy as np
 from .base import Check
 from .finding import MAX_LINES, Finding, grouped_rows
 from .hashes import column_hashes, row_hashes
-from .missing_values import blank
-from .site_table import TEST, Batch, Columns, SiteTable
+from .site_table import TEST, Batch, Columns, SiteTable, blank
 
 
 # From this share of all rows on, duplicates are a warning, and from this share and number of rows of a site on. Below,

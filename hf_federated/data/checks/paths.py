@@ -12,17 +12,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Features
 
-from ..site_files import data_files, same_site_error, separator_mistake, site_files, site_name
+from ..site_files import (
+    SPLIT_NAMES,
+    TEST_NAMES,
+    data_files,
+    same_site_error,
+    separator_mistake,
+    site_files,
+    site_name,
+)
 from ..storage.folder import open_folder
 from ..storage.partition_file import PARTITION_FILE
 from ..tables import EmptyTableError, TableError, TableOptions, read_table
 from .site_table import TEST, TRAIN, SiteTable
 from .sources import class_names, stored_tables
-
-
-# A file with such a name has the examples of a split, and not of a site.
-TEST_NAMES = ("test", "validation", "valid", "val", "dev", "eval")
-SPLIT_NAMES = (TRAIN, *TEST_NAMES)
 
 
 def path_tables(

@@ -97,7 +97,7 @@ def _client_table(clients: ClientMapping, client_id: str, split: str) -> SiteTab
 
 def _partitioned_table(source: Dataset, partition: Partition, split: str) -> SiteTable:
     """All clients in one table, which reads the source in its order. Line numbers count the rows of each client."""
-    # The number of a row of all clients, from 1, stands for its client and its line.
+    # The number of a row of all clients, from 1, determines its client and its line.
     numbers = np.zeros(len(source), dtype=np.int64)
     numbers[partition.indices] = np.arange(1, len(partition.indices) + 1)
     names = pa.array(partition.client_ids, type=pa.string())

@@ -29,7 +29,7 @@ def read_delimited(path: Path, options: TableOptions, default: str) -> Table:
     Args:
         path (`Path`): The file.
         options ([`TableOptions`]): What is known about the file.
-        default (`str`): The separator that the suffix of the file stands for.
+        default (`str`): The usual separator of files with this suffix.
 
     Raises:
         TableError: If the format is ambiguous, the file has no rows, or a column name is used twice.

@@ -108,10 +108,11 @@ def _utf16_without_mark(path: Path) -> str | None:
     breaks. In the wrong byte order, these characters are not ASCII.
     """
     ascii_counts = {"utf-16-le": 0, "utf-16-be": 0}
-    zeros = breaks = 0
+    zeros = breaks = size = 0
     rest = b""
     for chunk in chunks(path):
         zeros += chunk.count(0)
+        size += len(chunk)
         breaks += chunk.count(b"\n") + chunk.count(b"\r")
         if zeros == 0:
             rest = b"" if (len(rest) + len(chunk)) % 2 == 0 else b"-"  # only the parity matters
@@ -123,6 +124,12 @@ def _utf16_without_mark(path: Path) -> str | None:
             ascii_counts[name] += int(((high == 0) & (low > 0) & (low < 128)).sum())
     if zeros == 0 or zeros < breaks or len(rest) % 2:
         return None
+    # A character of UTF-16 has at most one zero byte, and a character of UTF-32 at least one.
+    if 2 * zeros > size:
+        raise TableError(
+            f"{path} has more zero bytes than a file in UTF-16. It is UTF-32, or it is no text file. Set"
+            " data.csv.encoding in a recipe or --csv-encoding to utf-32-le or utf-32-be."
+        )
     little, big = ascii_counts.values()
     if little == big:
         raise TableError(

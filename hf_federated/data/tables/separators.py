@@ -52,7 +52,7 @@ def find_separator(path: Path, sample: str, default: str, quote: str | None) -> 
     Args:
         path (`Path`): The file, for error messages.
         sample (`str`): The first characters of the file, of which an incomplete last row is ignored.
-        default (`str`): The separator that the suffix of the file stands for.
+        default (`str`): The usual separator of files with this suffix.
         quote (`str`, *optional*): The character around values.
 
     Raises:

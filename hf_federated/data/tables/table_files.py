@@ -67,9 +67,16 @@ def read_table(path: str | Path, options: TableOptions | None = None) -> Table:
     return _read_parquet(path)
 
 
-def table_notes(table: Table) -> list[str]:
-    """Sentences about what a reader may not expect: another format than UTF-8 with commas, and unusual numbers."""
-    if table.kind in ("CSV", "Excel"):
+def table_notes(table: Table, is_read: bool = False) -> list[str]:
+    """
+    Sentences about what a reader may not expect: another format than UTF-8 with commas, and unusual numbers.
+
+    Args:
+        table ([`Table`]): The table.
+        is_read (`bool`, *optional*, defaults to `False`): Whether its rows were read, so that the notes are complete.
+            Otherwise the first batch is read.
+    """
+    if table.kind in ("CSV", "Excel") and not is_read:
         next(table.batches(), None)  # complete the notes
     expected = "\t" if data_suffix(table.path) == ".tsv" else ","
     is_expected = table.format is None or table.format.is_expected(expected, allows_mark=table.kind != "text")

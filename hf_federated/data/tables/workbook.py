@@ -7,6 +7,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def read_workbook(path: Path, options: TableOptions) -> Table:
     header = next(rows)
     columns = column_names(path, header[0], [_text(value) for value in header[1]])
     texts = set(options.text_columns)
-    first = [row for (_, row), _ in zip(rows, range(BATCH_ROWS), strict=False)]
+    first = [row for _, row in islice(rows, BATCH_ROWS)]
     if not first:
         raise EmptyTableError(
             f"{path}, row {header[0]}: the sheet {sheet!r} has names of columns, but no rows. Add rows."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import glob
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,15 @@ from datasets import ClassLabel, Dataset, DatasetDict, Value, load_dataset
 from datasets.exceptions import DatasetsError
 from transformers.utils import logging
 
-from hf_federated.data.site_files import data_files, same_site_error, separator_mistake, site_files, site_name
+from hf_federated.data.site_files import (
+    SPLIT_NAMES,
+    data_files,
+    noted_files,
+    same_site_error,
+    separator_mistake,
+    site_files,
+    site_name,
+)
 from hf_federated.data.tables import (
     TABLE_SUFFIXES,
     TableError,
@@ -31,9 +39,6 @@ from hf_federated.experiments.errors import CommandError, command_errors
 
 logger = logging.get_logger(__name__)
 
-# A file with such a name has the examples of a split, and not of a client.
-SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
-
 
 def load_file(path: Path, split: str, options: TableOptions | None = None) -> DatasetDict:
     """
@@ -48,7 +53,7 @@ def load_file(path: Path, split: str, options: TableOptions | None = None) -> Da
         CommandError: If the format of the file is unknown, or the file cannot be read.
     """
     loaded, notes = read_file(path, split, options)
-    log_notes({path.name: notes})
+    log_notes([(path.name, notes)])
     return loaded
 
 
@@ -86,15 +91,10 @@ def _load_without_options(path: Path, split: str) -> DatasetDict:
         raise CommandError(f"{path} cannot be read: {' '.join(str(error.__cause__ or error).split())}") from error
 
 
-def log_notes(notes: Mapping[str, Sequence[str]]) -> None:
-    """Log the sentences about files, each once with the names of its files."""
-    names: dict[str, list[str]] = {}
-    for name, sentences in notes.items():
-        for sentence in sentences:
-            names.setdefault(sentence, []).append(name)
-    for sentence, files in names.items():
-        others = "" if len(files) <= 3 else f" and {len(files) - 3} more files"
-        logger.warning(f"{', '.join(files[:3])}{others}: {sentence}")
+def log_notes(notes: Iterable[tuple[str, Sequence[str]]]) -> None:
+    """Log the notes on files, as [`noted_files`] returns them."""
+    for line in noted_files(notes):
+        logger.warning(line)
 
 
 def is_missing_path(data: str) -> bool:
@@ -181,7 +181,7 @@ def load_client_files(folder: Path, options: TableOptions | None = None) -> dict
         with command_errors(str(path)):
             splits, notes[path.name] = read_file(path, "train", options)
             loaded[client_id] = splits["train"]
-    log_notes(notes)
+    log_notes(notes.items())
     return _with_same_types(loaded)
 
 

@@ -60,7 +60,7 @@ def load_named_splits(
         if _is_plain_csv(builder.config) and not has_card_features:
             return _load_csv(files, names, options)
         if names is None:
-            files = None  # with the features of the card
+            names, files = list(files), None  # with the features of the card
     names = list(split_names(path, config, revision) if names is None else names)
     try:
         parts = load_dataset(path, config, data_files=files, revision=revision, split=names)
@@ -95,11 +95,9 @@ def _is_plain_csv(config: Any) -> bool:
 def _load_csv(
     files: dict[str, list[str]], names: Sequence[str] | None, options: TableOptions | None
 ) -> dict[str, Dataset]:
-    notes = {}
+    paths = [path for paths in files.values() for path in paths]
     try:
-        for path in (path for paths in files.values() for path in paths):
-            notes[Path(path).name] = table_notes(read_table(path, options))
-        log_notes(notes)
+        log_notes((path, table_notes(read_table(path, options))) for path in paths)
         return load_tables(files, options, names)
     except TableError as error:
         raise CommandError(str(error)) from error

@@ -171,9 +171,11 @@ def _read_header(path: Path) -> FileColumns | None:
 def _read_first_row(path: Path) -> FileColumns | None:
     if path.stat().st_size > MAX_JSON_BYTES:
         return None
-    content = path.read_bytes()
-    first = json.loads(content.partition(b"\n")[0])
+    with path.open("rb") as file:
+        first = json.loads(file.readline())
     if not isinstance(first, dict):
         return None
     # Later rows can have further keys. JSON can escape characters of a key.
-    return FileColumns(path, list(first), lambda column: not column.isascii() or f'"{column}"'.encode() in content)
+    return FileColumns(
+        path, list(first), lambda column: not column.isascii() or f'"{column}"'.encode() in path.read_bytes()
+    )

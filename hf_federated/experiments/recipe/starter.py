@@ -143,11 +143,11 @@ def guess_columns(task: str, columns: Sequence[str]) -> dict[str, str]:
         found has the default of the task.
     """
     arguments = {name: item for name, item in named_section_fields()["task"][task].items() if name.endswith("_column")}
+    by_name = {column.lower(): column for column in reversed(columns)}
     found = {}
     for name, item in arguments.items():
         candidates = (str(item.default), *USUAL_COLUMNS.get(name, ()))
-        by_name = {column.lower(): column for column in reversed(columns)}
-        found[name] = next((by_name[name] for name in candidates if name in by_name), str(item.default))
+        found[name] = next((by_name[usual] for usual in candidates if usual in by_name), str(item.default))
     return found
 
 
@@ -269,7 +269,7 @@ def _task_lines(answers: StarterAnswers) -> list[str]:
     if answers.task == "cloze-classification":
         lines += [
             "label_names: [negative, positive]  # change to the labels of your data",
-            "words: [bad, good]  # the word that stands for each label",
+            "words: [bad, good]  # the word that the model predicts for each label",
         ]
     elif answers.label_names:
         lines.append(f"label_names: {_yaml(list(answers.label_names))}")
