@@ -194,7 +194,8 @@ class Comparison:
 
     def to_svg(self) -> str | None:
         """Return the picture as an SVG file, or `None` if no run has logged a value."""
-        return svg_file(self.charts()) if self.charts() else None
+        charts = self.charts()
+        return svg_file(charts) if charts else None
 
     def to_text(self) -> list[list[str]]:
         """Return the cells of the table for a terminal. The best values end in `*`."""
@@ -212,10 +213,12 @@ def _setting(run: SavedRun, name: str) -> str | None:
 
     Runs of earlier versions have not recorded all settings, and runs of scripts have no recipe.
     """
+    if name in run.settings:
+        return run.settings[name]
     section, dot, _ = name.partition(".")
     is_recorded = any(each.startswith(f"{section}.") for each in run.settings)
     is_recorded |= section.removesuffix("_kwargs") in run.settings
-    return run.settings.get(name, "-" if dot and is_recorded else None)
+    return "-" if dot and is_recorded else None
 
 
 def _best_row(name: str, values: Sequence[float | None], text: Callable[[Any], str | None], lower: bool) -> Row:

@@ -221,9 +221,8 @@ class RunRecorder(FederatedCallback):
     ) -> None:
         # With secure aggregation, the server has no metrics of a client.
         for name in round.metrics or round.clients:
-            self._set(name, "done")
-            if name in self._clients:
-                self._clients[name].loss = round.metrics.get(name, {}).get("loss")
+            if (client := self._set(name, "done")) is not None:
+                client.loss = round.metrics.get(name, {}).get("loss")
         self._append(self._entry(round, is_over=False))
 
     @_on_writer
@@ -231,10 +230,9 @@ class RunRecorder(FederatedCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, round: Round, **kwargs: Any
     ) -> None:
         for name, reason in round.rejected.items():
-            self._set(name, "failed")
-            if name in self._clients:
-                self._clients[name].reason = printable(reason, MAX_REASON)
-                self._clients[name].num_failures += 1
+            if (failed := self._set(name, "failed")) is not None:
+                failed.reason = printable(reason, MAX_REASON)
+                failed.num_failures += 1
         for name, (down, up) in self._trainer.ledger.accounts(round.number).items():
             if (client := self._clients.get(name)) is not None:
                 client.bytes_down += down
@@ -246,7 +244,7 @@ class RunRecorder(FederatedCallback):
         self._write_clients(round.number + 1)
 
     def _entry(self, round: Round, is_over: bool, logs: dict[str, float] | None = None) -> RoundEntry:
-        failed = [(name, printable(reason, MAX_REASON)) for name, reason in round.rejected.items() if _is_listed(name)]
+        failed = itertools.islice(filter(_is_listed, round.rejected), MAX_FAILED)
         return RoundEntry(
             number=round.number + 1,
             time=time.time(),
@@ -254,7 +252,7 @@ class RunRecorder(FederatedCallback):
             is_over=is_over,
             logs=logs or {},
             num_done=len(round.metrics or round.clients),
-            failed=dict(failed[:MAX_FAILED]),
+            failed={name: printable(round.rejected[name], MAX_REASON) for name in failed},
             num_failed=len(round.rejected),
             bytes_down=self._trainer.ledger.bytes_down,
             bytes_up=self._trainer.ledger.bytes_up,
@@ -266,12 +264,13 @@ class RunRecorder(FederatedCallback):
         if self._journal is not None:
             self._journal.append([to_line(entry)], is_durable=False)
 
-    def _set(self, client_id: str, state: str) -> None:
+    def _set(self, client_id: str, state: str) -> ClientEntry | None:
         client = self._clients.get(client_id)
         if client is None and len(self._clients) < MAX_CLIENTS and _is_listed(client_id):
             client = self._clients[client_id] = ClientEntry()
         if client is not None and client.state != state:
             client.state, client.since = state, time.time()
+        return client
 
     def _write_clients(self, round: int, is_last: bool = False) -> None:
         began = time.monotonic()

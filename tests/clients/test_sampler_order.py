@@ -46,7 +46,7 @@ def with_sampler(sampler: Callable[[Dataset], Any]) -> Callable[[int], Any]:
 
 def with_batch_sampler(name: str, is_prepared: bool = True) -> Callable[[int], Any]:
     def build(number: int) -> Any:
-        samplers = pytest.importorskip("sentence_transformers.sampler")
+        samplers = pytest.importorskip("sentence_transformers.sampler", reason="needs sentence-transformers")
         rows, generator = examples(number), torch.Generator().manual_seed(5)
         source = RandomSampler(rows, generator=generator) if name == "DefaultBatchSampler" else rows
         sampler = getattr(samplers, name)(
@@ -59,7 +59,7 @@ def with_batch_sampler(name: str, is_prepared: bool = True) -> Callable[[int], A
 
 
 def repeated(rows: Dataset) -> Any:
-    utils = pytest.importorskip("trl.trainer.utils")
+    utils = pytest.importorskip("trl.trainer.utils", reason="needs the extra `trl`")
     return utils.RepeatSampler(rows, mini_repeat_count=2, batch_size=1, repeat_count=3, seed=5)
 
 

@@ -21,7 +21,7 @@ from hf_federated.trainer.checkpoint import clients_directory
 NUM_PARTIES = 1 + len(SIZES)
 NUM_KILLS = 100
 # This kill of a client is part of every run of the tests.
-FAST_KILLS = (31,)
+FAST_KILLS = (59,)
 SEED = 33
 AGGREGATIONS = ("fedavg", "fedopt", "fedprox", "scaffold", "fednova", "mutual_kd")
 DISTILLATIONS = ("feddf", "dsfl", "mhat", "fedmd", "fedid", "adafd", "feddrs", "fedaux")

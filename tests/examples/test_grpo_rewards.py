@@ -10,7 +10,7 @@ import pytest
 from language import language_model, tokenizer
 
 
-pytest.importorskip("trl")
+pytest.importorskip("trl", reason="needs the extra `trl`")
 SCRIPT = Path(__file__).parents[2] / "examples" / "grpo_rewards.py"
 
 

@@ -27,7 +27,7 @@ class Pages(FederatedCallback):
 
 def test_the_field_writes_a_page_after_each_round(tmp_path):
     page = tmp_path / PAGE_NAME
-    # An expected page takes a few milliseconds, so the pause after it is over.
+    # The pause after a page is longer than a round of this test, so the test ends the pause.
     trainer = build_federation(tmp_path, num_rounds=3, federation={"live_report": True})
     pages = Pages(page)
     for callback in trainer.callback_handler.callbacks:
@@ -88,3 +88,4 @@ def test_a_page_that_cannot_be_written_ends_no_run(tmp_path, caplog):
     trainer = build_federation(tmp_path, rows(4), federation={"live_report": True})
     trainer.train()
     assert trainer.state.global_step == 2
+    assert "The page of the run cannot be written" in caplog.text

@@ -40,7 +40,7 @@ MOMENTS = [
 QUICK = [
     ("fedopt", "client"),
     ("scaffold_disk", "before trainer_state.json"),
-    ("streams", "client"),
+    ("streams", "before client states"),
     ("lora", "aggregation"),
     ("local_head", "client"),
     ("best", "rotation"),

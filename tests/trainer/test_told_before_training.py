@@ -226,8 +226,9 @@ def test_number_of_checkpoints_is_that_of_the_run(tmp_path, settings, num_rounds
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == num_checkpoints(trainer.args, num_rounds)
 
 
-def test_disk_without_space_for_the_checkpoints_is_reported_with_the_missing_bytes(tmp_path) -> None:
-    free = shutil.disk_usage(tmp_path).free
+def test_disk_without_space_for_the_checkpoints_is_reported_with_the_missing_bytes(tmp_path, monkeypatch) -> None:
+    usage, free = shutil.disk_usage(tmp_path), 10**11
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
     assert check_free_space(tmp_path / "new" / "run", 1000, 3) is None
     with pytest.raises(StorageError, match=r"run has .* free disk space, but a checkpoint .*GB are missing.*--resume"):
         check_free_space(tmp_path / "run", 2 * free + 10**10, 1)

@@ -59,9 +59,13 @@ def by_round(values: dict[int, float]) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_has_one_run_with_the_logged_values(tmp_path, monkeypatch):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs TensorBoard"
+    )
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     logged = train(tmp_path / "run", "tensorboard")
+    for name in ("loss", "grad_norm", "eval_loss", "federated/bytes_up"):
+        assert sorted(logged[name]) == [1, 2, 3], name
     (folder,) = {path.parent for path in (tmp_path / "board").rglob("events.out.tfevents*")}
     events = accumulator.EventAccumulator(str(folder))
     events.Reload()

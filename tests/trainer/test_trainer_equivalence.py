@@ -143,7 +143,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 # The code path of each of these cases is that of another case.
 SLOW_CASES = {"constant_with_warmup", "polynomial", "inverse_sqrt", "cosine_with_min_lr", "cosine_with_restarts"}
-SLOW_CASES |= {"rmsprop", "adamw foreach", "label_smoothing", "evaluation on start"}
+SLOW_CASES |= {"rmsprop", "adamw foreach"}
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ REFUSED: dict[str, tuple[bytes, list[str]]] = {
     ),
     "damaged UTF-8 with a mark": (b"\xef\xbb\xbftext;label\na;x\nb\xff;y\n", ["line 3", "ff", "'b'", "utf-8-sig"]),
     "UTF-16 that ends within a character": (csv_text(PLAIN).encode("utf-16")[:-1], ["utf-16", "data.csv.encoding"]),
+    "UTF-32 without a mark": (csv_text(GERMAN).encode("utf-32-le"), ["zero bytes", "utf-32-le or utf-32-be"]),
     "empty": (b"", ["is empty", "names of the columns"]),
     "only blank lines": (b"\n\n", ["is empty"]),
     "only a mark": (b"\xef\xbb\xbf", ["is empty"]),
