@@ -217,7 +217,8 @@ class ClientWorker:
         contexts = {key: self._context(message.client_id, model, before, key) for key in self._methods}
         parts = [method.client(contexts[key]) for key, method in self._methods.items()]
         for part in parts:
-            closing.callback(part.close)
+            if type(part).close is not ClientPart.close:
+                closing.callback(part.close)
         step_memories = dict(before.get(STEP_MEMORIES, {}))
         if self._postprocessors:
             with refusing(message, "state"):
@@ -233,7 +234,8 @@ class ClientWorker:
                 part.receive(message)
             state = message.state
             for part in parts:
-                state = part.place(state)
+                if type(part).place is not ClientPart.place:
+                    state = part.place(state)
         except ModelMismatchError:
             raise
         except INVALID_CONTENT as error:
@@ -267,7 +269,8 @@ class ClientWorker:
 
     def _state_after(self, trainer: Any, contexts: Mapping[str, ClientContext], local: State) -> dict[str, Any]:
         """Return the state of a client after a local training, without the memories of the postprocessors."""
-        scaler, stream = trainer.local_training.scaler, trainer.local_training.stream
+        training: LocalTraining = trainer.local_training
+        scaler, stream = training.scaler, training.stream
         state: dict[str, Any] = {LOCAL: local} if local else {}
         if self._config.client_optimizer_state == "carry":
             state["optimizer"] = optimizer_state_here(trainer.optimizer)
@@ -278,7 +281,8 @@ class ClientWorker:
             trainer.optimizer.state.clear()
         if stream is not None:
             state["stream"] = stream.position()
-        if kept := trainer.local_training.position_after():
+        # Most clients train in whole epochs, and have no position.
+        if (training.sampler_position is not None or training.kept_position) and (kept := training.position_after()):
             state["sampler"] = kept
         if memories := {key: context.memory for key, context in contexts.items() if context.memory}:
             state[MEMORIES] = memories

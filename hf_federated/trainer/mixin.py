@@ -428,7 +428,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple[Any, ...]:
         """Return the lengths of a training. A client that continues in an epoch enters further epochs in its round."""
         num_train_epochs, *lengths = super().set_initial_training_values(args, dataloader)
-        if self.local_training is not None:
+        if self.local_training is not None and self.local_training.sampler_position is not None:
             num_train_epochs += self.local_training.num_further_epochs
         return (num_train_epochs, *lengths)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -226,9 +227,16 @@ def test_number_of_checkpoints_is_that_of_the_run(tmp_path, settings, num_rounds
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == num_checkpoints(trainer.args, num_rounds)
 
 
-def test_disk_without_space_for_the_checkpoints_is_reported_with_the_missing_bytes(tmp_path, monkeypatch) -> None:
-    usage, free = shutil.disk_usage(tmp_path), 10**11
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+@pytest.fixture
+def set_free_space(monkeypatch) -> Callable[[int], None]:
+    """Call `set_free_space(number)` to set the free bytes of all disks."""
+    usage = shutil.disk_usage(".")
+    return lambda free: monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+
+
+def test_disk_without_space_for_the_checkpoints_is_reported_with_the_missing_bytes(tmp_path, set_free_space) -> None:
+    free = 10**11
+    set_free_space(free)
     assert check_free_space(tmp_path / "new" / "run", 1000, 3) is None
     with pytest.raises(StorageError, match=r"run has .* free disk space, but a checkpoint .*GB are missing.*--resume"):
         check_free_space(tmp_path / "run", 2 * free + 10**10, 1)
@@ -240,9 +248,8 @@ def test_disk_without_space_for_the_checkpoints_is_reported_with_the_missing_byt
     assert check_free_space(tmp_path, free // 2, 3, existing=free) is None
 
 
-def test_run_without_space_for_a_checkpoint_ends_before_the_first_round(tmp_path, monkeypatch) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))
+def test_run_without_space_for_a_checkpoint_ends_before_the_first_round(tmp_path, set_free_space) -> None:
+    set_free_space(10)
     seen: list[int] = []
 
     class Watches(TrainerCallback):

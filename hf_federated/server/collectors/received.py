@@ -50,6 +50,8 @@ class ReceivedUpdates:
         # A method of a user can send factors of other shapes.
         is_known = self._averaging.needs_lora or not requests.individual
         has_lora = is_known and "lora_" in " ".join(requests.expected_state)
+        # Most methods receive whole updates.
+        self._completes = type(self._averaging).whole_update is not Aggregation.whole_update
         self._pairs: list[FactorPair] = []
         if has_lora:
             self._pairs = lora_inexactness.exchanged_pairs(self._averaging, requests.expected_state)
@@ -85,7 +87,8 @@ class ReceivedUpdates:
             self._reject(reply.client_id, str(error))
             self.num_failed += 1
             return
-        update = self._averaging.whole_update(update, self._requests.expected_state)
+        if self._completes:
+            update = self._averaging.whole_update(update, self._requests.expected_state)
         sums = self._sums.add(update.client_id, context.bound.group_of(magnitude))
         context.fire("on_client_end", update=update)
         round.sums = sums
