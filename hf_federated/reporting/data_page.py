@@ -45,13 +45,14 @@ def data_page(report: Report, path: str) -> str:
         sites = dict(sorted(sites.items(), key=lambda item: -item[1]))
     charts = [bar_chart(sites, "Training rows of each site")] if sites else []
     if report.labels:
-        unit = "tags" if sum(map(sum_of, report.labels.values())) > sum(report.sites.values()) else "rows"
+        num_labels = sum(sum(counts.values()) for counts in report.labels.values())
+        unit = "tags" if num_labels > sum(report.sites.values()) else "rows"
         charts.append(
             stacked_chart(_by_site(report, sites), list(report.labels), f"Share of each label ({unit}) at each site")
         )
     body.append(pictures(charts))
     groups = grouped(report.findings)
-    body += [heading("Findings"), _kinds(groups)] if groups else [heading("Findings"), paragraph("no findings")]
+    body += [heading("Findings"), _kinds(groups) if groups else paragraph("no findings")]
     for group in groups:
         body += _group(group)
     if report.notes:
@@ -108,11 +109,6 @@ def stacked_chart(counts: Mapping[str, Mapping[str, int]], labels: Sequence[str]
                 left += width
     legend = [*named, *(["other labels"] if len(named) < len(ordered) else [])]
     return _figure(title, parts, len(shown), len(counts) - len(shown), legend)
-
-
-def sum_of(counts: Mapping[str, int]) -> int:
-    """The sum of counts."""
-    return sum(counts.values())
 
 
 def _by_site(report: Report, sites: Mapping[str, int]) -> dict[str, dict[str, int]]:

@@ -125,7 +125,8 @@ class ClientEntry:
         reason (`str`, *optional*): Why the client failed.
         loss (`float`, *optional*): Training loss in the client's last round.
         num_rounds (`int`): Number of rounds in which the server sent a message to the client.
-        num_failures (`int`): Number of rounds in which the client failed.
+        num_failures (`int`): Number of rounds in which the client failed. It can be too small after a resume, because
+            the log names at most 20 failed clients of a round.
         bytes_down (`int`): Bytes to the client.
         bytes_up (`int`): Bytes from the client.
     """

@@ -20,7 +20,7 @@ from .html_page import (
     short_number,
     table,
 )
-from .run_tables import MAX_METRICS, client_table, duration, metric_label, ordered_clients, round_table, size, subtitle
+from .run_tables import MAX_METRICS, client_table, duration, metric_label, round_table, size, subtitle
 from .run_view import RunView, read_run
 
 
@@ -138,7 +138,7 @@ def _rounds(run: RunView) -> str:
 
 def _clients(run: RunView, now: float) -> str:
     header, rows = client_table(run, now)
-    states = {(row, 1): client.state for row, (_, client) in enumerate(ordered_clients(run))}
+    states = {(number, 1): str(row[1]) for number, row in enumerate(rows)}
     return table(header, rows, states) + _more(run.start.num_clients - len(rows), "more clients")
 
 

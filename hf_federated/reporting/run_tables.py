@@ -94,7 +94,7 @@ def round_table(run: RunView, max_rows: int | None = None, max_metrics: int = MA
     return _used_columns(header, rows)
 
 
-def ordered_clients(run: RunView) -> list[tuple[str, ClientEntry]]:
+def _ordered_clients(run: RunView) -> list[tuple[str, ClientEntry]]:
     """Return the clients of a run, those that need attention first."""
     order = {state: number for number, state in enumerate(STATES)}
     return sorted(run.clients.items(), key=lambda item: order.get(item[1].state, len(order)))
@@ -111,7 +111,7 @@ def client_table(run: RunView, now: float, max_rows: int | None = None) -> Table
     """
     header = ["client", "state", "since", "loss", "rounds", "failures", "received", "sent", "reason"]
     rows: list[list[object]] = []
-    for name, client in ordered_clients(run)[:max_rows]:
+    for name, client in _ordered_clients(run)[:max_rows]:
         shows_age = run.state == "running" and client.state != "waiting"
         rows.append(
             [
