@@ -116,7 +116,7 @@ class DryTrainer:
         self.processing_class = None
         self.train_dataset: Sequence[int] = ()
         self.accelerator = SimpleNamespace(num_processes=1)
-        self.local_training = SimpleNamespace(stream=None, scaler=None, position_after=dict)
+        self.local_training = SimpleNamespace(stream=None, scaler=None, sampler_position=None, kept_position=None)
         self.optimizer: Any = SimpleNamespace(state={}, state_dict=dict, param_groups=[])
         self.state = TrainerState(log_history=[{"loss": 0.0, "grad_norm": 0.0, "learning_rate": 0.0}])
         self.repeats = 1
