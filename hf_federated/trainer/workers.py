@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import ChainMap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,7 @@ class Workers:
         limits_rows = config.balance is not None or config.max_rows_per_round is not None
         # A balanced client does not know the sizes of the others.
         smallest_limit = (config.max_rows_per_round if config.balance is None else None) or 1
+        known: list[Any] = [clients for clients in (setup.clients, setup.eval_clients) if clients is not None]
         return Agreement(
             [method.on_client() for method in setup.methods],
             config.num_rounds or 1,
@@ -140,7 +142,8 @@ class Workers:
             smallest_limit=smallest_limit if limits_rows else None,
             num_public_rows=0 if self.student is None else self.student.num_rows,
             seed=setup.seed,
-            client_ids=frozenset([*setup.clients, *(setup.eval_clients or ())]),
+            # A copy of all ids would be read by the garbage collection after each local training.
+            client_ids=ChainMap(*known),
             secure=setup.secure_aggregation,
         )
 
