@@ -1,16 +1,20 @@
 """Measure the cost of federated training: time over a bare PyTorch loop, memory, Flower's simulation, adapter swaps.
 
     python benchmarks/engine.py                          # all measurements
-    python benchmarks/engine.py overhead adapter         # two measurements
+    python benchmarks/engine.py overhead --threads 1 --pfl-python pfl/bin/python
+    python benchmarks/engine.py scale --threads 1        # 10 to 100 000 registered clients
     python benchmarks/engine.py --quick --output out.json
 
 Every measurement runs in separate processes. `README.md` in this folder describes each measurement. `flower` needs the
-`benchmark` extra, or `--flower-python` with an interpreter that has it.
+`benchmark` extra, or `--flower-python` with an interpreter that has it. The side of pfl-research needs an environment:
+
+    python -m venv pfl && pfl/bin/pip install "pfl==0.6.*" torch transformers datasets peft
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -24,6 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from process_tree import run_watched
+from turns import Side, median_ratio, take_turns
+
+from hf_federated import FederatedConfig
 
 
 HERE = Path(__file__).resolve().parent
@@ -31,6 +38,14 @@ ALGORITHMS = ("fedavg", "fedprox", "fedopt")
 TINY = {"model": "tiny", "local_steps": 4, "batch_size": 8, "sequence_length": 16}
 MINILM = {"model": "minilm", "local_steps": 4, "batch_size": 8, "sequence_length": 64}
 MEMORY = {"model": "memory", "local_steps": 1, "batch_size": 1, "sequence_length": 8}
+SCALE = {"model": "mlp", "local_steps": 1, "batch_size": 8}
+# Workload, clients and rounds of each size of `overhead`.
+SIZES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "mlp": ({"model": "mlp"}, 10, 21),
+    "tiny": (TINY, 10, 11),
+    "lora": ({"model": "lora", "sequence_length": 32}, 10, 9),
+    "minilm": (MINILM, 3, 6),
+}
 
 
 class Bench:
@@ -83,67 +98,98 @@ class Bench:
         memory = run_watched(command, self.env, self.folder / "output.txt", result_path, watch)
         return {**json.loads(result_path.read_text()), **({"memory": memory} if watch else {})}
 
+    def start_side(self, name: str, workload: dict[str, Any], **spec: Any) -> Side:
+        """Start the process of a side: `"pfl"`, or a side of `measure.take_turns`."""
+        self._num_runs += 1
+        spec_path = self.folder / f"spec-{self._num_runs}.json"
+        spec_path.write_text(json.dumps({**spec, "side": name, "workload": workload, "threads": self.options.threads}))
+        if name == "pfl":
+            command = [self.options.pfl_python, str(HERE / "pfl_side.py"), str(spec_path)]
+        else:
+            command = [sys.executable, str(HERE / "measure.py"), "turns", str(spec_path), os.devnull]
+        return Side(command, self.env, self.folder / f"output-{self._num_runs}.txt")
+
     def overhead(self) -> dict[str, Any]:
-        """(a) Measure the time of rounds and clients over the bare loop and over the plain Trainer's steps."""
-        quick = self.options.quick
-        cases = [("tiny", TINY, clients, rounds) for clients, rounds in ((10, 9), (100, 4), (1000, 3))]
-        if quick:
-            cases = [("tiny", TINY, 10, 4), ("tiny", TINY, 100, 2)]
-        cases.append(("minilm", {**MINILM, "model": self.options.model}, 10, 2 if quick else 4))
+        """(a) Measure the CPU time of rounds over the bare loop: the library, the plain Trainer and pfl-research."""
         entries = []
-        plain_ratios: dict[str, float] = {}
-        for size, workload, num_clients, num_rounds in cases:
+        for size in self.options.sizes:
+            workload, num_clients, num_rounds = SIZES[size]
+            if workload["model"] == "minilm":
+                workload = {**workload, "model": self.options.model}
+            num_rounds = self.options.rounds or (3 if self.options.quick else num_rounds)
             workload = {**workload, "num_clients": num_clients, "num_rounds": num_rounds}
-            if size not in plain_ratios:
-                pairs = self.run("plain", workload)["clients"]
-                plain_ratios[size] = _median(pair["ours"] / pair["bare"] for pair in pairs)
-            result = self.run("overhead", workload)
-            rounds, pairs = result["rounds"], result["clients"]
-            ratio = _median(entry["ours"] / entry["bare"] for entry in rounds)
+            print(f"  {size}: {num_clients} clients, {num_rounds} rounds of each side ...", file=sys.stderr)
+            sides = {"bare": self.start_side("bare", workload)}
+            for name, federation in local_loops().items():
+                sides[name] = self.start_side("library", workload, federation=federation)
+            sides["plain Trainer"] = self.start_side("plain", workload)
+            if self.options.pfl_python:
+                sides["pfl"] = self.start_side("pfl", workload)
+            seconds = take_turns(sides, num_rounds)
             entries.append(
                 {
+                    "size": size,
                     "workload": workload,
-                    "num_timed_rounds": len(rounds),
-                    "round_seconds": _median(entry["ours"] for entry in rounds),
-                    "bare_round_seconds": _median(entry["bare"] for entry in rounds),
-                    "ratio_to_bare": ratio,
-                    "ratio_range": [f(entry["ours"] / entry["bare"] for entry in rounds) for f in (min, max)],
-                    "plain_trainer_ratio_to_bare": plain_ratios[size],
-                    "ratio_to_plain_trainer": ratio / plain_ratios[size],
-                    "client_ms": 1000 * _median(pair["ours"] for pair in pairs),
-                    "bare_client_ms": 1000 * _median(pair["bare"] for pair in pairs),
-                    "client_ms_over_bare": 1000 * _median(pair["ours"] - pair["bare"] for pair in pairs),
-                    "train_call_ms_over_bare": 1000 * _median(pair["plain"] - pair["bare"] for pair in pairs),
-                    "client_ratio": _median(pair["ours"] / pair["bare"] for pair in pairs),
+                    "seconds": seconds,
+                    "ratios": {name: median_ratio(seconds[name], seconds["bare"]) for name in sides},
                 }
             )
+        names = list(entries[0]["ratios"])
         print_table(
-            "(a) time over a bare PyTorch loop (all sides alternate client by client; medians)",
-            [
-                *("model", "clients", "rounds", "s/round", "bare", "x bare", "x plain Trainer"),
-                *("ms/client", "bare", "over bare", "train() over bare"),
-            ],
+            "(a) CPU seconds of a round over those of the bare loop (all sides take turns; median and range)",
+            ["size", "clients", "rounds", "bare ms/client", *names[1:]],
             [
                 [
-                    Path(e["workload"]["model"]).name,
-                    e["workload"]["num_clients"],
-                    e["num_timed_rounds"],
-                    f"{e['round_seconds']:.3f}",
-                    f"{e['bare_round_seconds']:.3f}",
-                    f"{e['ratio_to_bare']:.2f} ({e['ratio_range'][0]:.2f}-{e['ratio_range'][1]:.2f})",
-                    f"{e['ratio_to_plain_trainer']:.2f}",
-                    f"{e['client_ms']:.1f}",
-                    f"{e['bare_client_ms']:.1f}",
-                    f"{e['client_ms_over_bare']:.1f}",
-                    f"{e['train_call_ms_over_bare']:.1f}",
+                    entry["size"],
+                    entry["workload"]["num_clients"],
+                    len(entry["seconds"]["bare"]),
+                    f"{1000 * _median(entry['seconds']['bare']) / entry['workload']['num_clients']:.1f}",
+                    *("{:.3f} ({:.2f}-{:.2f})".format(*entry["ratios"][name]) for name in names[1:]),
                 ]
-                for e in entries
+                for entry in entries
+            ],
+        )
+        return {"cases": entries}
+
+    def scale(self) -> dict[str, Any]:
+        """(b) Measure the CPU time of a client in a round, by number of registered clients."""
+        num_rounds = self.options.rounds or (3 if self.options.quick else 9)
+        cohorts = {count: min(count, self.options.cohort) for count in self.options.registered}
+        sides = {}
+        for count, cohort in cohorts.items():
+            print(f"  {count} registered clients, {cohort} in a round, {num_rounds} rounds ...", file=sys.stderr)
+            workload = {**SCALE, "num_clients": count, "num_rounds": num_rounds}
+            sides[str(count)] = self.start_side("library", workload, federation={"clients_per_round": cohort})
+        seconds = take_turns(sides, num_rounds)
+        entries = [
+            {
+                "registered": count,
+                "cohort": cohort,
+                "preparation_seconds": sides[str(count)].preparation_seconds,
+                "client_ms": [1000 * second / cohort for second in seconds[str(count)]],
+            }
+            for count, cohort in cohorts.items()
+        ]
+        for entry in entries:
+            entry["ratio"] = median_ratio(entry["client_ms"], entries[0]["client_ms"])
+        print_table(
+            "(b) CPU time of a client in a round by number of registered clients (all sides take turns)",
+            ["registered", "in a round", "preparation s", "ms/client", "ratio to the first"],
+            [
+                [
+                    entry["registered"],
+                    entry["cohort"],
+                    f"{entry['preparation_seconds']:.1f}",
+                    f"{_median(entry['client_ms']):.2f}",
+                    "{:.2f} ({:.2f}-{:.2f})".format(*entry["ratio"]),
+                ]
+                for entry in entries
             ],
         )
         return {"cases": entries}
 
     def memory(self) -> dict[str, Any]:
-        """(b) Measure the peak memory of a run, by number of clients."""
+        """(c) Measure the peak memory of a run, by number of clients."""
         counts = (2, 16) if self.options.quick else (2, 16, 64, 256)
         entries = []
         cases: dict[str, dict[str, str]] = {name: {"aggregation": name} for name in ALGORITHMS}
@@ -156,7 +202,7 @@ class Bench:
             entries.append({"aggregation": name, "peaks": peaks, "growth": last / first - 1})
         model_mb = entries[0]["peaks"][str(counts[0])]["model_mb"]
         print_table(
-            f"(b) peak resident memory in MB (anonymous part), a model of {model_mb:.0f} MB, 2 rounds",
+            f"(c) peak resident memory in MB (anonymous part), a model of {model_mb:.0f} MB, 2 rounds",
             ["aggregation", *(f"{count} clients" for count in counts), "growth"],
             [
                 [
@@ -170,7 +216,7 @@ class Bench:
         return {"cases": entries}
 
     def flower(self) -> dict[str, Any]:
-        """(c) Run the same federation with the library and on Flower's simulation engine."""
+        """(d) Run the same federation with the library and on Flower's simulation engine."""
         quick = self.options.quick
         entries = []
         for workload, num_rounds in ((TINY, 6), ({**MINILM, "model": self.options.model}, 4)):
@@ -185,22 +231,29 @@ class Bench:
                     runs[side].append(self.run(side, workload, watch=True, **(extra if side == "flower" else {})))
             entries.append(_compare_with_flower(workload, shared["name"], runs))
         print_table(
-            "(c) the same federation on Flower's simulation engine, one worker with the same number of threads",
+            "(d) the same federation on Flower's simulation engine, one worker with the same number of threads",
             ["model", "side", "s/round", "overhead ms/client", "ratio", "PSS MB", "USS MB", "less Ray's own", "ratio"],
             [row for entry in entries for row in _flower_rows(entry)],
         )
         return {"cases": entries}
 
     def adapter(self) -> dict[str, Any]:
-        """(d) Measure the time to swap in an adapter."""
+        """(e) Measure the time to swap in an adapter."""
         workload = {**MINILM, "model": self.options.model, "num_clients": 1, "num_rounds": 1}
         result = self.run("adapter", workload, num_repeats=50 if self.options.quick else 300)
         print_table(
-            f"(d) swapping in a LoRA adapter of {result['num_tensors']} tensors, {result['num_values']} values",
+            f"(e) swapping in a LoRA adapter of {result['num_tensors']} tensors, {result['num_values']} values",
             ["Exchange.write", "peft.set_peft_model_state_dict"],
             [[f"{result['write_ms']:.2f} ms", f"{result['set_peft_model_state_dict_ms']:.2f} ms"]],
         )
         return result
+
+
+def local_loops() -> dict[str, dict[str, str]]:
+    """Return the settings of the library's sides by name: one side for each loop that trains clients."""
+    if "local_loop" not in {field.name for field in dataclasses.fields(FederatedConfig)}:
+        return {"library": {}}
+    return {"library": {"local_loop": "auto"}, "library, Trainer's loop": {"local_loop": "trainer"}}
 
 
 def _median(values: Iterable[float]) -> float:
@@ -262,13 +315,18 @@ def _check_flower(python: str) -> None:
 
 
 def main() -> None:
-    names = ("overhead", "memory", "flower", "adapter")
+    names = ("overhead", "scale", "memory", "flower", "adapter")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("measurements", nargs="*", metavar="|".join(names), help="default: all")
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")
     parser.add_argument("--threads", type=int, default=2, help="number of PyTorch threads on every side (default: 2)")
     parser.add_argument("--model", default="minilm", help="folder of a pretrained MiniLM (default: random weights)")
     parser.add_argument("--flower-python", default=sys.executable, help="interpreter that has flwr[simulation]")
+    parser.add_argument("--pfl-python", help="interpreter that has pfl, for `overhead` (default: no side of pfl)")
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES), help="models of `overhead`")
+    parser.add_argument("--rounds", type=int, help="rounds of `overhead` and `scale`, the first one is not counted")
+    parser.add_argument("--registered", type=int, nargs="+", default=[10, 1000, 100_000], help="clients of `scale`")
+    parser.add_argument("--cohort", type=int, default=100, help="clients in a round of `scale`")
     parser.add_argument("--quick", action="store_true", help="fewer clients, rounds and repeats")
     options = parser.parse_args()
     if unknown := set(options.measurements) - set(names):

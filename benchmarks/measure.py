@@ -1,6 +1,7 @@
 """Run one measurement of `engine.py` in a separate process: `python measure.py NAME SPEC.json RESULT.json`.
 
-The specification contains the fields of a `Workload` under `"workload"`, and the settings of the measurement.
+The specification contains the fields of a `Workload` under `"workload"`, and the settings of the measurement. `turns`
+waits for each turn and reports it on the standard output, as `turns.py` describes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
+from turns import Turns
 from workload import BareLoop, Workload, build_model, build_rows, training_arguments
 
 from hf_federated import FederatedCallback, FederatedConfig, FederatedDataset, FederatedTrainer
 from hf_federated.adapters import Exchange
+from hf_federated.utils.gc import frozen_gc
 
 
 class PlainCalls:
@@ -47,77 +50,44 @@ class PlainCalls:
         self._trainer = Trainer(model=build_model(workload), args=args, train_dataset=self._clients[0])
         self._trainer.remove_callback(PrinterCallback)
 
-    def train_client(self, position: int) -> float:
-        """Train the client at an index and return the duration in seconds, as [`BareLoop.train_client`] does."""
-        started = time.perf_counter()
+    def train_client(self, position: int) -> None:
+        """Train the client at an index."""
         self._trainer.train_dataset = self._clients[position]
         self._trainer.train()
-        return time.perf_counter() - started
 
 
-class AlternatingRounds(FederatedCallback):
+class RoundTurns(FederatedCallback):
     """
-    Alternate the federated trainer and other sides client by client, and record their times separately.
-
-    All sides meet the same disturbances in this way. The federated trainer's time includes its work between clients
-    and rounds.
+    Make each round a turn, with the work of the trainer between the rounds.
 
     Args:
-        bare ([`BareLoop`], *optional*): The bare loop. Without a bare loop, the callback only times rounds.
-        plain ([`PlainCalls`], *optional*): The plain Trainer with one call for each client.
+        turns ([`Turns`]): The turns of this process.
     """
 
-    def __init__(self, bare: BareLoop | None = None, plain: PlainCalls | None = None) -> None:
-        self.rounds: list[dict[str, float]] = []
-        self.clients: list[dict[str, float]] = []
-        self._bare = bare
-        self._plain = plain
-        self._bare_seconds = self._plain_seconds = 0.0
-        self._round_mark = self._client_mark = 0.0
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._round_mark = self._client_mark = time.perf_counter()
-
-    def on_client_end(self, args: Any, state: Any, control: Any, update: Any, **kwargs: Any) -> None:
-        seconds = time.perf_counter() - self._client_mark
-        if self._bare is not None:
-            entry = {"ours": seconds, "bare": self._bare.train_client(int(update.client_id))}
-            self._bare_seconds += entry["bare"]
-            if self._plain is not None:
-                entry["plain"] = self._plain.train_client(int(update.client_id))
-                self._plain_seconds += entry["plain"]
-            if state.global_step > 0:
-                self.clients.append(entry)
-        self._client_mark = time.perf_counter()
+        self._turns.next()
 
     def on_round_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._bare is not None:
-            self._bare_seconds += self._bare.end_round()
+        self._turns.next()
+
+
+class RoundSeconds(FederatedCallback):
+    """Record the seconds of each round, with the work of the trainer between the rounds."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._started_at = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._started_at = time.perf_counter()
+
+    def on_round_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = time.perf_counter()
-        ours = now - self._round_mark - self._bare_seconds - self._plain_seconds
-        self.rounds.append({"ours": ours, "bare": self._bare_seconds})
-        self._bare_seconds = self._plain_seconds = 0.0
-        self._round_mark = self._client_mark = now
-
-
-class AlternatingSteps(TrainerCallback):
-    """Alternate the plain Trainer and the bare loop: train one client of the bare loop after `local_steps` steps."""
-
-    def __init__(self, bare: BareLoop) -> None:
-        self.clients: list[dict[str, float]] = []
-        self._bare = bare
-        self._mark = 0.0
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        workload = self._bare.workload
-        if state.global_step % workload.local_steps:
-            return
-        position = state.global_step // workload.local_steps - 1
-        now = time.perf_counter()
-        bare = self._bare.train_client(position % workload.num_clients)
-        if position > 1:
-            self.clients.append({"ours": now - self._mark, "bare": bare})
-        self._mark = time.perf_counter()
+        self.seconds.append(now - self._started_at)
+        self._started_at = now
 
 
 def federated_trainer(
@@ -145,26 +115,24 @@ def federated_trainer(
     )
 
 
-def measure_overhead(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
-    """Measure rounds and clients of the federated trainer, the bare loop and the plain Trainer in one process."""
+def take_turns(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
+    """Train one round in each turn: with the library, the bare loop, or the plain Trainer for each client."""
+    turns = Turns()
+    side = spec["side"]
+    if side == "library":
+        federated_trainer(workload, output_dir, [RoundTurns(turns)], **spec["federation"]).train()
+        return {}
     rows = build_rows(workload)
-    callback = AlternatingRounds(BareLoop(workload, rows), PlainCalls(workload, rows, output_dir))
-    federated_trainer(workload, output_dir, [callback]).train()
-    return {"rounds": callback.rounds[1:], "clients": callback.clients}
-
-
-def measure_plain(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
-    """Measure the plain Trainer's steps on all examples in one run, and the bare loop."""
-    rows = build_rows(workload)
-    callback = AlternatingSteps(BareLoop(workload, rows))
-    args = training_arguments(workload, output_dir) | {"num_train_epochs": workload.num_rounds}
-    Trainer(
-        model=build_model(workload),
-        args=TrainingArguments(**args),
-        train_dataset=rows.remove_columns("client"),
-        callbacks=[callback],
-    ).train()
-    return {"clients": callback.clients}
+    trainer = BareLoop(workload, rows) if side == "bare" else PlainCalls(workload, rows, output_dir)
+    # The library keeps the objects of the imports out of the garbage collections of each `train()` call, which
+    # otherwise take longer than a small client.
+    with frozen_gc():
+        while True:
+            turns.next()
+            for position in range(workload.num_clients):
+                trainer.train_client(position)
+            if isinstance(trainer, BareLoop):
+                trainer.end_round()
 
 
 def prepare(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
@@ -192,12 +160,12 @@ def measure_memory(workload: Workload, spec: dict[str, Any], output_dir: str) ->
 
 def measure_federation(workload: Workload, spec: dict[str, Any], output_dir: str) -> dict[str, Any]:
     """Measure the seconds of each round of the federated trainer alone."""
-    callback = AlternatingRounds()
+    callback = RoundSeconds()
     num_eval_examples = spec.get("num_eval_examples", 0)
     trainer = federated_trainer(workload, output_dir, [callback], num_eval_examples, **spec.get("federation", {}))
     trainer.train()
     return {
-        "rounds": [entry["ours"] for entry in callback.rounds[1:]],
+        "rounds": callback.seconds[1:],
         "bytes_reduced": getattr(trainer.engine, "bytes_reduced", 0),
         "payload_bytes": sum(value.nbytes for value in trainer.exchange.read().values()),
     }
@@ -273,9 +241,8 @@ MEASUREMENTS: dict[str, Callable[[Workload, dict[str, Any], str], dict[str, Any]
     "bare": measure_bare,
     "federation": measure_federation,
     "memory": measure_memory,
-    "overhead": measure_overhead,
-    "plain": measure_plain,
     "prepare": prepare,
+    "turns": take_turns,
 }
 
 

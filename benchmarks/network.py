@@ -3,7 +3,8 @@
     python benchmarks/network.py exchange transfer memory scale latency --output network.json
 
 Clients run in a second process on the loopback interface, with mutual TLS. `exchange` and `transfer` alternate the
-transport and bare gRPC calls with the same TLS and the same bytes, so that other programs disturb both equally.
+transport and bare gRPC calls with the same TLS and the same bytes, so that other programs disturb both equally. The
+clients of the bare calls make the calls of a turn one after the other, without a word from the server.
 `memory` runs one round of FedAvg with clients that return the received parameters. Each server is a separate process.
 For `scale` and `latency`, see `network_scale.py`.
 """
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+import psutil
 import torch
 from network_scale import measure_latency, measure_scale
 from returning_clients import MEGABYTE, Payload, returning_clients
@@ -60,28 +62,29 @@ class TransportSide:
         self.transport = GrpcTransport("localhost:0", certificates)
         self.transport.start(clients, SETTINGS)
         context = multiprocessing.get_context("spawn")
-        self._processes = [
+        self.processes = [
             context.Process(target=echo_client, args=(self.transport.address, certificates, name), daemon=True)
             for name in clients
         ]
-        for process in self._processes:
+        for process in self.processes:
             process.start()
         for _ in clients:
             assert self.transport.receive(120).kind == "joined"
 
-    def exchange(self, payload: bytes) -> None:
-        """Send a payload to all clients and receive it from all of them."""
-        for name in self.clients:
-            self.transport.send(name, lambda: JoinedPieces(payload))
-        for _ in self.clients:
-            event = self.transport.receive(120)
-            assert event is not None and len(event.blob) == len(payload)
-            del event
+    def exchange(self, payload: bytes, calls: int = 1) -> None:
+        """Send a payload to all clients and receive it from all of them, `calls` times."""
+        for _ in range(calls):
+            for name in self.clients:
+                self.transport.send(name, lambda: JoinedPieces(payload))
+            for _ in self.clients:
+                event = self.transport.receive(120)
+                assert event is not None and len(event.blob) == len(payload)
+                del event
 
     def close(self) -> None:
         """End the run."""
         self.transport.stop()
-        for process in self._processes:
+        for process in self.processes:
             process.join(20)
 
 
@@ -93,13 +96,15 @@ def bare_client(address: str, certificates: str, name: str, requests: Any, answe
         unary = channel.unary_unary("/bare/Unary")
         stream = channel.stream_stream("/bare/Stream")
         answers.put("ready")
-        while (size := requests.get()) is not None:
+        while (request := requests.get()) is not None:
+            size, calls = request
             payload = bytes(size)
-            if size < MEGABYTE:
-                received = len(unary(payload))
-            else:
-                received = len(b"".join(stream(split_into_chunks(payload))))
-            assert received == size
+            for _ in range(calls):
+                if size < MEGABYTE:
+                    received = len(unary(payload))
+                else:
+                    received = len(b"".join(stream(split_into_chunks(payload))))
+                assert received == size
             answers.put("done")
 
 
@@ -131,15 +136,23 @@ class BareSide:
         self._server.start()
         context = multiprocessing.get_context("spawn")
         self._queues = [(context.Queue(), context.Queue()) for _ in clients]
-        for name, queues in zip(clients, self._queues, strict=True):
-            context.Process(target=bare_client, args=(address, certificates, name, *queues), daemon=True).start()
+        self.processes = [
+            context.Process(target=bare_client, args=(address, certificates, name, *queues), daemon=True)
+            for name, queues in zip(clients, self._queues, strict=True)
+        ]
+        for process in self.processes:
+            process.start()
         for _, answers in self._queues:
             answers.get(timeout=120)
 
-    def exchange(self, payload: bytes) -> None:
-        """Let all clients send a payload of this size and receive it."""
+    def exchange(self, payload: bytes, calls: int = 1) -> None:
+        """
+        Let all clients send a payload of this size and receive it, `calls` times.
+
+        The queues between the processes start and end the calls of a turn. They are not used between the calls.
+        """
         for requests, _ in self._queues:
-            requests.put(len(payload))
+            requests.put((len(payload), calls))
         for _, answers in self._queues:
             answers.get(timeout=120)
 
@@ -161,7 +174,8 @@ def alternate(size: int, num_clients: int, repetitions: int, calls: int) -> dict
         calls (`int`): Number of exchanges of a turn.
 
     Returns:
-        `dict[str, Any]`: Median seconds of an exchange of both sides, and the median of their ratios.
+        `dict[str, Any]`: For both sides the median seconds and the median CPU seconds of an exchange, of the server
+        and all clients together, and the medians and all values of their ratios.
     """
     clients = [f"client-{number}" for number in range(num_clients)]
     with tempfile.TemporaryDirectory() as folder:
@@ -169,18 +183,30 @@ def alternate(size: int, num_clients: int, repetitions: int, calls: int) -> dict
         sides = {"transport": TransportSide(folder, clients), "bare": BareSide(folder, clients)}
         payload = bytes(size)
         seconds: dict[str, list[float]] = {name: [] for name in sides}
+        cpu_seconds: dict[str, list[float]] = {name: [] for name in sides}
         for repetition in range(repetitions + 1):
             for name, side in sides.items():
-                started = time.perf_counter()
-                for _ in range(calls):
-                    side.exchange(payload)
+                started, cpu_started = time.perf_counter(), cpu_time(side)
+                side.exchange(payload, calls)
                 if repetition:  # the first turn starts threads and connections
                     seconds[name].append((time.perf_counter() - started) / calls)
+                    cpu_seconds[name].append((cpu_time(side) - cpu_started) / calls)
         for side in sides.values():
             side.close()
-    ratios = [a / b for a, b in zip(seconds["transport"], seconds["bare"], strict=True)]
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    return {"size": size, "clients": num_clients, **medians, "ratio": statistics.median(ratios), "ratios": ratios}
+    return {"size": size, "clients": num_clients, "seconds": compare(seconds), "cpu_seconds": compare(cpu_seconds)}
+
+
+def cpu_time(side: TransportSide | BareSide) -> float:
+    """Return the CPU seconds so far of this process and the clients of a side."""
+    clients = [psutil.Process(process.pid).cpu_times() for process in side.processes]
+    return time.process_time() + sum(times.user + times.system for times in clients)
+
+
+def compare(values: dict[str, list[float]]) -> dict[str, Any]:
+    """Return the medians of both sides, and their ratios."""
+    ratios = [a / b for a, b in zip(values["transport"], values["bare"], strict=True)]
+    medians = {name: statistics.median(each) for name, each in values.items()}
+    return {**medians, "ratio": statistics.median(ratios), "ratios": ratios}
 
 
 def peak_memory() -> int:
@@ -236,6 +262,7 @@ def main() -> None:
     parser.add_argument("measurements", nargs="+", choices=["exchange", "transfer", "memory", "scale", "latency"])
     parser.add_argument("--clients", type=int, default=3, help="number of clients of `exchange` and `transfer`")
     parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--calls", type=int, default=300, help="exchanges of a turn of `exchange`")
     parser.add_argument("--transfer-mb", type=int, default=100)
     parser.add_argument("--payload-mb", type=int, default=350, help="size of the model of `memory`")
     parser.add_argument("--memory-clients", type=int, nargs="+", default=[2, 6, 12])
@@ -246,7 +273,7 @@ def main() -> None:
     parser.add_argument("--output", help="JSON file to write the results to")
     options = parser.parse_args()
     measurements: dict[str, Callable[[], Any]] = {
-        "exchange": lambda: alternate(1000, options.clients, options.repetitions, calls=100),
+        "exchange": lambda: alternate(1000, options.clients, options.repetitions, options.calls),
         "transfer": lambda: alternate(options.transfer_mb * MEGABYTE, options.clients, options.repetitions, calls=1),
         "memory": lambda: measure_memory(options),
         "scale": lambda: measure_scale(options.scale_clients, options.real_clients, options.rounds),

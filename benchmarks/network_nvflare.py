@@ -65,25 +65,28 @@ class Server(NVFlareServer):
         trainer.stop()
         Path(self.output).write_text(json.dumps(results, indent=2))
 
-    def exchange(self, transport: CallTransport, payload: bytes) -> None:
-        """Send a payload to all clients and receive it from all of them."""
-        for name in self.clients:
-            transport.send(name, lambda: payload)
-        for _ in self.clients:
-            event = transport.receive(300)
-            assert event is not None and event.kind == "reply" and len(event.blob) == len(payload), event
-            del event
+    def exchange(self, transport: CallTransport, payload: bytes, calls: int) -> None:
+        """Send a payload to all clients and receive it from all of them, `calls` times."""
+        for _ in range(calls):
+            for name in self.clients:
+                transport.send(name, lambda: payload)
+            for _ in self.clients:
+                event = transport.receive(300)
+                assert event is not None and event.kind == "reply" and len(event.blob) == len(payload), event
+                del event
 
     def alternate(self, transport: CallTransport, bare: BareSide, size: int, calls: int) -> dict[str, Any]:
         """Time exchanges of both sides in turns."""
         payload = bytes(size)
-        sides = {"nvflare": lambda: self.exchange(transport, payload), "bare": lambda: bare.exchange(payload)}
+        sides = {
+            "nvflare": lambda: self.exchange(transport, payload, calls),
+            "bare": lambda: bare.exchange(payload, calls),
+        }
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         for repetition in range(self.repetitions + 1):
             for name, exchange in sides.items():
                 started = time.perf_counter()
-                for _ in range(calls):
-                    exchange()
+                exchange()
                 if repetition:  # the first turn starts threads and connections
                     seconds[name].append((time.perf_counter() - started) / calls)
         ratios = [a / b for a, b in zip(seconds["nvflare"], seconds["bare"], strict=True)]

@@ -14,17 +14,38 @@ import torch
 from datasets import Dataset
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 
 LEARNING_RATE = 1e-4
+NUM_FEATURES = 64
 
-# Sizes of BertConfig by name. `tiny` has 0.7 M parameters, `minilm` 22.7 M, `memory` 22 M in two wide layers.
+# Sizes of BertConfig by name. `tiny` has 0.7 M parameters, `minilm` 22.7 M, `memory` 22 M in two wide layers. The
+# further models are `mlp`, and `lora` with trained LoRA factors in a GPT-2.
 MODEL_SIZES = {
     "tiny": {"vocab_size": 2000, "hidden_size": 128, "layers": 2, "heads": 2, "intermediate_size": 512},
     "minilm": {"vocab_size": 30522, "hidden_size": 384, "layers": 6, "heads": 12, "intermediate_size": 1536},
     "memory": {"vocab_size": 30522, "hidden_size": 512, "layers": 2, "heads": 8, "intermediate_size": 2048},
 }
+
+
+class Perceptron(nn.Module):
+    """A classifier with 64 inputs, 256 hidden units and 10 classes: 19 210 parameters in 4 tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(NUM_FEATURES, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor) -> SequenceClassifierOutput:
+        logits = self.layers(features)
+        return SequenceClassifierOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
 
 
 @dataclass(frozen=True)
@@ -33,7 +54,7 @@ class Workload:
     Configuration of one federation.
 
     Args:
-        model (`str`): Name in `MODEL_SIZES` (random weights) or folder for `from_pretrained`.
+        model (`str`): Name in `MODEL_SIZES`, `"mlp"` or `"lora"` (random weights), or folder for `from_pretrained`.
         num_clients (`int`): Number of clients. All clients take part in every round.
         num_rounds (`int`): Number of rounds, including one warm-up round.
         local_steps (`int`): Optimizer steps of a client in a round, which are one pass over its examples.
@@ -60,11 +81,18 @@ class Workload:
 
 
 def build_model(workload: Workload) -> nn.Module:
-    """Create the workload's classifier, with the same weights at each call."""
+    """Create the workload's model, with the same weights at each call."""
+    torch.manual_seed(workload.seed)
+    if workload.model == "mlp":
+        return Perceptron()
+    if workload.model == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=2000, n_positions=64, n_embd=128, n_layer=4, n_head=4))
+        return get_peft_model(model, LoraConfig(r=8, task_type="CAUSAL_LM", fan_in_fan_out=True))
     if workload.model not in MODEL_SIZES:
         return AutoModelForSequenceClassification.from_pretrained(workload.model)
     size = MODEL_SIZES[workload.model]
-    torch.manual_seed(workload.seed)
     return BertForSequenceClassification(
         BertConfig(
             vocab_size=size["vocab_size"],
@@ -80,14 +108,20 @@ def build_rows(workload: Workload) -> Dataset:
     """Create the examples of all clients, sorted by client, with a column `client`."""
     generator = np.random.default_rng(workload.seed)
     num_rows = workload.num_clients * workload.rows_per_client
+    client = np.repeat(np.arange(workload.num_clients), workload.rows_per_client)
+    if workload.model == "mlp":
+        features = generator.standard_normal((num_rows, NUM_FEATURES), dtype=np.float32)
+        return Dataset.from_dict(
+            {"client": client, "features": features, "labels": generator.integers(0, 10, num_rows)}
+        )
     # Token ids within every model's vocabulary and above the special tokens.
     tokens = generator.integers(1000, 2000, (num_rows, workload.sequence_length))
     return Dataset.from_dict(
         {
-            "client": np.repeat(np.arange(workload.num_clients), workload.rows_per_client),
+            "client": client,
             "input_ids": list(tokens),
             "attention_mask": list(np.ones_like(tokens)),
-            "labels": generator.integers(0, 2, num_rows),
+            "labels": list(tokens) if workload.model == "lora" else generator.integers(0, 2, num_rows),
         }
     )
 
