@@ -190,7 +190,7 @@ class Bench:
 
     def memory(self) -> dict[str, Any]:
         """(c) Measure the peak memory of a run, by number of clients."""
-        counts = (2, 16) if self.options.quick else (2, 16, 64, 256)
+        counts = self.options.memory_clients or ((2, 16) if self.options.quick else (2, 16, 64, 256))
         entries = []
         cases: dict[str, dict[str, str]] = {name: {"aggregation": name} for name in ALGORITHMS}
         for name, federation in (cases | {"bfloat16": {"exchange_dtype": "bfloat16"}}).items():
@@ -327,6 +327,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="rounds of `overhead` and `scale`, the first one is not counted")
     parser.add_argument("--registered", type=int, nargs="+", default=[10, 1000, 100_000], help="clients of `scale`")
     parser.add_argument("--cohort", type=int, default=100, help="clients in a round of `scale`")
+    parser.add_argument("--memory-clients", type=int, nargs="+", help="numbers of clients of `memory`")
     parser.add_argument("--quick", action="store_true", help="fewer clients, rounds and repeats")
     options = parser.parse_args()
     if unknown := set(options.measurements) - set(names):
