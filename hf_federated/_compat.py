@@ -217,6 +217,12 @@ PRIVATE_NAMES = (
         "The setter of the public property `loss_function` stores a model's own loss there.",
         "A split model computes the default loss in place of the model's own loss.",
     ),
+    PrivateName(
+        "transformers.PreTrainedTokenizerBase._pad",
+        "wrapper: pads_as_transformers",
+        "A tokenizer that overrides it pads other columns, or with other values.",
+        "Batches of such a tokenizer are wrong.",
+    ),
     # ---- transformers: class attributes that a subclass sets
     *(
         PrivateName(
@@ -578,6 +584,16 @@ class _TiedWeights:
             model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
             return model.all_tied_weights_keys
         return self
+
+
+def pads_as_transformers(tokenizer: Any) -> bool:
+    """Whether a tokenizer pads with the methods of transformers. Some tokenizers pad boxes or tags in addition."""
+    from transformers import PreTrainedTokenizerBase
+
+    own, base = type(tokenizer), PreTrainedTokenizerBase
+    if not isinstance(tokenizer, base) or vars(tokenizer).keys() & {"pad", "_pad"}:
+        return False
+    return bool(own.pad is base.pad and own._pad is base._pad)
 
 
 # ---- accelerate

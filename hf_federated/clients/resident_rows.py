@@ -1,0 +1,306 @@
+"""`ResidentRows`: encoded examples as tensors, read and collated once for all clients of a process.
+
+A `datasets.Dataset` decodes an example at each access, and a collator converts it to tensors. For small models, this
+takes longer than training. This module keeps the tensors of the rows that were read and selects each batch from them.
+A batch is equal to the collator's bit for bit: the same keys in the same order, the same types and the same values.
+
+Rows are kept only for a `datasets.Dataset` without a transform (`set_transform`) and a collator on the list of
+[`pure_collators`][hf_federated.clients.pure_collators]. A collator that draws random numbers, such as one that masks
+tokens, runs for each batch. Rows that the tensors cannot represent exactly, such as rows with missing values or with
+different shapes, are also read and collated for each batch.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from datasets import Dataset
+
+from .._compat import dataset_fingerprint
+from .pure_collators import PureCollator, describe
+
+
+# Bytes of the rows that a process keeps. Rows that do not fit are read again for each batch.
+MAX_RESIDENT_BYTES = 256 * 2**20
+
+# Formats in which an access to several examples returns the same examples as single accesses.
+_PLAIN_FORMATS = (None, "numpy", "torch")
+
+
+def read_rows(dataset: Any, indices: Sequence[int] | torch.Tensor) -> list[Any]:
+    """
+    Return `[dataset[index] for index in indices]`.
+
+    A `datasets.Dataset` is read in one access, except with a transform, which may draw random numbers for each access.
+
+    Args:
+        dataset (`datasets.Dataset` or `torch.utils.data.Dataset`): Examples with positions.
+        indices (`Sequence[int]`): Positions of the examples.
+    """
+    numbers = [int(index) for index in indices]
+    if isinstance(dataset, Dataset) and _is_plain(dataset) and dataset.column_names and numbers:
+        rows: list[Any] = dataset.__getitems__(numbers)
+        return rows
+    return [dataset[number] for number in numbers]
+
+
+def _is_plain(dataset: Dataset) -> bool:
+    return dataset.format["type"] in _PLAIN_FORMATS
+
+
+class ResidentRows:
+    """
+    Rows of datasets as tensors, within a budget of bytes. All methods may be called from several threads.
+
+    Datasets with the same fingerprint share their rows, if their collators have the same settings. The rows of a
+    dataset are dropped when the last of these datasets is deleted. If the budget is exceeded, the least recently used
+    rows are dropped. Rows that exceed the budget alone are not kept. Memory grows only with the rows that were read.
+
+    Args:
+        max_bytes (`int`, *optional*): The budget. With 0, no rows are kept.
+
+    Example:
+
+    ```python
+    >>> from datasets import Dataset
+    >>> from transformers import default_data_collator
+    >>> from hf_federated.clients.resident_rows import ResidentRows
+
+    >>> rows = ResidentRows()
+    >>> rows.batch(Dataset.from_dict({"x": [[1.0, 2.0], [3.0, 4.0]]}), [1], default_data_collator)
+    {'x': tensor([[3., 4.]])}
+
+    ```
+    """
+
+    def __init__(self, max_bytes: int = MAX_RESIDENT_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        # In the order of their last use. `_forget` removes entries without the lock.
+        self._entries: dict[Hashable, _Rows] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, including rows that were not read yet."""
+        return sum(entry.num_bytes for entry in list(self._entries.values()))
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        with self._lock:
+            self._entries.clear()
+
+    def batch(self, dataset: Any, indices: Sequence[int] | torch.Tensor, collator: Any) -> Any:
+        """
+        Return `collator([dataset[index] for index in indices])`, from kept rows where possible.
+
+        Args:
+            dataset (`datasets.Dataset` or `torch.utils.data.Dataset`): Encoded examples with positions.
+            indices (`Sequence[int]`): Positions of the examples.
+            collator (`Callable`): The data collator.
+
+        Returns:
+            The batch, in new tensors that the caller may change.
+        """
+        if self.max_bytes and type(dataset) is Dataset and len(indices) and _is_plain(dataset):
+            pure = describe(collator)
+            if pure is not None:
+                with self._lock:
+                    batch = self._held_batch(dataset, torch.as_tensor(indices, dtype=torch.int64), collator, pure)
+                if batch is not None:
+                    return batch
+        return collator(read_rows(dataset, indices))
+
+    def _held_batch(self, dataset: Dataset, indices: torch.Tensor, collator: Any, pure: PureCollator) -> Any:
+        """A batch from kept rows, or `None` if the rows cannot be kept."""
+        key = (dataset_fingerprint(dataset), len(dataset), pure)
+        entry = self._entries.pop(key, None) or _Rows(dataset, pure)
+        self._entries[key] = entry
+        if id(dataset) not in entry.users:
+            forget = partial(self._forget, key, entry, id(dataset))
+            entry.users[id(dataset)] = weakref.ref(dataset, forget)
+        if entry.is_refused:
+            return None
+        missing = entry.missing(indices)
+        if len(missing):
+            rows = read_rows(dataset, missing)
+            if any(value is None for row in rows for value in row.values()):
+                entry.refuse()
+                return None
+            collated = collator(rows)
+            if not entry.fits(collated) or not self._make_room(entry, collated):
+                entry.refuse()
+                return None
+            entry.write(missing, collated)
+        return entry.read(indices)
+
+    def _make_room(self, entry: _Rows, collated: Any) -> bool:
+        """Drop the least recently used rows until the tensors of an entry fit. Return whether they fit."""
+        if entry.num_bytes:
+            return True
+        needed = entry.bytes_for(collated)
+        if needed > self.max_bytes:
+            return False
+        for key, other in list(self._entries.items()):
+            if self.num_bytes + needed <= self.max_bytes:
+                break
+            if other is not entry:
+                self._entries.pop(key, None)
+        entry.allocate(collated)
+        return True
+
+    def _forget(self, key: Hashable, entry: _Rows, number: int, dataset: Any) -> None:
+        """Drop the rows of a deleted dataset. Garbage collection can call it at any time, so it takes no lock."""
+        if entry.users.get(number) is dataset:
+            del entry.users[number]
+        if not entry.users and self._entries.get(key) is entry:
+            self._entries.pop(key, None)
+
+
+class _Rows:
+    """
+    The rows of one dataset.
+
+    Columns of one shape are tensors of shape `(rows, ...)`. The values of a padded column are one tensor without
+    padding, with the padding value at index 0.
+    """
+
+    def __init__(self, dataset: Dataset, pure: PureCollator) -> None:
+        self.users: dict[int, weakref.ref[Dataset]] = {}
+        self._pure = pure
+        self._padded = {name: (length_of, fill) for name, length_of, fill in pure.padded}
+        self._starts: dict[str, torch.Tensor] = {}
+        self._lengths: dict[str, torch.Tensor] = {}
+        self._columns: dict[str, torch.Tensor] = {}
+        self._container: Any = None
+        self._is_read = torch.zeros(len(dataset), dtype=torch.bool)
+        self._is_complete = False
+        self.is_refused = False
+        for name in {length_of for length_of, _ in self._padded.values()} & set(dataset.column_names):
+            lengths = _row_lengths(dataset, name)
+            if lengths is None:
+                self.refuse()
+                return
+            self._lengths[name] = lengths
+            self._starts[name] = lengths.cumsum(0) - lengths + 1
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in list(self._columns.values()))
+
+    def refuse(self) -> None:
+        """Mark the rows as rows that are read and collated for each batch."""
+        self.is_refused = True
+        self._starts, self._lengths, self._columns = {}, {}, {}
+
+    def missing(self, indices: torch.Tensor) -> torch.Tensor:
+        """The rows of a batch that were not read yet, ascending."""
+        if self._is_complete:
+            return indices[:0]
+        return indices[~self._is_read[indices]].unique()
+
+    def fits(self, collated: Any) -> bool:
+        """Whether tensors as those of a collated batch represent all rows exactly."""
+        if self._columns and (type(collated) is not self._container or list(collated) != list(self._columns)):
+            return False
+        return all(self._column_fits(name, value) for name, value in collated.items())
+
+    def _column_fits(self, name: str, value: Any) -> bool:
+        # The type of a tensor without values does not depend on the rows.
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not value.ndim or not value.numel():
+            return False
+        if name in self._padded and (self._padded[name][0] not in self._lengths or value.ndim != 2):
+            return False
+        column = self._columns.get(name)
+        if column is None:
+            return True
+        return column.dtype == value.dtype and (name in self._padded or column.shape[1:] == value.shape[1:])
+
+    def _shape_of(self, name: str, value: torch.Tensor) -> tuple[int, ...]:
+        if name in self._padded:
+            return (1 + int(self._lengths[self._padded[name][0]].sum()),)
+        return (len(self._is_read), *value.shape[1:])
+
+    def bytes_for(self, collated: Any) -> int:
+        """Bytes of the tensors of all rows."""
+        shapes = [torch.Size(self._shape_of(name, value)).numel() for name, value in collated.items()]
+        return sum(size * value.element_size() for size, value in zip(shapes, collated.values(), strict=True))
+
+    def allocate(self, collated: Any) -> None:
+        """Create the tensors. The operating system provides their memory when rows are written."""
+        self._container = type(collated)
+        for name, value in collated.items():
+            self._columns[name] = torch.empty(self._shape_of(name, value), dtype=value.dtype)
+            if name in self._padded:
+                self._columns[name][0] = self._padded[name][1]
+
+    def write(self, indices: torch.Tensor, collated: Any) -> None:
+        """Keep collated rows. Refuse them if their padding is not the padding of the collator's description."""
+        positions = self._positions(indices)
+        for name, value in collated.items():
+            column = self._columns[name]
+            if name not in self._padded:
+                column[indices] = value
+                continue
+            place = positions[self._padded[name][0]]
+            if place.shape != value.shape or not (value[place == 0] == column[0]).all():
+                self.refuse()
+                return
+            column[place[place > 0]] = value[place > 0]
+        self._is_read[indices] = True
+        self._is_complete = bool(self._is_read.all())
+
+    def read(self, indices: torch.Tensor) -> Any:
+        """The batch of some rows, or `None` if the rows are refused."""
+        if self.is_refused:
+            return None
+        positions = {name: (place.flatten(), place.shape) for name, place in self._positions(indices).items()}
+        batch = {}
+        for name, column in self._columns.items():
+            if name in self._padded:
+                place, shape = positions[self._padded[name][0]]
+                batch[name] = column.index_select(0, place).view(shape)
+            else:
+                batch[name] = column[indices]
+        return batch if self._container is dict else self._container(batch)
+
+    def _positions(self, indices: torch.Tensor) -> dict[str, torch.Tensor]:
+        """
+        The indices of the values of padded rows, 0 for padding.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Indices of shape `(rows, longest row)`, by the column whose length counts.
+        """
+        found = {}
+        for name, all_lengths in self._lengths.items():
+            lengths = all_lengths[indices].unsqueeze(1)
+            multiple = self._pure.multiple
+            width = -(-int(lengths.max()) // multiple) * multiple
+            offsets = torch.arange(width) - (width - lengths if self._pure.pads_left else 0)
+            is_value = offsets >= 0 if self._pure.pads_left else offsets < lengths
+            found[name] = torch.where(is_value, self._starts[name][indices].unsqueeze(1) + offsets, 0)
+        return found
+
+
+def _row_lengths(dataset: Dataset, name: str) -> torch.Tensor | None:
+    """The lengths of the lists of a column, int64. `None` if a row has no list, or an empty list."""
+    parts = []
+    for table in dataset.with_format("arrow").select_columns([name]).iter(1000):
+        kind, column = table.schema.field(name).type, table[name]
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
+            return None
+        if column.null_count:
+            return None
+        parts.append(torch.as_tensor(pc.list_value_length(column).to_numpy().copy(), dtype=torch.int64))
+    lengths = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    return lengths if len(lengths) and bool(lengths.all()) else None
+
+
+# The rows of this process. All clients share them.
+RESIDENT_ROWS = ResidentRows()
