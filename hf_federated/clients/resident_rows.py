@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -83,18 +84,23 @@ class ResidentRows:
     def __init__(self, max_bytes: int = MAX_RESIDENT_BYTES) -> None:
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
-        # In the order of their last use. `_forget` removes entries without the lock.
-        self._entries: dict[Hashable, _Rows] = {}
+        self._entries: dict[Hashable, _Rows] = {}  # in the order of their last use
+        self._num_bytes = 0
+        # Deleted datasets whose rows are not dropped yet: the key, the rows, and the reference to the dataset.
+        self._deleted: deque[tuple[Hashable, _Rows, weakref.ref[Dataset]]] = deque()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors, including rows that were not read yet."""
-        return sum(entry.num_bytes for entry in list(self._entries.values()))
+        """Bytes of all tensors, including the bytes of rows that were not read yet."""
+        with self._lock:
+            self._drop_deleted()
+            return self._num_bytes
 
     def clear(self) -> None:
         """Drop all rows."""
         with self._lock:
             self._entries.clear()
+            self._num_bytes = 0
 
     def batch(self, dataset: Any, indices: Sequence[int] | torch.Tensor, collator: Any) -> Any:
         """
@@ -108,7 +114,7 @@ class ResidentRows:
         Returns:
             The batch, in new tensors that the caller may change.
         """
-        if self.max_bytes and type(dataset) is Dataset and len(indices) and _is_plain(dataset):
+        if self.max_bytes and type(dataset) is Dataset and len(indices):
             pure = describe(collator)
             if pure is not None:
                 with self._lock:
@@ -119,48 +125,64 @@ class ResidentRows:
 
     def _held_batch(self, dataset: Dataset, indices: torch.Tensor, collator: Any, pure: PureCollator) -> Any:
         """A batch from kept rows, or `None` if the rows cannot be kept."""
+        self._drop_deleted()
         key = (dataset_fingerprint(dataset), len(dataset), pure)
         entry = self._entries.pop(key, None) or _Rows(dataset, pure)
         self._entries[key] = entry
         if id(dataset) not in entry.users:
-            forget = partial(self._forget, key, entry, id(dataset))
-            entry.users[id(dataset)] = weakref.ref(dataset, forget)
+            entry.users[id(dataset)] = weakref.ref(dataset, partial(self._forget, key, entry))
         if entry.is_refused:
             return None
         missing = entry.missing(indices)
-        if len(missing):
-            rows = read_rows(dataset, missing)
-            if any(value is None for row in rows for value in row.values()):
-                entry.refuse()
-                return None
-            collated = collator(rows)
-            if not entry.fits(collated) or not self._make_room(entry, collated):
-                entry.refuse()
-                return None
-            entry.write(missing, collated)
-        return entry.read(indices)
+        if not missing:
+            return entry.read(indices)
+        rows = read_rows(dataset, missing)
+        has_values = all(value is not None for row in rows for value in row.values())
+        collated = collator(rows) if has_values else None
+        fits = has_values and entry.fits(collated) and self._allocate(entry, collated)
+        if not fits or not entry.write(torch.tensor(missing), collated):
+            self._num_bytes -= entry.num_bytes
+            entry.refuse()
+            return None
+        return collated if len(missing) == len(indices) else entry.read(indices)
 
-    def _make_room(self, entry: _Rows, collated: Any) -> bool:
-        """Drop the least recently used rows until the tensors of an entry fit. Return whether they fit."""
+    def _allocate(self, entry: _Rows, collated: Any) -> bool:
+        """
+        Create the tensors of the rows that were used last. For this, drop the rows whose last use is longest ago.
+
+        Returns:
+            `bool`: Whether the tensors exist. They do not if they exceed the budget.
+        """
         if entry.num_bytes:
             return True
         needed = entry.bytes_for(collated)
         if needed > self.max_bytes:
             return False
-        for key, other in list(self._entries.items()):
-            if self.num_bytes + needed <= self.max_bytes:
-                break
-            if other is not entry:
-                self._entries.pop(key, None)
+        while self._num_bytes + needed > self.max_bytes:
+            self._remove(next(iter(self._entries)))
         entry.allocate(collated)
+        self._num_bytes += needed
         return True
 
-    def _forget(self, key: Hashable, entry: _Rows, number: int, dataset: Any) -> None:
-        """Drop the rows of a deleted dataset. Garbage collection can call it at any time, so it takes no lock."""
-        if entry.users.get(number) is dataset:
-            del entry.users[number]
-        if not entry.users and self._entries.get(key) is entry:
-            self._entries.pop(key, None)
+    def _remove(self, key: Hashable) -> None:
+        self._num_bytes -= self._entries.pop(key).num_bytes
+
+    def _forget(self, key: Hashable, entry: _Rows, dataset: weakref.ref[Dataset]) -> None:
+        """Drop the rows of a deleted dataset. If the lock is taken, the next use of the rows drops them."""
+        # Garbage collection can call this method at any time, also in a thread that has the lock.
+        self._deleted.append((key, entry, dataset))
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drop_deleted()
+            finally:
+                self._lock.release()
+
+    def _drop_deleted(self) -> None:
+        while self._deleted:
+            key, entry, dataset = self._deleted.popleft()
+            entry.users = {number: user for number, user in entry.users.items() if user is not dataset}
+            if not entry.users and self._entries.get(key) is entry:
+                self._remove(key)
 
 
 class _Rows:
@@ -181,7 +203,7 @@ class _Rows:
         self._container: Any = None
         self._is_read = torch.zeros(len(dataset), dtype=torch.bool)
         self._is_complete = False
-        self.is_refused = False
+        self.is_refused = not _is_plain(dataset)
         for name in {length_of for length_of, _ in self._padded.values()} & set(dataset.column_names):
             lengths = _row_lengths(dataset, name)
             if lengths is None:
@@ -192,18 +214,19 @@ class _Rows:
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in list(self._columns.values()))
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self._columns.values())
 
     def refuse(self) -> None:
         """Mark the rows as rows that are read and collated for each batch."""
         self.is_refused = True
         self._starts, self._lengths, self._columns = {}, {}, {}
 
-    def missing(self, indices: torch.Tensor) -> torch.Tensor:
-        """The rows of a batch that were not read yet, ascending."""
+    def missing(self, indices: torch.Tensor) -> list[int]:
+        """The rows of a batch that were not read yet, in the order of the batch."""
         if self._is_complete:
-            return indices[:0]
-        return indices[~self._is_read[indices]].unique()
+            return []
+        return list(dict.fromkeys(indices[~self._is_read[indices]].tolist()))
 
     def fits(self, collated: Any) -> bool:
         """Whether tensors as those of a collated batch represent all rows exactly."""
@@ -240,32 +263,33 @@ class _Rows:
             if name in self._padded:
                 self._columns[name][0] = self._padded[name][1]
 
-    def write(self, indices: torch.Tensor, collated: Any) -> None:
-        """Keep collated rows. Refuse them if their padding is not the padding of the collator's description."""
+    def write(self, indices: torch.Tensor, collated: Any) -> bool:
+        """Keep collated rows. Return whether the kept rows give the same batch."""
         positions = self._positions(indices)
         for name, value in collated.items():
-            column = self._columns[name]
             if name not in self._padded:
-                column[indices] = value
+                self._columns[name][indices] = value
                 continue
-            place = positions[self._padded[name][0]]
-            if place.shape != value.shape or not (value[place == 0] == column[0]).all():
-                self.refuse()
-                return
-            column[place[place > 0]] = value[place > 0]
+            length_of, fill = self._padded[name]
+            place, kept = positions[length_of], self._columns[name]
+            if place.shape != value.shape:
+                return False
+            # This also writes the padding of the batch, to index 0.
+            kept.index_copy_(0, place.flatten(), value.flatten())
+            if kept[0] != fill or not torch.equal(kept.index_select(0, place.flatten()), value.flatten()):
+                return False
         self._is_read[indices] = True
         self._is_complete = bool(self._is_read.all())
+        return True
 
     def read(self, indices: torch.Tensor) -> Any:
-        """The batch of some rows, or `None` if the rows are refused."""
-        if self.is_refused:
-            return None
-        positions = {name: (place.flatten(), place.shape) for name, place in self._positions(indices).items()}
+        """The batch of rows that were written."""
+        positions = self._positions(indices)
         batch = {}
         for name, column in self._columns.items():
             if name in self._padded:
-                place, shape = positions[self._padded[name][0]]
-                batch[name] = column.index_select(0, place).view(shape)
+                place = positions[self._padded[name][0]]
+                batch[name] = column.index_select(0, place.flatten()).view(place.shape)
             else:
                 batch[name] = column[indices]
         return batch if self._container is dict else self._container(batch)

@@ -363,3 +363,20 @@ def test_threads_get_the_same_batches():
     for results in found:
         for batch, one in zip(results, expected, strict=True):
             assert_same(batch, one)
+
+
+def test_deletions_during_other_uses_are_counted():
+    """Garbage collection deletes datasets in any thread, also while another thread reads rows."""
+    rows = ResidentRows(max_bytes=4000)
+
+    def read(first: int) -> None:
+        for seed in range(first, first + 20):
+            dataset = numbered(seed)
+            assert rows.batch(dataset, [3], default_data_collator)["x"][0, 0] == 10 * seed + 3
+
+    threads = [threading.Thread(target=read, args=[first]) for first in (0, 100, 200)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert rows.num_bytes == 0
