@@ -26,6 +26,7 @@ from .features import pooled_features
 from .gradient_scaler import copy_scaler
 from .local_training import place_schedule
 from .positions import Positions
+from .resident_rows import RESIDENT_ROWS
 
 
 # Label columns, which are dropped from public examples: students learn from predictions only.
@@ -155,7 +156,7 @@ class Student:
         Raises:
             ValueError: If the student has positions and the data collator moves or drops labels.
         """
-        inputs = self.collate([self._public[int(row)] for row in rows])
+        inputs = self.collate(self._public, rows)
         if self.positions is None:
             return inputs
         labels = inputs["labels"] if self.positions.feeds_labels else inputs.pop("labels")
@@ -170,9 +171,16 @@ class Student:
         mask[mask.clone()] = agreed.to(mask.device)
         return {**inputs, PREDICTION_MASK: mask}
 
-    def collate(self, features: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return encoded examples as model inputs on the model's device."""
-        return prepare_inputs(self._trainer, self._trainer.data_collator(features))
+    def collate(self, examples: Dataset, rows: Sequence[int] | torch.Tensor) -> dict[str, Any]:
+        """
+        Return encoded examples as model inputs on the model's device.
+
+        Args:
+            examples (`datasets.Dataset`): Encoded examples. Their tensors are kept, see
+                [`~hf_federated.clients.resident_rows.ResidentRows`].
+            rows (`Sequence[int]`): Indices of examples.
+        """
+        return prepare_inputs(self._trainer, RESIDENT_ROWS.batch(examples, rows, self._trainer.data_collator))
 
     @property
     def processing_class(self) -> Any:
@@ -264,7 +272,7 @@ class Student:
         encoded = self._public if rows is None else self._without_labels(rows)
 
         def process_batch(batch: slice) -> torch.Tensor:
-            inputs = self.collate([encoded[row] for row in range(len(encoded))[batch]])
+            inputs = self.collate(encoded, range(len(encoded))[batch])
             with self._trainer.compute_loss_context_manager():
                 return pooled_features(self.model, inputs).cpu()
 

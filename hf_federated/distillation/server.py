@@ -173,7 +173,7 @@ class DistillationServer(FormerServerNames):
         with isolated_rng(derived_seed(seed, "dropout")):
             for epoch in range(num_epochs):
                 losses = [
-                    self.student.step(self.student.loss(self.student.collate([labeled[int(row)] for row in batch])))
+                    self.student.step(self.student.loss(self.student.collate(labeled, batch)))
                     for batch in public_order(len(labeled), derived_seed(seed, "epoch", epoch)).split(self.batch_size)
                 ]
         return float(torch.stack(losses).mean())
@@ -261,4 +261,4 @@ class DistillationServer(FormerServerNames):
         """
         labeled = self._require_labeled()
         rows = public_order(len(labeled), derived_seed(self.seed, "labelled rows", *purpose))[:size]
-        return self.student.collate([labeled[int(row)] for row in rows])
+        return self.student.collate(labeled, rows)
