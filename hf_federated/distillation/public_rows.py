@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
 from ..messages import public_order
+
+
+@functools.lru_cache(maxsize=2)
+def _drawn_order(num_rows: int, seed: int, device: torch.device) -> torch.Tensor:
+    """The order of the examples. The server and all clients of a process read each mini-batch of an epoch from it."""
+    return public_order(num_rows, seed)
 
 
 @dataclass(frozen=True)
@@ -47,4 +54,6 @@ class PublicRows:
         Returns:
             `torch.Tensor`: Indices of shape `(stop - start,)`.
         """
-        return public_order(num_rows, self.order)[self.start : self.stop]
+        if self.order is None:
+            return public_order(num_rows, None)[self.start : self.stop]
+        return _drawn_order(num_rows, self.order, torch.get_default_device())[self.start : self.stop].clone()

@@ -16,6 +16,8 @@ from tokenizers.models import WordLevel
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast
 
 from hf_federated.clients.resident_rows import RESIDENT_ROWS
+from hf_federated.distillation import PublicRows
+from hf_federated.messages import public_order
 
 
 NUM_PUBLIC, NUM_LABELED = 11, 7
@@ -130,3 +132,14 @@ def test_server_and_clients_read_each_public_row_once(tmp_path, monkeypatch, met
     assert sorted(read[NUM_PUBLIC]) == list(range(NUM_PUBLIC))
     assert len(set(read[NUM_LABELED])) == len(read[NUM_LABELED])
     assert bool(read[NUM_LABELED]) == (method == "fedid")
+
+
+def test_mini_batches_follow_the_seed_of_their_epoch():
+    """Changed indices, and a trace of the shapes of a run, leave no traces in the following mini-batches."""
+    for _ in range(2):
+        for seed in (3, 4, 5, None):
+            with torch.device("meta"):
+                assert PublicRows(2, 6, seed).indices(NUM_PUBLIC).shape == (4,)
+            indices = PublicRows(2, 6, seed).indices(NUM_PUBLIC)
+            assert torch.equal(indices, public_order(NUM_PUBLIC, seed)[2:6])
+            indices.zero_()
