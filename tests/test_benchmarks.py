@@ -85,6 +85,7 @@ SCRIPTS = {
         "--clients 1 --repetitions 1 --calls 2 --transfer-mb 1 --output {out}", needs=("nvflare",)
     ),
     "partition.py": Script.of("--rows 1000 --clients 10 --repeats 1 --output {out}"),
+    "public_rows.py": Script.of(f"{TINY} --num-clients 2 --num-rows 40 --output {{out}}", is_fast=True),
     "ranks.py": Script.of("--ranks 1 --clients 2 --rounds 2 --repeats 1 --models tiny --output {out}"),
     "robustness.py": Script.of(
         f"{TEXTS} --num-test 8 --num-triggered-test 4 --max-length 8",
