@@ -118,7 +118,7 @@ def _padded(collator: Any, length_of_labels: str, label_fill: int | None = None)
     if collator.return_tensors != "pt" or not pads_as_transformers(tokenizer):
         return None
     names, fill = tuple(tokenizer.model_input_names), tokenizer.pad_token_id
-    if names[:1] != ("input_ids",) or fill is None or tokenizer.padding_side not in ("left", "right"):
+    if names[:1] != ("input_ids",) or tokenizer.padding_side not in ("left", "right"):
         return None
     multiple = collator.pad_to_multiple_of
     name = type(collator).__name__

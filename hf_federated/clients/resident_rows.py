@@ -203,7 +203,8 @@ class _Rows:
         self._container: Any = None
         self._is_read = torch.zeros(len(dataset), dtype=torch.bool)
         self._is_complete = False
-        self.is_refused = not _is_plain(dataset)
+        types = dataset.features.arrow_schema.types
+        self.is_refused = not _is_plain(dataset) or not all(map(_has_one_type, types))
         for name in {length_of for length_of, _ in self._padded.values()} & set(dataset.column_names):
             lengths = _row_lengths(dataset, name)
             if lengths is None:
@@ -235,15 +236,12 @@ class _Rows:
         return all(self._column_fits(name, value) for name, value in collated.items())
 
     def _column_fits(self, name: str, value: Any) -> bool:
-        # The type of a tensor without values does not depend on the rows.
-        if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not value.ndim or not value.numel():
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or not value.ndim:
             return False
         if name in self._padded and (self._padded[name][0] not in self._lengths or value.ndim != 2):
             return False
         column = self._columns.get(name)
-        if column is None:
-            return True
-        return column.dtype == value.dtype and (name in self._padded or column.shape[1:] == value.shape[1:])
+        return column is None or name in self._padded or column.shape[1:] == value.shape[1:]
 
     def _shape_of(self, name: str, value: torch.Tensor) -> tuple[int, ...]:
         if name in self._padded:
@@ -274,9 +272,9 @@ class _Rows:
             place, kept = positions[length_of], self._columns[name]
             if place.shape != value.shape:
                 return False
-            # This also writes the padding of the batch, to index 0.
             kept.index_copy_(0, place.flatten(), value.flatten())
-            if kept[0] != fill or not torch.equal(kept.index_select(0, place.flatten()), value.flatten()):
+            kept[0] = fill
+            if not torch.equal(kept.index_select(0, place.flatten()), value.flatten()):
                 return False
         self._is_read[indices] = True
         self._is_complete = bool(self._is_read.all())
@@ -312,6 +310,15 @@ class _Rows:
         return found
 
 
+def _has_one_type(kind: pa.DataType) -> bool:
+    """Whether the values of a column are numbers, truth values or texts, or lists of them. JSON values can be any."""
+    types = pa.types
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _has_one_type(kind.value_type)
+    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+    return is_number or types.is_string(kind) or types.is_large_string(kind)
+
+
 def _row_lengths(dataset: Dataset, name: str) -> torch.Tensor | None:
     """The lengths of the lists of a column, int64. `None` if a row has no list, or an empty list."""
     parts = []
@@ -323,6 +330,7 @@ def _row_lengths(dataset: Dataset, name: str) -> torch.Tensor | None:
             return None
         parts.append(torch.as_tensor(pc.list_value_length(column).to_numpy().copy(), dtype=torch.int64))
     lengths = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    # Versions of transformers differ in the type of a batch of empty lists.
     return lengths if len(lengths) and bool(lengths.all()) else None
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -48,7 +49,9 @@ def texts() -> Dataset:
     draw = random.Random(0)
     ids = [[draw.randrange(3, 23) for _ in range(draw.randint(1, 9))] for _ in range(NUM_ROWS)]
     types = [[draw.randrange(2) for _ in row] for row in ids]
-    return Dataset.from_dict({"label": [draw.randrange(3) for _ in ids], "input_ids": ids, "token_type_ids": types})
+    label = [draw.randrange(3) for _ in ids]
+    columns = {"label": label, "input_ids": ids, "token_type_ids": types, "special_tokens_mask": types}
+    return Dataset.from_dict(columns)
 
 
 def tagged() -> Dataset:
@@ -70,13 +73,14 @@ def vectors() -> Dataset:
 
 
 def translations() -> Dataset:
-    rows = texts().remove_columns(["label", "token_type_ids"])
+    rows = texts().select_columns("input_ids")
     return rows.add_column("labels", [list(range(3, 4 + number)) for number in range(NUM_ROWS)])
 
 
 def fixed_texts() -> Dataset:
     """Examples of one length."""
-    return texts().map(lambda row: {"input_ids": [*row["input_ids"], *[5] * 9][:9], "token_type_ids": [1] * 9})
+    rows = texts().remove_columns("special_tokens_mask")
+    return rows.map(lambda row: {"input_ids": [*row["input_ids"], *[5] * 9][:9], "token_type_ids": [1] * 9})
 
 
 CASES = {
@@ -96,7 +100,7 @@ CASES = {
 }
 
 # Batches of one example, with repeated examples, in any order, of all examples.
-BATCHES = [[3], [5, 1], [7, 7, 0, 3], list(range(NUM_ROWS)), [11, 2], [3], [8, 6, 10]]
+BATCHES = [[3], [4], [4, 3], [5, 1], [7, 7, 0, 3], list(range(NUM_ROWS)), [11, 2], [3], [8, 6, 10]]
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -157,8 +161,8 @@ def test_datasets_with_the_same_content_share_their_rows(reads):
     for client in clients:
         rows.batch(client, range(NUM_ROWS), DataCollatorWithPadding(tokenizer()))
     assert reads == list(range(NUM_ROWS))
-    # Token IDs, types and the attention mask, each with one padding value.
-    assert rows.num_bytes == 3 * 8 * (1 + sum(map(len, public["input_ids"])))
+    # Token IDs, types, special tokens and the attention mask, each with one padding value.
+    assert rows.num_bytes == 4 * 8 * (1 + sum(map(len, public["input_ids"])))
 
 
 def test_rows_are_dropped_with_the_last_dataset_that_has_them():
@@ -190,8 +194,10 @@ def test_a_changed_dataset_gives_the_changed_rows():
     assert_same(rows.batch(shuffled, [0], default_data_collator), default_data_collator([shuffled[0]]))
 
 
-def test_changed_settings_of_the_tokenizer_take_effect():
-    dataset, rows, collator = texts(), ResidentRows(), DataCollatorWithPadding(tokenizer())
+@pytest.mark.parametrize("padding", [True, "max_length"])
+def test_changed_settings_of_the_tokenizer_take_effect(padding):
+    dataset, rows = texts(), ResidentRows()
+    collator = DataCollatorWithPadding(tokenizer(), padding, max_length=10)
     for change in ({"padding_side": "left"}, {"pad_token": "w3"}, {"model_input_names": ["input_ids"]}):
         rows.batch(dataset, [0, 1, 2], collator)
         for name, value in change.items():
@@ -283,8 +289,9 @@ UNEQUAL = {
 }
 
 
+@pytest.mark.parametrize("first", [[0, 1], [2], [2, 3], [3]])
 @pytest.mark.parametrize("case", UNEQUAL)
-def test_rows_that_one_tensor_cannot_hold_are_collated_for_each_batch(case):
+def test_rows_that_one_tensor_cannot_hold_are_collated_for_each_batch(case, first):
     """The collator's batches, and its errors, depend on the first example of a batch."""
     dataset, rows = Dataset.from_dict(UNEQUAL[case]), ResidentRows()
 
@@ -294,7 +301,7 @@ def test_rows_that_one_tensor_cannot_hold_are_collated_for_each_batch(case):
         except Exception as error:
             return type(error), str(error)
 
-    for batch in ([0, 1], [2], [0, 2], [2, 3], [3, 2, 1], [0]):
+    for batch in (first, [3], [0, 1], [2], [0, 2], [2, 3], [3, 2, 1], [0]):
         found = outcome(lambda batch=batch: rows.batch(dataset, batch, default_data_collator))
         expected = outcome(lambda batch=batch: default_data_collator([dataset[row] for row in batch]))
         if isinstance(expected, tuple):
@@ -311,11 +318,41 @@ def test_labels_of_another_length_are_collated_for_each_batch():
         rows.batch(dataset, [0, 1, 2], collator)
 
 
+def test_labels_that_are_longer_than_their_text_are_collated_for_each_batch():
+    """Next to a longer text, the collator accepts them."""
+    examples = {"input_ids": [[3, 4], [3, 4, 5, 6], [7]], "labels": [[1, 1, 1], [2, 2, 2, 2], [3]]}
+    rows, collator = ResidentRows(), DataCollatorForTokenClassification(tokenizer())
+    dataset = Dataset.from_dict(examples)
+    for batch in ([0, 1], [2, 1], [1, 2, 0]):
+        assert_same(rows.batch(dataset, batch, collator), collator([dataset[row] for row in batch]))
+
+
 def test_empty_texts_are_collated_for_each_batch():
     dataset = Dataset.from_dict({"input_ids": [[3], [], [4, 5]], "attention_mask": [[1], [], [1, 1]]})
     rows, collator = ResidentRows(), DataCollatorWithPadding(tokenizer())
     for batch in ([0, 1, 2], [1], [2, 1]):
         assert_same(rows.batch(dataset, batch, collator), collator([dataset[row] for row in batch]))
+
+
+@pytest.mark.parametrize("num_uses", [0, 1])
+def test_a_missing_padding_token_raises_the_error_of_the_tokenizer(num_uses):
+    rows, dataset, collator = ResidentRows(), texts(), DataCollatorWithPadding(tokenizer())
+    for _ in range(num_uses):
+        rows.batch(dataset, [0, 1], collator)
+    collator.tokenizer.pad_token = None
+    with pytest.raises(ValueError, match="does not have a padding token"):
+        rows.batch(dataset, [0, 1], collator)
+
+
+@pytest.mark.skipif(not hasattr(datasets, "Json"), reason="the installed version of datasets has no JSON columns")
+def test_json_values_are_collated_for_each_batch():
+    """Their type differs between rows, so the type of a tensor depends on the batch."""
+    features = datasets.Features({"x": datasets.Json()})
+    rows, dataset = ResidentRows(), Dataset.from_dict({"x": [1, 2.5, 3]}, features=features)
+    for batch in ([0, 1], [0], [2, 0]):
+        assert_same(
+            rows.batch(dataset, batch, default_data_collator), default_data_collator([dataset[row] for row in batch])
+        )
 
 
 def numbered(seed: int) -> Dataset:
@@ -332,9 +369,9 @@ def test_rows_that_exceed_the_budget_are_not_kept(reads):
 
 
 def test_the_least_recently_used_rows_are_dropped(reads):
-    rows, datasets = ResidentRows(max_bytes=1700), [numbered(seed) for seed in range(3)]
+    rows, examples = ResidentRows(max_bytes=1700), [numbered(seed) for seed in range(3)]
     for number in (0, 1, 0, 2, 0, 1):
-        rows.batch(datasets[number], [0], default_data_collator)
+        rows.batch(examples[number], [0], default_data_collator)
         assert rows.num_bytes <= rows.max_bytes
     # Rows 1 made room for rows 2, and were read again.
     assert len(reads) == 4
