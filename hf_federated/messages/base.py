@@ -43,8 +43,10 @@ class Serializable:
     def to_tree(self) -> dict[str, Any]:
         """Return the kind and the fields as a tree for [`~hf_federated.messages.serialization.pack`]."""
         defaults = _defaults(cast(Any, type(self)))
-        left_out = [name for name in self.optional_fields if getattr(self, name) == defaults[name]]
-        fields = {name: getattr(self, name) for name in defaults if name not in left_out}
+        fields = {name: getattr(self, name) for name in defaults}
+        for name in self.optional_fields:
+            if fields[name] == defaults[name]:
+                del fields[name]
         return {"kind": self.kind, "fields": fields}
 
     def to_bytes(self) -> bytes:

@@ -26,6 +26,7 @@ from .narrowed_state import NarrowedState, NarrowedTensor
 from .stored_tensors import DTYPES, METADATA_KEY, read_tensors
 
 
+_quoted = json.encoder.encode_basestring_ascii
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _to_utf8_json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
@@ -339,7 +340,7 @@ def packed_size(tree: Any) -> int:
 # Header length without scalars, and bytes of tensors, by structure.
 _SIZES: dict[Any, tuple[int, int]] = {}
 _MAX_SIZES = 256
-_layout_of = operator.attrgetter("dtype", "shape")
+_dtype_of, _shape_of = operator.attrgetter("dtype"), operator.attrgetter("shape")
 
 
 def _structure(tree: Any) -> tuple[Any, int]:
@@ -358,45 +359,63 @@ def _structure(tree: Any) -> tuple[Any, int]:
     """
     # The tree in depth-first order. The entry of a mapping or a list states how many entries follow.
     parts: list[Any] = []
-    scalars: list[Any] = []
     ids: list[int] = []
+    length = 0
     pending = [tree]
     while pending:
         value = pending.pop()
-        if isinstance(value, NarrowedState):
-            value = value.unread
-        if isinstance(value, (torch.Tensor, NarrowedTensor)):
-            parts.append(_layout_of(value))
+        kind: Any = type(value)
+        form = _form_of(kind)
+        if form is NarrowedState:
+            value, form = value.unread, Mapping
+        if form is str:
+            parts.append(str)
+            # The text of the tree is itself a text in the JSON header.
+            length += len(_quoted(_quoted(value)))
+        elif form is int:
+            parts.append(int)
+            length += len(int.__repr__(value))
+        elif form is torch.Tensor:
+            parts.append((value.dtype, value.shape))
             ids.append(id(value))
-        elif isinstance(value, float):
+        elif form is float:
             parts.append(float)  # All floats have one length.
-        elif value is None or isinstance(value, (bool, int, str)):
-            parts.append(None)
-            scalars.append(value)
-        elif isinstance(value, (dict, Mapping)):
-            form, items = type(value) is FlatTree, list(value.values())
+        elif form is bool:
+            parts.append(value)
+        elif form is Mapping:
+            items = list(value.values())
             kinds = set(map(type, value))
             if kinds <= _TEXT or all(issubclass(kind, str) for kind in kinds):
-                parts.append((form, *value))
+                parts.append((kind is FlatTree, *value))
             else:
-                parts.append((form, len(value)))
+                parts.append((kind is FlatTree, len(value)))
                 items = [entry for pair in value.items() for entry in pair]
             if set(map(type, items)) <= _TENSORS:
                 # A state is the most frequent case and has the most entries.
-                parts.extend(map(_layout_of, items))
+                parts.append((*map(_dtype_of, items), *map(_shape_of, items)))
                 ids.extend(map(id, items))
             else:
                 pending.extend(reversed(items))
-        elif isinstance(value, (list, tuple)):
-            parts.append((tuple if isinstance(value, tuple) else list, len(value)))
+        elif form is list or form is tuple:
+            parts.append((form, len(value)))
             pending.extend(reversed(value))
         else:
             parts.append(object())  # `_split` raises an error with the path of the value.
     # A shared tensor is serialized once. For each tensor, the position of its first occurrence.
     places: dict[int, int] = {}
     shared = tuple(map(places.setdefault, ids, range(len(ids)))) if len(set(ids)) < len(ids) else ()
-    # The JSON header contains each scalar as a JSON text. Trees with equal parts have equally many commas.
-    return (tuple(parts), shared), len(_to_json(_to_json(scalars)))
+    return (tuple(parts), shared), length
+
+
+@functools.lru_cache(256)
+def _form_of(kind: Any) -> Any:
+    """Return how values of a type are serialized. `bool` also stands for `None`, and `None` for all other types."""
+    if issubclass(kind, NarrowedState):
+        return NarrowedState
+    if issubclass(kind, (torch.Tensor, NarrowedTensor)):
+        return torch.Tensor
+    forms = (float, bool, int, str, Mapping, list, tuple)
+    return bool if kind is type(None) else next((form for form in forms if issubclass(kind, form)), None)
 
 
 _TEXT = {str}

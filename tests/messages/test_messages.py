@@ -9,6 +9,7 @@ import math
 import pickle
 import sys
 from dataclasses import dataclass
+from enum import Enum, IntEnum
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -426,6 +427,18 @@ class Mask(torch.Tensor):
     """A tensor of another class."""
 
 
+class Level(IntEnum):
+    """A number of another class."""
+
+    HIGH = 1000
+
+
+class Name(str, Enum):
+    """A text of another class, whose name is not its value."""
+
+    LONG = "a long text"
+
+
 def test_the_size_of_a_tree_is_right_after_one_that_is_similar():
     trees = [
         {Word("a"): 1, Word("b"): torch.ones(2)},
@@ -454,6 +467,10 @@ def test_the_size_of_a_tree_is_right_after_one_that_is_similar():
         {"a": {"b": 1, "c": 2}},
         {"a": 0.5, "b": 1},
         {"a": 1, "b": 0.5},
+        *(
+            [value]
+            for value in (None, "", 0, False, True, 0.0, -(2**70), "\x7f\n\ud800", Word('"'), Level.HIGH, Name.LONG)
+        ),
     ]
     for tree in [*trees, *reversed(trees)]:
         assert packed_size(tree) == len(pack(tree))
