@@ -63,7 +63,9 @@ def set_generator_states(states: tuple[Any, Any, list[torch.Tensor]]) -> None:
     """Restore the states that `generator_states` returned."""
     python_state, numpy_state, torch_states = states
     random.setstate(python_state)
-    np.random.set_state(numpy_state)
+    # numpy reads the key number by number, which is slow for an array. The restore takes place for every client.
+    name, key, *others = numpy_state
+    np.random.set_state((name, key.tolist(), *others))
     torch.set_rng_state(torch_states[0])
     for accelerator_state in torch_states[1:]:
         torch.get_device_module().set_rng_state(accelerator_state)
