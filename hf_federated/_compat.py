@@ -362,9 +362,15 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "torch.nn.Module._modules",
-        "wrapper: has_module",
-        "`named_children` omits a module that occurs twice.",
+        "wrapper: has_module, trained_layout",
+        "`named_children` omits a module that occurs twice, and is slow for a check after each client.",
         "Split parts keep modules of other parts.",
+    ),
+    PrivateName(
+        "torch.nn.Module._parameters",
+        "wrapper: trained_layout",
+        "`named_parameters` is slow for a check after each client.",
+        "A client that trains other parameters is found after the check of all names only.",
     ),
     PrivateName(
         "torch.nn.Module._register_load_state_dict_pre_hook",
@@ -694,6 +700,30 @@ def module_hooks(module: nn.Module) -> list[Any]:
 def has_module(owner: nn.Module, name: str) -> bool:
     """Whether a module has a submodule with this name that is not `None`."""
     return owner._modules.get(name) is not None
+
+
+def trained_layout(model: nn.Module) -> list[Any]:
+    """
+    Describe the modules of a model and its trainable parameters, in less time than `named_parameters` needs.
+
+    If two return values for one model are equal, then `named_parameters` has the same names of trainable parameters.
+    """
+    layout: list[Any] = []
+    pending, seen = [model], {0}
+    while pending:
+        module = pending.pop()
+        layout.append(id(module))
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                layout += (name, id(parameter))
+        for name, child in module._modules.items():
+            if child is not None:
+                layout.append(name)
+                pending.append(child)
+    return layout
 
 
 def register_load_state_dict_pre_hook(module: nn.Module, hook: Callable[..., None]) -> None:

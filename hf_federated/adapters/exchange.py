@@ -13,6 +13,7 @@ values of one client therefore never reach the next client.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,12 +22,16 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from .._compat import trained_layout
 from ..config import EXCHANGES, HEAD
 from ..messages.narrowed_state import NarrowedState
 from ..utils.lora_modules import find_lora_modules
 from ..utils.selection import Selection, select
 from .residual import ResidualAdapter, needs_residual
 from .shards import ShardedTensors, free_unsharded, values_here
+
+
+_shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 class ModelMismatchError(ValueError):
@@ -101,6 +106,8 @@ class Exchange:
         buffers = dict(model.named_buffers())
         # Training must not change which parameters these are.
         self._trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        # The layout of a model that was found unchanged.
+        self._layout: list[Any] | None = None
         saved = model.state_dict(keep_vars=True).keys()
         persistent = {name: buffer for name, buffer in buffers.items() if name in saved}
         candidates = self._candidates(parameters, persistent)
@@ -187,6 +194,26 @@ class Exchange:
         """Exchanged tensors by name, without gradients. They share memory with the model, so training changes them."""
         return self._detached(self.parameters, self._buffers)
 
+    @property
+    def tensors_with_gradients(self) -> dict[str, torch.Tensor]:
+        """As `tensors`, with the parameters themselves, for a caller that needs no values or disables gradients."""
+        if self.shards.shapes:
+            return self.tensors
+        tensors: dict[str, torch.Tensor] = dict(self.parameters)
+        for name in self._buffers:
+            tensors[name] = self._model.get_buffer(name)
+        return tensors
+
+    def has_layout(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state has the names, shapes and dtypes of the exchanged tensors, in their order."""
+        own = self.tensors_with_gradients
+        # No Python code runs for a tensor.
+        return (
+            list(state) == list(own)
+            and list(map(_shape_of, state.values())) == list(map(_shape_of, own.values()))
+            and list(map(_dtype_of, state.values())) == list(map(_dtype_of, own.values()))
+        )
+
     def _detached(self, parameters: Mapping[str, nn.Parameter], buffers: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return tensors by name, read again: a model moved to another device has new tensors."""
         tensors: dict[str, torch.Tensor] = dict(parameters)
@@ -227,9 +254,15 @@ class Exchange:
         Raises:
             ValueError: If the trainable parameters changed. The message names a parameter.
         """
+        # A class may have its own list of parameters.
+        is_plain = type(model).named_parameters is nn.Module.named_parameters
+        layout = trained_layout(model) if is_plain else None
+        if layout is not None and layout == self._layout:
+            return
         expected = self._trained
         now = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if now.keys() == expected.keys():
+            self._layout = layout
             return
         added = [name for name in now if name not in expected]
         removed = [name for name in expected if name not in now]
@@ -278,7 +311,6 @@ class Exchange:
         """Copy the local parameters and buffers, which a client keeps."""
         return {name: tensor.clone() for name, tensor in self._local.items()} if self.has_local else {}
 
-    @torch.no_grad()
     def write_local(self, state: Mapping[str, torch.Tensor] | None, client_id: str) -> None:
         """
         Write the local tensors of a client into the model.
@@ -298,13 +330,15 @@ class Exchange:
             state = self._initial
         else:
             _check_saved(state, tensors, client_id)
-        torch._foreach_copy_(list(tensors.values()), [state[name] for name in tensors])
+        with torch.no_grad():
+            torch._foreach_copy_(list(tensors.values()), [state[name] for name in tensors])
 
     def load_initial_local(self, state: Mapping[str, torch.Tensor]) -> None:
         """Replace `initial_local` by the values of a checkpoint, and write them into the model."""
         self._initial |= {name: value.to(self._initial[name]) for name, value in state.items()}
         self.write_local(None, "")
 
+    @torch.no_grad()
     def read(self, device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """
         Copy the exchanged parameters and buffers.
@@ -315,7 +349,10 @@ class Exchange:
         Returns:
             `dict[str, torch.Tensor]`: Values by name, without gradients.
         """
-        return {name: tensor.to(device or tensor.device, copy=True) for name, tensor in self.tensors.items()}
+        tensors = self.tensors_with_gradients.items()
+        if device is None:
+            return {name: tensor.clone() for name, tensor in tensors}
+        return {name: tensor.detach().to(device, copy=True) for name, tensor in tensors}
 
     @torch.no_grad()
     def write(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -332,7 +369,7 @@ class Exchange:
         try:
             if self.residual is not None:
                 self.residual.resize(state)
-            tensors = self.tensors
+            tensors = self.tensors_with_gradients
             if isinstance(state, NarrowedState):
                 # One converted tensor at a time is in memory.
                 for name, tensor in tensors.items():

@@ -204,17 +204,20 @@ class Agreement:
         Raises:
             RefusedRequestError: If a name, a shape or a value is not allowed.
         """
-        own = exchange.tensors
         # A server in the same process has the tensors of the client anyway.
         if self.record is not None:
             _check_values(request, max(exchange.max_values, MIN_VALUES))
-        if exchange.residual is not None:
-            # The client half of the method checks the factors, whose rank grows.
-            own = {name: value for name, value in own.items() if name not in exchange.base_parameters}
         if not isinstance(request, (Fit, Evaluate)):
             return
         # Without a conversion of the values.
         state: Mapping[str, Any] = request.state.unread if isinstance(request.state, NarrowedState) else request.state
+        extra = getattr(request, "extra", {})
+        if not extra and exchange.residual is None and exchange.has_layout(state):
+            return
+        own = exchange.tensors
+        if exchange.residual is not None:
+            # The client half of the method checks the factors, whose rank grows.
+            own = {name: value for name, value in own.items() if name not in exchange.base_parameters}
         if state and self._has_individual_states:
             # The method can send a part of a tensor, such as an adapter of a smaller rank, and further tensors.
             _check_shapes(request, "state", state, own, allows_parts=True)
@@ -225,7 +228,7 @@ class Agreement:
                 raise RefusedRequestError(request, "state", found, f"the names of {len(own)} tensors")
             _check_shapes(request, "state", state, own)
         # The client half of a method reads the names that it knows. Those of parameters have their shapes.
-        _check_shapes(request, "extra", getattr(request, "extra", {}), own)
+        _check_shapes(request, "extra", extra, own)
 
     def _limit(self, request: Message) -> tuple[int, int, str]:
         """Return what a request asks for, how much is allowed in a round, and the limit in words."""
@@ -311,6 +314,8 @@ def _state(agreement: Agreement, value: Mapping[str, torch.Tensor], request: Mes
 
 
 def _settings(agreement: Agreement, value: Mapping[str, Any], request: Fit) -> str | None:
+    if not value and not agreement.settings:
+        return None
     # A step between training and aggregation can add settings.
     is_finite = all(math.isfinite(item) for item in value.values() if isinstance(item, float))
     own, ranges = agreement.settings, agreement.setting_ranges

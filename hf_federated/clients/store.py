@@ -121,7 +121,9 @@ class MemoryStore(ClientStore):
         self._states: dict[str, dict[str, Any]] = {}
 
     def get(self, client_id: str) -> dict[str, Any]:
-        return _map_tensors(self._states.get(client_id, {}), lambda tensor: tensor.clone())
+        state = self._states.get(client_id)
+        # Most clients keep nothing.
+        return _map_tensors(state, torch.clone) if state else {}
 
     def set(self, client_id: str, state: dict[str, Any]) -> None:
         self.num_changes += 1

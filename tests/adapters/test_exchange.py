@@ -361,3 +361,50 @@ def test_shared_state_is_used_without_a_copy_and_earlier_tensors_stay():
     assert all(value.equal(kept[name]) for name, value in before.items())
     exchange.share({name: value.double() for name, value in kept.items()})
     assert all(value.dtype == kept[name].dtype and value.equal(kept[name]) for name, value in exchange.tensors.items())
+
+
+def changed_parts() -> dict[str, Callable[[nn.Module], object]]:
+    """Changes of the trainable parameters of a model with the modules `one`, `two` and `inner.three`."""
+    return {
+        "'two.weight' ceased": lambda model: model.two.weight.requires_grad_(False),
+        "'frozen.weight' began": lambda model: model.frozen.weight.requires_grad_(True),
+        "'added' began": lambda model: model.register_parameter("added", nn.Parameter(torch.ones(1))),
+        "'inner.more.weight' began": lambda model: model.inner.add_module("more", nn.Linear(1, 1, bias=False)),
+        "'inner.three.weight' ceased": lambda model: setattr(model.inner, "three", None),
+        "'two.weight' ceased ": lambda model: setattr(model.two, "weight", model.one.weight),
+    }
+
+
+@pytest.mark.parametrize("words", list(changed_parts()))
+def test_change_of_the_trained_parameters_is_found_after_trainings_without_a_change(words):
+    model = nn.Module()
+    model.one, model.two, model.frozen = (nn.Linear(1, 1, bias=False) for _ in range(3))
+    model.inner = nn.Module()
+    model.inner.three = nn.Linear(1, 1, bias=False)
+    model.inner.again = model.inner.three
+    model.frozen.weight.requires_grad_(False)
+    exchange = Exchange(model)
+    for _ in range(2):
+        exchange.check_unchanged(model)
+        model.one.weight.data = torch.zeros(1, 1)
+        model.inner.three.eval()
+    changed_parts()[words](model)
+    with pytest.raises(ValueError, match=words.strip()):
+        exchange.check_unchanged(model)
+
+
+def test_model_with_its_own_list_of_parameters_is_checked_by_its_list():
+    class Chooses(nn.Linear):
+        hides_bias = False
+
+        def named_parameters(self, *args, **kwargs):
+            return [
+                item for item in super().named_parameters(*args, **kwargs) if not self.hides_bias or item[0] != "bias"
+            ]
+
+    model = Chooses(1, 1)
+    exchange = Exchange(model)
+    exchange.check_unchanged(model)
+    model.hides_bias = True
+    with pytest.raises(ValueError, match="'bias' ceased to train"):
+        exchange.check_unchanged(model)
