@@ -5,7 +5,9 @@ A client that refuses a request raises a [`RefusedRequestError`].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +33,8 @@ INVALID_CONTENT = (ValueError, TypeError, KeyError, IndexError, RuntimeError, Ov
 
 # Function that raises `ValueError` for unusable values of `extra`. Names, shapes and dtypes are already checked.
 CheckExtra = Callable[[Mapping[str, torch.Tensor]], None]
+# Function that returns the name of a tensor with NaN or infinite values, or `None`.
+FindNonFinite = Callable[[Mapping[str, torch.Tensor]], "str | None"]
 
 
 # Words that only a refusal contains.
@@ -157,30 +161,47 @@ def first_non_finite(state: Mapping[str, torch.Tensor]) -> str | None:
         for name, value in state.items()
         if value.is_floating_point() and value.numel() and not value.is_meta
     }
-    # As in `is_finite`, with one transfer from an accelerator for all tensors.
+    # As in `is_finite`, with one transfer from an accelerator for all tensors. Finite sums may overflow together.
     sums = [value.sum(dtype=SUM_DTYPES[value.dtype]) for value in floating.values()]
     found = None
-    if sums and not bool(torch.stack(sums).isfinite().all()):
+    if sums and not math.isfinite(torch.stack(sums).sum()):
         found = next((name for name, value in floating.items() if not is_finite(value)), None)
     return first_over_shards(state, found) if ACTIVE else found
 
 
-def _check_state(state: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor], where: str) -> None:
-    missing = [name for name in reference if name not in state]
-    unexpected = [name for name in state if name not in reference]
-    found = {"missing": missing, "unexpected": unexpected}
-    parts = [f"{len(names)} keys are {kind}, the first is {names[0]!r}" for kind, names in found.items() if names]
-    if parts:
+_shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
+def have_same_layout(values: Mapping[str, Any], references: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Whether the tensors with these names have the same shapes and dtypes. It runs no Python code for a tensor."""
+    names = tuple(names)
+    own, expected = list(map(values.__getitem__, names)), list(map(references.__getitem__, names))
+    has_dtypes = list(map(_dtype_of, own)) == list(map(_dtype_of, expected))
+    return has_dtypes and list(map(_shape_of, own)) == list(map(_shape_of, expected))
+
+
+def _check_state(
+    state: Mapping[str, torch.Tensor],
+    reference: Mapping[str, torch.Tensor],
+    where: str,
+    find_non_finite: FindNonFinite = first_non_finite,
+) -> None:
+    if state.keys() != reference.keys():
+        missing = [name for name in reference if name not in state]
+        unexpected = [name for name in state if name not in reference]
+        found = {"missing": missing, "unexpected": unexpected}
+        parts = [f"{len(names)} keys are {kind}, the first is {names[0]!r}" for kind, names in found.items() if names]
         raise InvalidUpdateError(f"{where}: {'; '.join(parts)}. Train the same adapter or layers on all clients.")
-    for name, expected in reference.items():
-        value = state[name]
-        if value.shape != expected.shape:
-            raise InvalidUpdateError(
-                f"{where}: {name!r} has shape {tuple(value.shape)}, expected {tuple(expected.shape)}."
-            )
-        if value.dtype != expected.dtype:
-            raise InvalidUpdateError(f"{where}: {name!r} is {value.dtype}, expected {expected.dtype}.")
-    if (non_finite_name := first_non_finite(state)) is not None:
+    if not have_same_layout(state, reference, reference):
+        for name, expected in reference.items():
+            value = state[name]
+            if value.shape != expected.shape:
+                raise InvalidUpdateError(
+                    f"{where}: {name!r} has shape {tuple(value.shape)}, expected {tuple(expected.shape)}."
+                )
+            if value.dtype != expected.dtype:
+                raise InvalidUpdateError(f"{where}: {name!r} is {value.dtype}, expected {expected.dtype}.")
+    if (non_finite_name := find_non_finite(state)) is not None:
         raise InvalidUpdateError(
             f"{where}: {non_finite_name!r} holds NaN or infinite values, expected finite values. Lower the learning "
             "rate of this client, clip its gradients (`max_grad_norm`), or check its data."
@@ -250,6 +271,7 @@ def check_update(
     reference: Mapping[str, torch.Tensor],
     extra_reference: Mapping[str, torch.Tensor],
     extra_checks: Sequence[CheckExtra] = (),
+    find_non_finite: FindNonFinite = first_non_finite,
 ) -> None:
     """
     Check the tensors of an update before it is aggregated.
@@ -262,15 +284,18 @@ def check_update(
             update must have.
         extra_checks (`Sequence[Callable]`, *optional*): Functions that raise `ValueError` for values of `extra` that
             an algorithm cannot use.
+        find_non_finite (`Callable`, *optional*): Returns the name of the first tensor of the state with NaN or
+            infinite values, or `None`. It is called if the names, shapes and dtypes are right.
 
     Raises:
         InvalidUpdateError: If a key, shape or dtype differs, if a value is not finite, or if the algorithm cannot use
             a value.
     """
     where = f"Client {update.client_id!r}, round {update.round + 1}"
-    _check_state(update.state, reference, where)
+    _check_state(update.state, reference, where, find_non_finite)
     extra_where = f"{where}, additional tensors"
-    _check_state(update.extra, extra_reference, extra_where)
+    if update.extra or extra_reference:
+        _check_state(update.extra, extra_reference, extra_where)
     for check_extra in extra_checks:
         try:
             check_extra(update.extra)

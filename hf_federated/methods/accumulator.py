@@ -207,10 +207,11 @@ class Accumulator:
 
     def _set_first(self, client_id: str | None) -> bool:
         """Set `first_client` if a client precedes all clients whose updates were added, and return whether it does."""
-        before = self.first_client
-        clients = [each for each in (before, client_id) if each is not None]
-        self.first_client = min(clients, key=lambda each: self.order.get(each, len(self.order)), default=None)
-        return self.first_client != before
+        before, position_of, last = self.first_client, self.order.get, len(self.order)
+        if client_id is None or (before is not None and position_of(before, last) <= position_of(client_id, last)):
+            return False
+        self.first_client = client_id
+        return True
 
 
 def _center(name: str, reference: State | None) -> State | None:

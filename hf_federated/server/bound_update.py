@@ -115,7 +115,8 @@ class BoundUpdate:
         self._sends_changes = sends_changes
         self._amount_of_training = amount_of_training or Aggregation().amount_of_training
         self._history: dict[str, list[float]] = {}
-        self._state: State = {}
+        self._received_by_clients: State = {}
+        self._state: State = {}  # The floating tensors that clients receive.
         self._extra: Collection[str] = ()
         self._state_norm = 0.0
         # The medians of past rounds and the bounds of this round, by part.
@@ -134,7 +135,7 @@ class BoundUpdate:
         """
         self._extra = extra
         self._rate = self.relative_learning_rate(round)
-        self._state = {name: value for name, value in state.items() if value.is_floating_point()}
+        self._received_by_clients, self._state = state, _floating(state)
         self._limits = {}
         self._references = {part: statistics.median(medians) for part, medians in self._history.items()}
         if self.is_active:
@@ -144,7 +145,24 @@ class BoundUpdate:
             typical = TYPICAL_VALUE * math.sqrt(num_values)
             self._state_norm = max(_norm(list(self._state.values())), typical)
 
-    def measure(self, update: ClientUpdate, state: State | None = None) -> Magnitude:
+    def norm_of(self, values: State, state: State | None = None) -> float | None:
+        """
+        Return the norm of the change of an update, or `None` if updates are not measured.
+
+        If the norm is finite, all floating values of the update are finite.
+
+        Args:
+            values (`Mapping[str, torch.Tensor]`): The state of the update, with the names, shapes and dtypes of the
+                state from which the client started.
+            state (`Mapping[str, torch.Tensor]`, *optional*): This state. Defaults to the global state.
+        """
+        if not self.is_active or not self._state:
+            return None
+        start = self._state if state is None or state is self._received_by_clients else _floating(state)
+        changed = [values[name] for name in start]
+        return _norm(changed) if self._sends_changes else _norm(changed, list(start.values()))
+
+    def measure(self, update: ClientUpdate, state: State | None = None, norm: float | None = None) -> Magnitude:
         """
         Return the magnitude of an update.
 
@@ -152,6 +170,7 @@ class BoundUpdate:
             update ([`ClientUpdate`]): An update whose tensors were checked.
             state (`Mapping[str, torch.Tensor]`, *optional*): The state from which the client started. Defaults to the
                 global state.
+            norm (`float`, *optional*): Return value of [`~BoundUpdate.norm_of`], if it is known.
 
         Raises:
             InvalidUpdateError: If the change is out of all proportion to the global state.
@@ -160,10 +179,9 @@ class BoundUpdate:
             return {}
         magnitude: Magnitude = {}
         norm_of_its = f"Client {update.client_id!r}, round {update.round + 1}: the norm of its"
-        if self._state:
-            start = self._state if state is None else {k: v for k, v in state.items() if v.is_floating_point()}
-            values = [update.state[name] for name in start]
-            norm = _norm(values) if self._sends_changes else _norm(values, list(start.values()))
+        if norm is None:
+            norm = self.norm_of(update.state, state)
+        if norm is not None:
             if norm > MAX_RATIO_TO_STATE * self._state_norm:
                 raise InvalidUpdateError(
                     f"{norm_of_its} change is {norm:.3g}, but the norm of the global state is {self._state_norm:.3g}. "
@@ -181,8 +199,11 @@ class BoundUpdate:
 
     def group_of(self, magnitude: Magnitude) -> Group:
         """Return the smallest group of an update. All updates of a group are accepted or rejected together."""
-        octaves = {part: self._octave(part, value) for part, value in magnitude.items()}
-        return tuple((part, octave, octave) for part, octave in octaves.items())
+        group = []
+        for part, value in magnitude.items():
+            octave = self._octave(part, value)
+            group.append((part, octave, octave))
+        return tuple(group)
 
     def _octave(self, part: str, value: float) -> int:
         """Return the power `k` of a magnitude between `unit · 2^k` and `unit · 2^(k + 1)`."""
@@ -208,7 +229,7 @@ class BoundUpdate:
             `dict[str, str]`: Reasons of the rejected updates, by client id.
         """
         # The next round has another global state.
-        self._state = {}
+        self._received_by_clients, self._state = {}, {}
         for part in PARTS:
             limit = self._limit(part, [each[part] for each in magnitudes.values() if each.get(part)])
             if limit is not None:
@@ -306,7 +327,10 @@ class GroupedAccumulator:
         """
         for part, octave, _ in smallest:
             self._octaves.setdefault(part, []).append(octave)
-        found = next((group for group in self._groups if _contains(group, smallest)), smallest)
+        found = smallest
+        # In a normal round, there is one group.
+        if smallest not in self._groups or len(self._groups) > 1:
+            found = next((group for group in self._groups if _contains(group, smallest)), smallest)
         if found not in self._groups:
             self._groups[found] = [], self._build()
         clients, sums = self._groups[found]
@@ -382,19 +406,25 @@ def _num_octaves(group: Group) -> int:
     return max((high - low + 1 for _, low, high in group), default=0)
 
 
+def _floating(state: State) -> State:
+    return {name: value for name, value in state.items() if value.is_floating_point()}
+
+
 def _norm(values: Sequence[torch.Tensor], references: Sequence[torch.Tensor] | None = None) -> float:
     """Return the norm of tensors, or of their differences to other tensors. Overflow is avoided."""
     if not values:
         return 0.0
-    norm = math.inf
+    norm, device = math.inf, values[0].device
     for dtype in (torch.float32, torch.float64):
-        # The norms have one tensor: small tensors that stay between large temporary ones would fragment the memory.
-        norms = torch.empty(len(values), dtype=dtype, device=values[0].device)
+        found: list[Any] = []
         for index, value in enumerate(values):
             wide = value.to(dtype)
             if references is not None:
                 wide = wide - references[index].to(dtype)
-            norms[index] = torch.linalg.vector_norm(wide)
+            each = torch.linalg.vector_norm(wide)
+            # On a CPU, small tensors that stay between large temporary ones would fragment the memory.
+            found.append(each.item() if device.type == "cpu" else each.to(device))
+        norms = torch.tensor(found, dtype=dtype) if device.type == "cpu" else torch.stack(found)
         norm = float(torch.linalg.vector_norm(norms))
         if math.isfinite(norm):
             break

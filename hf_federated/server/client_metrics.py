@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -181,7 +183,8 @@ class RoundSummary:
             round (`int`, *optional*, defaults to `0`): Round number, for the log.
         """
         usable = UsableMetrics(client_metrics)
-        logged = dict.fromkeys(name for metrics in client_metrics.values() for name in metrics if _is_logged(name))
+        names = dict.fromkeys(itertools.chain.from_iterable(client_metrics.values()))
+        logged = filter(_is_logged, names)
         values = {
             name: usable.values_of(name) for name in (*logged, "loss", "grad_norm", "learning_rate", "total_flos")
         }
@@ -190,7 +193,7 @@ class RoundSummary:
         sums = {name: math.fsum(reported.values()) for name, reported in values.items()}
         sums["total_flos"] = sum(flos.values())
         for name in ("num_examples", "num_tokens", "num_steps"):
-            sums[name] = sum(metrics[name] for metrics in client_metrics.values())
+            sums[name] = sum(map(operator.itemgetter(name), client_metrics.values()))
         if losses:
             examples = {client_id: max(client_metrics[client_id]["num_examples"], 1) for client_id in losses}
             sums["loss"] = sum(examples[client_id] * loss for client_id, loss in losses.items())

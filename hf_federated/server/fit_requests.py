@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,10 +11,10 @@ import torch
 
 from ..clients import client_seed
 from ..messages import ClientFailure, ClientUpdate, Fit, Message
-from ..messages.validation import InvalidUpdateError, UpdateLimits, check_claims, check_update
+from ..messages.validation import InvalidUpdateError, UpdateLimits, check_claims, check_update, first_non_finite
 from ..methods import Method, Round
 from ..postprocessing import cast_floating, narrowed
-from ..utils.weighted_mean import State
+from ..utils.weighted_mean import State, Tensors
 from .step_memories import StepMemories
 
 
@@ -33,6 +34,8 @@ class FitSettings:
         limits (`Callable[[str, int | None], UpdateLimits]`, *optional*): `limits(client_id, max_rows)` returns what an
             update of a client may claim. By default, there are no limits.
         device (`torch.device`, *optional*): Device of the sums of updates.
+        norm_of (`Callable`, *optional*): `norm_of(values, state)` returns the norm of the change of an update, as
+            [`BoundUpdate.norm_of`]. By default, no norm is known.
     """
 
     methods: Sequence[Method]
@@ -46,6 +49,7 @@ class FitSettings:
         default_factory=lambda: lambda client_id, max_rows: UpdateLimits()
     )
     device: torch.device | None = None
+    norm_of: Callable[[State, State], float | None] = field(default_factory=lambda: lambda values, state: None)
 
 
 @dataclass
@@ -88,6 +92,9 @@ class FitRequests:
             self._state = narrowed(self._state, settings.dtype)
             self._extra = cast_floating(self._extra, settings.dtype)
         self._max_rows = settings.row_limit(self.round.cohort)
+        self._extra_checks = [
+            method.check_extra for method in settings.methods if type(method).check_extra is not Method.check_extra
+        ]
         self.individual = [
             method
             for method in settings.methods
@@ -157,7 +164,7 @@ class FitRequests:
             state = method.expected_for(client_id, state)
         return state
 
-    def receive(self, reply: Message) -> ClientUpdate:
+    def receive(self, reply: Message) -> tuple[ClientUpdate, float | None]:
         """
         Check a reply.
 
@@ -165,7 +172,8 @@ class FitRequests:
             reply ([`Message`]): Reply of a client to its message.
 
         Returns:
-            [`ClientUpdate`]: The update after `server_receive` of all postprocessors.
+            `tuple`: The update after `server_receive` of all postprocessors, and the norm of its change if it is
+                known.
 
         Raises:
             InvalidUpdateError: If the client failed, or a value of the update is not allowed.
@@ -177,7 +185,7 @@ class FitRequests:
         if not isinstance(reply, ClientUpdate):  # The engine refuses another reply to a `Fit`.
             raise TypeError(f"{where}: the reply is a {type(reply).__name__}, expected a ClientUpdate.")
         check_claims(reply, settings.limits(reply.client_id, self._max_rows))
-        expected = self.expected_for(reply.client_id)
+        expected = self.expected_for(reply.client_id) if self.individual else self.expected_state
         update = reply if settings.device is None else reply.to(settings.device)
         try:
             if settings.steps.steps:
@@ -187,14 +195,23 @@ class FitRequests:
             raise
         except Exception as error:
             raise InvalidUpdateError(f"{where}, postprocessing: {type(error).__name__}: {error}") from error
-        update = replace(update, extra=self._widened(update.extra))
-        check_update(update, expected, self.expected_extra, [method.check_extra for method in settings.methods])
+        if update.extra and self.expected_extra:
+            update = replace(update, extra=self._widened(update.extra))
+        norm: float | None = None
+
+        def find_non_finite(state: Tensors) -> str | None:
+            # A finite norm needs no second pass over the values.
+            nonlocal norm
+            norm = settings.norm_of(update.state, expected)
+            return None if norm is not None and math.isfinite(norm) else first_non_finite(state)
+
+        check_update(update, expected, self.expected_extra, self._extra_checks, find_non_finite)
         for method in settings.methods:
             try:
                 method.check(self.round, update)
             except ValueError as error:
                 raise InvalidUpdateError(f"{where}: {error}") from error
-        return update
+        return update, norm
 
     def _widened(self, extra: State) -> State:
         """Restore the dtypes of additional tensors that were sent in the dtype of the requests."""
@@ -204,7 +221,7 @@ class FitRequests:
                 widened[name] = extra[name].to(expected.dtype)
         return widened
 
-    def receive_in(self, round: Round, scale: float, reply: Message) -> ClientUpdate:
+    def receive_in(self, round: Round, scale: float, reply: Message) -> tuple[ClientUpdate, float | None]:
         """
         Check a reply that arrives in a later round.
 
@@ -214,16 +231,17 @@ class FitRequests:
             reply ([`Message`]): Reply of a client to its message.
 
         Returns:
-            [`ClientUpdate`]: The update `x + scale · (y − x^v)` with the state `x` of the later round, in which `x^v`
-            is the state that the client received and `y` the state that it trained.
+            `tuple`: The update `x + scale · (y − x^v)` with the state `x` of the later round, in which `x^v` is the
+            state that the client received and `y` the state that it trained, and the norm of its change if it is
+            known.
         """
-        update = self.receive(reply)
+        update, norm = self.receive(reply)
         if round.number == self.round.number:
-            return update
+            return update, norm
         state = dict(update.state)
         start = self.expected_for(update.client_id)
         for name, value in self.expected_for(update.client_id, round.state).items():
             if value.is_floating_point():
                 change = update.state[name].double() - start[name].double()
                 state[name] = (value.double() + scale * change).to(value.dtype)
-        return replace(update, state=state)
+        return replace(update, state=state), None

@@ -231,6 +231,7 @@ class Federation:
                 # Only the announcement of a client on another machine can change the limits.
                 limits=limits if setup.clients.is_remote else functools.lru_cache(NUM_CACHED_LIMITS)(limits),
                 device=self._device,
+                norm_of=self._bound.norm_of,
             ),
             progress=self._progress,
             bound=self._bound,

@@ -51,8 +51,9 @@ def _add(totals: list[torch.Tensor], values: list[torch.Tensor], weight: float) 
     """`total += weight · value` for each pair, where the values have a narrower dtype."""
     small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for total, value in zip(totals, values, strict=True):
-        value = value.to(total.device)
-        if total.device.type != "cpu" or total.dtype == value.dtype or total.numel() <= PIECE:
+        if total.device != value.device:
+            value = value.to(total.device)
+        if total.numel() <= PIECE or not total.is_cpu or total.dtype == value.dtype:
             small[0].append(total)
             small[1].append(value)
             continue

@@ -67,6 +67,33 @@ def test_norm_of_huge_values_does_not_overflow():
     assert bound.measure(huge)["state"] == pytest.approx(1.2e39)
 
 
+def test_norm_that_was_known_at_the_check_gives_the_same_magnitude():
+    generator = torch.Generator().manual_seed(0)
+    before = {str(size): torch.randn(size, generator=generator) for size in (1, 7, 300, 70_000)}
+    after = {name: value + 0.1 * torch.randn(len(value), generator=generator) for name, value in before.items()}
+    bound = BoundUpdate(30.0)
+    bound.begin_round(before)
+    norms = [torch.linalg.vector_norm(after[name] - before[name]) for name in before]
+    norm = bound.norm_of(after, before)
+    assert norm == torch.linalg.vector_norm(torch.stack(norms)).item()
+    trained = dataclasses.replace(update("a", 0.0), state=after)
+    assert bound.measure(trained) == bound.measure(trained, norm=norm) == bound.measure(trained, dict(before))
+    assert BoundUpdate(math.inf).norm_of(after, before) is None
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("sends_changes", [False, True])
+def test_norm_is_finite_for_finite_values_only(value, sends_changes):
+    bound = BoundUpdate(30.0, sends_changes=sends_changes)
+    state = {"w": torch.full((4,), 3e38), "half": torch.zeros(3, dtype=torch.float16)}
+    bound.begin_round(state)
+    for name, finite in {"w": -3e38, "half": 60_000.0}.items():
+        changed = {**state, name: torch.full_like(state[name], finite)}
+        assert math.isfinite(bound.norm_of(changed, state))
+        changed[name][-1] = value
+        assert not math.isfinite(bound.norm_of(changed, state))
+
+
 def test_change_out_of_proportion_to_the_state_is_rejected_when_it_arrives():
     bound = BoundUpdate(30.0)
     bound.begin_round(STATE)

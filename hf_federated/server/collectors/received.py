@@ -70,18 +70,20 @@ class ReceivedUpdates:
             lora_inexactness.add_collection(sums, requests.expected_state, self._pairs)
         return sums
 
-    def add(self, reply: Message, receive: Callable[[Message], ClientUpdate]) -> None:
+    def add(self, reply: Message, receive: Callable[[Message], tuple[ClientUpdate, float | None]]) -> None:
         """
         Check a reply and add its update to the sums.
 
         Args:
             reply ([`Message`]): The reply.
-            receive (`Callable`): Returns the checked update of a reply, as [`FitRequests.receive`].
+            receive (`Callable`): Returns the checked update of a reply, and the norm of its change, as
+                [`FitRequests.receive`].
         """
         context, round = self._context, self._round
         try:
-            update = receive(reply)
-            magnitude = context.bound.measure(update, self._requests.expected_for(update.client_id))
+            update, norm = receive(reply)
+            state = self._requests.expected_for(update.client_id) if norm is None else None
+            magnitude = context.bound.measure(update, state, norm)
         except InvalidUpdateError as error:
             self._first_error = self._first_error or context.engine.last_error or error
             self._reject(reply.client_id, str(error))
