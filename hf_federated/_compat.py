@@ -28,6 +28,7 @@ from packaging.version import Version
 
 # Functions import the libraries, because `data/` uses this module without torch and transformers.
 if TYPE_CHECKING:
+    import numpy as np
     import torch.distributed as dist
     from accelerate import Accelerator
     from datasets import Dataset, IterableDataset
@@ -300,9 +301,18 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "datasets.Dataset._indices",
-        "wrapper: indices_table",
+        "wrapper: indices_table, view_of_rows",
         "The public reader of a selected column takes seconds for a million rows.",
         "Partitioners read the wrong rows after `select`, `shuffle` or `filter`.",
+    ),
+    *(
+        PrivateName(
+            f"datasets.Dataset.{name}",
+            "wrapper: view_of_rows",
+            "`select` takes longer than the training of a small client, whose examples are opened in each round.",
+            "The examples of clients cannot be opened.",
+        )
+        for name in ("_data", "_indexes", "_info")
     ),
     # ---- evaluate: methods that metrics override
     *(
@@ -659,6 +669,32 @@ def dataset_fingerprint(dataset: Dataset) -> str:
 def indices_table(dataset: Dataset) -> Table | None:
     """A column of the selected row numbers, or `None` if the dataset has all rows of its table in order."""
     return dataset._indices
+
+
+def view_of_rows(dataset: Dataset, rows: np.ndarray, fingerprint: str) -> Dataset:
+    """
+    Return the dataset of `Dataset.select` with a fingerprint, in a tenth of the time.
+
+    Args:
+        dataset (`datasets.Dataset`): A dataset without search indexes.
+        rows (`np.ndarray` of shape `(num_rows,)`, integer): Valid row numbers, at least one.
+        fingerprint (`str`): The fingerprint of the view.
+    """
+    import pyarrow as pa
+    from datasets.table import InMemoryTable
+
+    start, num_rows, indices = int(rows[0]), len(rows), dataset._indices
+    view = copy.copy(dataset)
+    view._info, view._indexes, view._fingerprint = dataset._info.copy(), {}, fingerprint
+    if int(rows[-1]) - start != num_rows - 1 or (rows[1:] - rows[:-1] != 1).any():
+        numbers = pa.array(rows, type=pa.uint64())
+        numbers = numbers if indices is None else indices.column(0).take(numbers)
+        view._indices = InMemoryTable(pa.Table.from_arrays([numbers], names=["indices"]))
+    elif indices is None:
+        view._data = dataset._data.slice(start, num_rows)
+    else:
+        view._indices = indices.slice(start, num_rows)
+    return view
 
 
 def has_exact_state(dataset: IterableDataset) -> bool:

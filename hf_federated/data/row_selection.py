@@ -10,7 +10,7 @@ import numpy as np
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 
-from .._compat import dataset_fingerprint, indices_table
+from .._compat import dataset_fingerprint, indices_table, view_of_rows
 
 
 def select_rows(source: Dataset, indices: np.ndarray) -> Dataset:
@@ -19,10 +19,12 @@ def select_rows(source: Dataset, indices: np.ndarray) -> Dataset:
 
     Two views with the same source and the same row numbers have the same fingerprint.
     """
-    # The fingerprint is the same in every process, so `map` finds its cache. A list of `int` takes the fast path of
-    # `select`, which iterates over the elements of an array one by one.
+    # The fingerprint is the same in every process, so `map` finds its cache.
     fingerprint = Hasher.hash((dataset_fingerprint(source), indices.astype(np.int64).tobytes()))
-    return source.select(indices.tolist(), new_fingerprint=fingerprint)
+    if not len(indices) or indices.min() < 0 or indices.max() >= len(source) or source.list_indexes():
+        # Negative numbers, empty views, and errors.
+        return source.select(indices.tolist(), new_fingerprint=fingerprint)
+    return view_of_rows(source, indices, fingerprint)
 
 
 def kept_rows(dataset: Dataset, function: Callable[..., Any] | None, **kwargs: Any) -> np.ndarray:
