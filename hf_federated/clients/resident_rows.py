@@ -12,10 +12,11 @@ different shapes, are also read and collated for each batch.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,9 @@ from .pure_collators import PureCollator, describe
 
 # Bytes of the rows that a process keeps. Rows that do not fit are read again for each batch.
 MAX_RESIDENT_BYTES = 256 * 2**20
+
+# Batches that are selected together, if their columns are not padded.
+_BATCHES_PER_SELECTION = 16
 
 # Formats in which an access to several examples returns the same examples as single accesses.
 _PLAIN_FORMATS = (None, "numpy", "torch")
@@ -122,6 +126,30 @@ class ResidentRows:
                 if batch is not None:
                     return batch
         return collator(read_rows(dataset, indices))
+
+    def batches(self, dataset: Any, indices_of_batches: Iterable[Sequence[int]], collator: Any) -> Iterator[Any]:
+        """
+        Yield the batch of each list of indices, as [`~ResidentRows.batch`]. One selection reads several batches.
+
+        Args:
+            dataset (`datasets.Dataset` or `torch.utils.data.Dataset`): Encoded examples with positions.
+            indices_of_batches (`Iterable[Sequence[int]]`): Positions of the examples of each batch.
+            collator (`Callable`): The data collator.
+        """
+        remaining = iter(indices_of_batches)
+        while chunk := list(itertools.islice(remaining, _BATCHES_PER_SELECTION)):
+            selected = self._selected(dataset, chunk, collator)
+            yield from (self.batch(dataset, each, collator) for each in chunk) if selected is None else selected
+
+    def _selected(self, dataset: Any, chunk: list[Sequence[int]], collator: Any) -> list[Any] | None:
+        """Several batches from one selection, or `None` if a row was not read yet or a column is padded."""
+        pure = describe(collator) if type(dataset) is Dataset else None
+        if pure is None:
+            return None
+        with self._lock:
+            self._drop_deleted()
+            entry = self._entries.get((dataset_fingerprint(dataset), len(dataset), pure))
+            return None if entry is None else entry.read_together(chunk)
 
     def _held_batch(self, dataset: Dataset, indices: torch.Tensor, collator: Any, pure: PureCollator) -> Any:
         """A batch from kept rows, or `None` if the rows cannot be kept."""
@@ -289,8 +317,18 @@ class _Rows:
                 place = positions[self._padded[name][0]]
                 batch[name] = column.index_select(0, place.flatten()).view(place.shape)
             else:
-                batch[name] = column[indices]
+                batch[name] = column.index_select(0, indices)
         return batch if self._container is dict else self._container(batch)
+
+    def read_together(self, chunk: list[Sequence[int]]) -> list[Any] | None:
+        """Several batches of rows that were written, or `None` if a row was not read yet or a column is padded."""
+        indices = torch.tensor(list(itertools.chain.from_iterable(chunk)), dtype=torch.int64)
+        if not self._columns or not self._padded.keys().isdisjoint(self._columns) or self.missing(indices):
+            return None
+        sizes = [len(each) for each in chunk]
+        parts = [column.index_select(0, indices).split(sizes) for column in self._columns.values()]
+        batches: list[Any] = [dict(zip(self._columns, values, strict=True)) for values in zip(*parts, strict=True)]
+        return batches if self._container is dict else [self._container(batch) for batch in batches]
 
     def _positions(self, indices: torch.Tensor) -> dict[str, torch.Tensor]:
         """

@@ -138,6 +138,10 @@ def test_batches_equal_those_of_the_collator(case, format, side):
         assert_same(rows.batch(dataset, torch.tensor(batch), collator), expected)
         assert_same(collator(read_rows(dataset, batch)), expected)
     assert rows.num_bytes > 0
+    many = BATCHES * 3
+    for known in (rows, ResidentRows()):
+        for batch, found in zip(many, known.batches(dataset, many, collator), strict=True):
+            assert_same(found, collator([dataset[row] for row in batch]))
 
 
 @pytest.mark.parametrize("case", CASES)
