@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--method", default="dsfl")
     parser.add_argument("--num-clients", type=int, default=10)
     parser.add_argument("--num-rows", type=int, default=3600)
-    parser.add_argument("--length", type=int, default=384)
+    parser.add_argument("--length", type=int, default=384, help="numbers of a row")
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--repetitions", type=int, default=3)

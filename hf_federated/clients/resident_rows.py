@@ -368,7 +368,7 @@ def _row_lengths(dataset: Dataset, name: str) -> torch.Tensor | None:
             return None
         parts.append(torch.as_tensor(pc.list_value_length(column).to_numpy().copy(), dtype=torch.int64))
     lengths = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-    # Versions of transformers differ in the type of a batch of empty lists.
+    # A batch of empty lists has no value that defines its type.
     return lengths if len(lengths) and bool(lengths.all()) else None
 
 
