@@ -152,9 +152,15 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "transformers.Trainer._track_num_input_tokens",
-        "calls: split_training",
-        "The batches of all clients of a step count as input tokens.",
-        "`num_input_tokens_seen` of a split run is wrong.",
+        "calls: split_training, clients",
+        "The batches of all clients of a step count as input tokens, and the batches of the lean loop.",
+        "`num_input_tokens_seen` of a split run, and of a client, is wrong.",
+    ),
+    PrivateName(
+        "transformers.Trainer._initial_num_input_tokens_seen",
+        "sets: clients",
+        "`Trainer.log` leaves these tokens out of the tokens per second, also in the lean loop.",
+        "The tokens per second of clients are wrong.",
     ),
     PrivateName(
         "transformers.Trainer._get_train_sampler",
@@ -276,6 +282,12 @@ PRIVATE_NAMES = (
             "Memory grows with each client, and checkpoints save objects of clients.",
         )
         for name in ("_models", "_optimizers", "_schedulers", "_dataloaders")
+    ),
+    PrivateName(
+        "torch.nn.Module._is_accelerate_prepared",
+        "wrapper: is_prepared",
+        "A lean training leaves the preparation of a model to the first training with `Trainer`.",
+        "All clients train with the loop of `Trainer`; simulations of small clients are slower.",
     ),
     *(
         PrivateName(
@@ -623,6 +635,11 @@ def prepared_objects(accelerator: Accelerator) -> tuple[list[Any], ...]:
 def set_prepared_objects(accelerator: Accelerator, lists: tuple[list[Any], ...]) -> None:
     """Replace the lists that [`prepared_objects`] returns."""
     accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders = lists
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Whether accelerate has prepared a model: moved it to its device and wrapped its forward pass."""
+    return bool(getattr(model, "_is_accelerate_prepared", False))
 
 
 def isolate_gradient_state(accelerator: Accelerator) -> None:

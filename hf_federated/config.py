@@ -134,6 +134,9 @@ class FederatedConfig(SavedConfig):
         local_steps (`int`, *optional*):
             Number of optimizer steps of a client per round. It replaces `local_epochs`. A round continues after the
             last batch of the client's previous round.
+        local_loop (`str`, *optional*, defaults to `"auto"`):
+            `"auto"`: if nothing in local training is customized, it runs in a lean loop that computes the same bits
+            as `Trainer.train()` and costs a small client less time. `"trainer"`: always in `Trainer.train()`.
         max_rows_per_round (`int`, *optional*):
             Maximum number of examples that a client trains on per round (250 in FedDRS, section 5.1). A client with
             more examples draws this number of examples without replacement in every round. The draw depends on the
@@ -277,6 +280,9 @@ class FederatedConfig(SavedConfig):
     clients_per_round: ShareOrCount = option(1.0, "Clients sampled per round: a count (10) or a share (0.1).")
     local_epochs: int = option(1, "Epochs of a client on its data per round.")
     local_steps: int | None = option(None, "Optimizer steps of a client per round, instead of local_epochs.")
+    local_loop: str = option(
+        "auto", "Loop of local training: 'auto', or 'trainer' for Trainer.train().", choices=["auto", "trainer"]
+    )
     max_rows_per_round: int | None = option(
         None, "Maximum number of examples of a client per round, drawn again in each round."
     )

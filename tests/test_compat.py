@@ -48,13 +48,14 @@ def instances(tmp_path_factory) -> dict[str, Any]:
     model.loss_function = print
     output_dir = tmp_path_factory.mktemp("trainer")
     trainer = transformers.Trainer(model=model, args=arguments(output_dir), train_dataset=rows(4))
+    trainer.train()  # sets attributes
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     objects = {
         "accelerate.Accelerator": accelerate.Accelerator(cpu=True),
         "accelerate.state.GradientState": GradientState(),
         "datasets.Dataset": Dataset.from_dict({"column": [1]}),
         "datasets.IterableDataset": Dataset.from_dict({"column": [1]}).to_iterable_dataset(),
-        "torch.nn.Module": torch.nn.Module(),
+        "torch.nn.Module": accelerate.Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1)),
         "torch.optim.lr_scheduler.LRScheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
         "transformers.PreTrainedModel": model,
         "transformers.PretrainedConfig": transformers.BertConfig(_commit_hash="0" * 40),

@@ -86,6 +86,11 @@ class LocalTraining:
         self._parts_with_gradients = [part for part in self.parts if part.changes_gradients]
         self._parts_with_batches = [part for part in self.parts if type(part).on_batch is not ClientPart.on_batch]
 
+    @property
+    def changes_gradients(self) -> bool:
+        """Whether a method reads or changes gradients, or reads the groups of the optimizer."""
+        return bool(self._parts_with_gradients)
+
     def on_batch(self, model: nn.Module, inputs: Any, num_items: Any) -> None:
         """Run before the loss of a micro-batch is computed."""
         for part in self._parts_with_batches:
@@ -180,10 +185,14 @@ class LocalTraining:
                         "client. Add it to the model before you create the trainer (for example, add a loss with "
                         "parameters as a module of the model), or remove it from the optimizer."
                     )
+        self.load_optimizer(trainer.optimizer)
+
+    def load_optimizer(self, optimizer: Any) -> None:
+        """Load the state of the client's optimizer, if the client kept one."""
         if self.optimizer_state is not None:
-            load_optimizer_state(trainer.optimizer, self.optimizer_state)
+            load_optimizer_state(optimizer, self.optimizer_state)
             # Some schedules multiply `lr` in each step. A new schedule must start from the first learning rate.
-            for group in trainer.optimizer.param_groups:
+            for group in optimizer.param_groups:
                 group["lr"] = copy.deepcopy(group.get("initial_lr", group["lr"]))
 
     def restore_groups(self, optimizer: Any) -> None:
@@ -198,15 +207,16 @@ class LocalTraining:
         for group, parameters in zip(optimizer.param_groups, self._sharded_groups, strict=False):
             group["params"] = parameters
 
-    def place_schedule(self, scheduler: LRScheduler, num_training_steps: int) -> None:
+    def schedule_position(self, num_training_steps: int) -> int:
         """
-        Advance a new schedule to this client's step in the run, which is the round number times its local steps.
+        Return this client's step in the schedule of the run, which is the round number times its local steps.
 
         A schedule does not advance in steps that the client's gradient scaler skips.
         """
+        if not self.global_schedule:
+            return 0
         num_skipped_steps = 0 if self.scaler is None else self.scaler.num_skipped_steps
-        position = self.round * num_training_steps - num_skipped_steps
-        place_schedule(scheduler, position if self.global_schedule else 0)
+        return self.round * num_training_steps - num_skipped_steps
 
 
 def place_schedule(scheduler: LRScheduler, position: int) -> None:

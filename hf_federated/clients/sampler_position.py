@@ -26,6 +26,7 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
+from .lean_loader import LeanLoader
 from .sampling import has_epochs, set_epoch
 
 
@@ -143,7 +144,9 @@ def _rest(loader: Any, epoch: int, num_batches: int, generator_state: torch.Tens
     generator stays unchanged.
     """
     with _global_generator(generator_state):
-        if isinstance(loader, DataLoader):
+        if isinstance(loader, LeanLoader):
+            batches = loader.iterate_after(num_batches)
+        elif isinstance(loader, DataLoader):
             rest: Any = skip_first_batches(loader, num_batches)
             # Before accelerate 1.15, the new data loader starts at epoch 0.
             set_epoch(rest, epoch)

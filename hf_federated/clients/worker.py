@@ -35,6 +35,7 @@ from .evaluation import evaluate
 from .failures import UnsupportedTrainerError, describe_failure, removed_column_error
 from .gradient_scaler import ALL_STEPS_SKIPPED, ClientScaler
 from .kept_state import LOCAL, MEMORIES, STEP_MEMORIES, has_state_after, state_before, with_note
+from .lean_training import LeanTraining
 from .local_training import (
     LocalTraining,
     LocalTrainingCallback,
@@ -115,11 +116,17 @@ class ClientWorker:
         self._num_rounds = config.num_rounds or 1
         self._postprocessors = postprocessors
         self._callbacks = list(callbacks)
+        self._lean = LeanTraining(config.client_optimizer_state == "carry") if config.local_loop == "auto" else None
         self._has_schedule = any(map(follows_steps_of_run, callbacks))
         self._keeps_open = len(train_datasets) <= MAX_OPEN_CLIENTS
         self._open_datasets: dict[str, tuple[Any, bool]] = {}
         # With one client, the global generators are not seeded: the run must equal a run of the plain Trainer.
         self.is_federation = len(train_datasets) > 1 if is_federation is None else is_federation
+
+    @property
+    def local_loops(self) -> dict[str, int]:
+        """Number of local trainings so far: `"lean"`, and by the reason for the loop of `Trainer`."""
+        return {} if self._lean is None else dict(self._lean.counts)
 
     def handle(self, message: Message) -> Message:
         """
@@ -250,6 +257,8 @@ class ClientWorker:
         update = _update(message, trainer, model.exchange.read() if message.returns_state else {})
         for part in parts:
             update = part.send(update)
+            # The trainer refers to the part. Free the tensors of both without a garbage collection.
+            part.context.trainer = None
         after = self._state_after(trainer, contexts, local)
         # The server rejects the update of a diverged client. The client then keeps its last finite state.
         is_finite = first_non_finite(update.state) is None
@@ -276,9 +285,9 @@ class ClientWorker:
             state["optimizer"] = optimizer_state_here(trainer.optimizer)
             if scaler is not None:
                 state["scaler"] = scaler.state_dict()
-        else:
-            # The optimizer and its schedule form a reference cycle. Free the moments without a garbage collection.
-            trainer.optimizer.state.clear()
+        # The optimizer and its schedule form a reference cycle, and lean trainings share an optimizer. Free the
+        # moments without a garbage collection.
+        trainer.optimizer.state.clear()
         if stream is not None:
             state["stream"] = stream.position()
         # Most clients train in whole epochs, and have no position.
@@ -324,6 +333,7 @@ class ClientWorker:
         with_position = self._has_schedule and local.global_schedule
         callbacks += at_round(self._callbacks, message.round, self._num_rounds) if with_position else self._callbacks
         callbacks += [callback for part in parts for callback in part.callbacks]
+        own_callbacks = callbacks[1:]
         if scaler is not None:
             callbacks.append(scaler)
         trainer = local_trainer(outer, args, examples if stream is None else stream, local, callbacks)
@@ -337,7 +347,10 @@ class ClientWorker:
             if scaler is not None:
                 scaler.install()
             try:
-                trainer.train()
+                if self._lean is not None and self._lean.takes(trainer, args, parts, own_callbacks):
+                    self._lean.train(trainer, message.seed if self.is_federation else None, own_callbacks)
+                else:
+                    trainer.train()
             except BaseException as error:
                 # An interrupted training does not clean up, and the next client must not see its state.
                 if (handle := vars(trainer).get("neftune_hook_handle")) is not None:

@@ -108,10 +108,13 @@ class RunEnd:
     Args:
         time (`float`): When the run ended, in seconds since 1970.
         state (`str`): `"complete"`, or how the run failed.
+        local_loops (`dict[str, int]`): Number of local trainings of this process by loop: `"lean"`, or why they used
+            the loop of `Trainer`.
     """
 
     time: float
     state: ShortText
+    local_loops: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass

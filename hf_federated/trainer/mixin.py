@@ -36,6 +36,7 @@ from transformers.trainer_utils import TrainOutput
 
 from .._compat import isolate_gradient_state, prepared_objects, set_prepared_objects, set_train_tokens
 from ..clients import ClientSpec
+from ..clients.local_training import place_schedule
 from ..clients.participants import FROM_TASK, EncodedClients, Participants, encode_for_server
 from ..config import FederatedConfig
 from ..data import FederatedDataset
@@ -229,6 +230,11 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
         datasets = setup.train_datasets
         return datasets.num_dropped or None if isinstance(datasets, PreparedClients) else None
 
+    @property
+    def has_optimizer_functions(self) -> bool:
+        """Whether functions in `optimizers` build the optimizer and the schedule of each client."""
+        return not self._optimizer_factories.is_empty
+
     def as_plain_trainer(self, args: TrainingArguments) -> Any:
         """
         Return a shallow copy that behaves as the parent trainer, also while this trainer runs rounds.
@@ -285,7 +291,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             resume_from_checkpoint (`str` or `bool`, *optional*): As in `Trainer`. A resumed run ends with the same
                 weights and checkpoints as an uninterrupted run, bit for bit. A resumed run may change these fields of
                 the configuration: `num_rounds`, `min_clients`, `evaluate_clients`, `log_clients`, `report_anomalies`,
-                `live_report`, `parallelism`, `client_store` and `max_resident_clients`.
+                `live_report`, `parallelism`, `local_loop`, `client_store` and `max_resident_clients`.
             trial (`Any`, *optional*): As in `Trainer`. A federation does not support hyperparameter search.
             ignore_keys_for_eval (`list[str]`, *optional*): As in `Trainer`.
 
@@ -486,7 +492,7 @@ class FederatedMixin(JoinMixin, EvaluationMixin, SavingMixin, PreparingMixin):
             self._optimizer_factories.build_scheduler(self, length, optimizer)
         scheduler = super().create_scheduler(length, optimizer)
         if local is not None:
-            local.place_schedule(self.lr_scheduler, num_training_steps)
+            place_schedule(self.lr_scheduler, local.schedule_position(num_training_steps))
         return scheduler
 
     def floating_point_ops(self, inputs: Any) -> int:

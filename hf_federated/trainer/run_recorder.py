@@ -173,7 +173,9 @@ class RunRecorder(FederatedCallback):
         Args:
             state (`str`): `"complete"`, or how the run failed.
         """
-        self._append(RunEnd(time.time(), printable(state, 500)))
+        worker = getattr(self._trainer.engine, "worker", None)
+        loops = {} if worker is None else worker.local_loops
+        self._append(RunEnd(time.time(), printable(state, 500), loops))
         self._write_clients(self._trainer.state.global_step, is_last=True)
         self._journal = None
 

@@ -25,6 +25,7 @@ CHANGEABLE_FIELDS = (
     "report_anomalies",
     "live_report",
     "parallelism",
+    "local_loop",
     "client_store",
     "max_resident_clients",
 )
