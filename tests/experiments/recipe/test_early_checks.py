@@ -73,7 +73,7 @@ def test_columns_of_a_text_file_are_those_of_its_header(tmp_path, content, prese
         ("rows.xlsx", b"PK"),
         ("rows.csv", b"text"),
         ("rows.csv", b""),
-        ("rows.csv.gz", gzip.compress(b"text,label\n")),
+        ("rows.csv.gz", gzip.compress(b"text,label\n", mtime=0)),
         ("rows.json", b'[{"text": 1}]'),
         ("rows.json", b"{"),
         ("rows.parquet", b"PAR1"),
