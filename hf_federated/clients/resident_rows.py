@@ -35,6 +35,8 @@ MAX_RESIDENT_BYTES = 256 * 2**20
 # Batches that are selected together, if their columns are not padded.
 _BATCHES_PER_SELECTION = 16
 
+_CPU = torch.device("cpu")
+
 # Formats in which an access to several examples returns the same examples as single accesses.
 _PLAIN_FORMATS = (None, "numpy", "torch")
 
@@ -118,13 +120,13 @@ class ResidentRows:
         Returns:
             The batch, in new tensors that the caller may change.
         """
-        if self.max_bytes and type(dataset) is Dataset and len(indices):
-            pure = describe(collator)
-            if pure is not None:
-                with self._lock:
-                    batch = self._held_batch(dataset, torch.as_tensor(indices, dtype=torch.int64), collator, pure)
-                if batch is not None:
-                    return batch
+        pure = self._describe(dataset, collator) if len(indices) else None
+        if pure is not None:
+            numbers = torch.as_tensor(indices, dtype=torch.int64, device=_CPU)
+            with self._lock:
+                batch = self._held_batch(dataset, numbers, collator, pure)
+            if batch is not None:
+                return batch
         return collator(read_rows(dataset, indices))
 
     def batches(self, dataset: Any, indices_of_batches: Iterable[Sequence[int]], collator: Any) -> Iterator[Any]:
@@ -143,19 +145,31 @@ class ResidentRows:
 
     def _selected(self, dataset: Any, chunk: list[Sequence[int]], collator: Any) -> list[Any] | None:
         """Several batches from one selection, or `None` if a row was not read yet or a column is padded."""
-        pure = describe(collator) if type(dataset) is Dataset else None
+        pure = self._describe(dataset, collator)
         if pure is None:
             return None
+        key = (dataset_fingerprint(dataset), len(dataset), pure)
         with self._lock:
             self._drop_deleted()
-            entry = self._entries.get((dataset_fingerprint(dataset), len(dataset), pure))
-            return None if entry is None else entry.read_together(chunk)
+            entry = self._entries.pop(key, None)
+            if entry is None:
+                return None
+            self._entries[key] = entry
+            return entry.read_together(chunk)
+
+    def _describe(self, dataset: Any, collator: Any) -> PureCollator | None:
+        """The description of a collator, if the rows of a dataset can be kept for it."""
+        is_kept = self.max_bytes and type(dataset) is Dataset and torch.get_default_device() == _CPU
+        return describe(collator) if is_kept else None
 
     def _held_batch(self, dataset: Dataset, indices: torch.Tensor, collator: Any, pure: PureCollator) -> Any:
         """A batch from kept rows, or `None` if the rows cannot be kept."""
         self._drop_deleted()
         key = (dataset_fingerprint(dataset), len(dataset), pure)
-        entry = self._entries.pop(key, None) or _Rows(dataset, pure)
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            with torch.inference_mode(False):  # tensors of the inference mode cannot be changed later
+                entry = _Rows(dataset, pure)
         self._entries[key] = entry
         if id(dataset) not in entry.users:
             entry.users[id(dataset)] = weakref.ref(dataset, partial(self._forget, key, entry))
@@ -188,7 +202,8 @@ class ResidentRows:
             return False
         while self._num_bytes + needed > self.max_bytes:
             self._remove(next(iter(self._entries)))
-        entry.allocate(collated)
+        with torch.inference_mode(False):
+            entry.allocate(collated)
         self._num_bytes += needed
         return True
 

@@ -217,6 +217,27 @@ def test_changing_a_batch_does_not_change_the_rows():
         batch["x"].zero_()
 
 
+@pytest.mark.parametrize("case", ["default", "texts"])
+def test_rows_that_are_read_in_inference_mode_serve_later_training(case):
+    build, collator_of = CASES[case]
+    dataset, collator, rows = build(), collator_of("right"), ResidentRows()
+    with torch.inference_mode():
+        assert_same(rows.batch(dataset, [0, 1], collator), collator([dataset[0], dataset[1]]))
+    for batch in BATCHES:
+        found = rows.batch(dataset, batch, collator)
+        assert_same(found, collator([dataset[row] for row in batch]))
+        assert not any(value.is_inference() for value in found.values())
+
+
+def test_a_default_device_applies_to_the_batch():
+    dataset, rows = vectors(), ResidentRows()
+    for _ in range(2):
+        with torch.device("meta"):
+            batch = rows.batch(dataset, [0, 1], default_data_collator)
+        assert {value.device.type for value in batch.values()} == {"meta"}
+    assert_same(rows.batch(dataset, [0, 1], default_data_collator), default_data_collator([dataset[0], dataset[1]]))
+
+
 def masking(**kwargs: Any) -> DataCollatorForLanguageModeling:
     return DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.5, **kwargs)
 
