@@ -136,10 +136,10 @@ def test_server_and_clients_read_each_public_row_once(tmp_path, monkeypatch, met
 
 def test_mini_batches_follow_the_seed_of_their_epoch():
     """Changed indices, and a trace of the shapes of a run, leave no traces in the following mini-batches."""
-    for _ in range(2):
-        for seed in (3, 4, 5, None):
-            with torch.device("meta"):
-                assert PublicRows(2, 6, seed).indices(NUM_PUBLIC).shape == (4,)
+    for seed in (3, 4, 5, None):
+        with torch.device("meta"):
+            assert PublicRows(2, 6, seed).indices(NUM_PUBLIC).shape == (4,)
+        for _ in range(2):
             indices = PublicRows(2, 6, seed).indices(NUM_PUBLIC)
             assert torch.equal(indices, public_order(NUM_PUBLIC, seed)[2:6])
             indices.zero_()
