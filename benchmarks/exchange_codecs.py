@@ -95,7 +95,7 @@ def trained_part(name: str, features: Features) -> nn.Module:
     return get_peft_model(block, LoraConfig(**LORA))
 
 
-def run(features: Features, model: nn.Module, spec: dict[str, Any]) -> dict[str, Any]:
+def run(features: Features, model: nn.Module, spec: dict[str, Any], num_rounds: int) -> dict[str, Any]:
     """
     Train one federation.
 
@@ -103,6 +103,7 @@ def run(features: Features, model: nn.Module, spec: dict[str, Any]) -> dict[str,
         features ([`Features`]): Cached examples.
         model (`torch.nn.Module`): The initial model.
         spec (`dict[str, Any]`): The run: `trained`, `codec`, `direction`, `feedback`, `seed`.
+        num_rounds (`int`): Number of rounds.
 
     Returns:
         `dict[str, Any]`: Accuracy on the test examples and bytes in both directions, or the errors of the codecs.
@@ -125,7 +126,7 @@ def run(features: Features, model: nn.Module, spec: dict[str, Any]) -> dict[str,
             train_dataset=FederatedDataset.from_dataset(examples, partitioner),
             data_collator=features.collate,
             postprocessors=steps,
-            federation=FederatedConfig(num_rounds=NUM_ROUNDS, local_steps=LOCAL_STEPS, **fields),
+            federation=FederatedConfig(num_rounds=num_rounds, local_steps=LOCAL_STEPS, **fields),
         )
         trainer.train()
     test = np.arange(info["num_train"], info["num_train"] + info["num_test"])
@@ -167,7 +168,7 @@ def run_all(options: argparse.Namespace) -> None:
     for spec in specs(options.seeds, options.directions):
         if tuple(spec[key] for key in keys) in done or spec["trained"] not in options.trained:
             continue
-        result = run(features[spec["trained"]], models[spec["trained"]], spec)
+        result = run(features[spec["trained"]], models[spec["trained"]], spec, options.num_rounds)
         with output.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(result, flush=True)
@@ -238,6 +239,7 @@ def main() -> None:
     command.add_argument("--seeds", type=int, default=3)
     command.add_argument("--trained", nargs="+", choices=list(LEARNING_RATES), default=list(LEARNING_RATES))
     command.add_argument("--directions", nargs="+", choices=DIRECTIONS, default=DIRECTIONS)
+    command.add_argument("--num-rounds", type=int, default=NUM_ROUNDS)
     command.add_argument("--threads", type=int, default=1)
     command = commands.add_parser("report", help="Print the tables.")
     command.add_argument("results", help="File from `run`.")

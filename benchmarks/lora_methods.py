@@ -90,18 +90,19 @@ SETTINGS: dict[str, tuple[int, int, int, dict[str, Aggregation]]] = {
 }
 
 
-def run(features: Features, spec: dict[str, Any]) -> dict[str, Any]:
+def run(features: Features, spec: dict[str, Any], num_rounds: int | None = None) -> dict[str, Any]:
     """
     Train one federation.
 
     Args:
         features ([`Features`]): Cached examples.
         spec (`dict[str, Any]`): The run: `setting`, `method`, `seed`.
+        num_rounds (`int`, *optional*): Number of rounds. Defaults to that of the setting.
 
     Returns:
         `dict[str, Any]`: Accuracy on the test examples, and the median inexactness of the last round.
     """
-    num_rounds, local_steps, rank, methods = SETTINGS[spec["setting"]]
+    setting_rounds, local_steps, rank, methods = SETTINGS[spec["setting"]]
     info, rng = features.info, np.random.default_rng(spec["seed"])
     rows = np.arange(info["num_train"])
     examples = Dataset.from_dict({"row": rows, "labels": features.labels[rows]})
@@ -120,7 +121,9 @@ def run(features: Features, spec: dict[str, Any]) -> dict[str, Any]:
             data_collator=features.collate,
             clients=specs if spec["setting"] == "ranks" else None,
             federation=FederatedConfig(
-                num_rounds=num_rounds, local_steps=local_steps, aggregation=copy.deepcopy(methods[spec["method"]])
+                num_rounds=num_rounds or setting_rounds,
+                local_steps=local_steps,
+                aggregation=copy.deepcopy(methods[spec["method"]]),
             ),
         )
         trainer.train()
@@ -146,7 +149,7 @@ def run_all(options: argparse.Namespace) -> None:
     for spec in specs(options.seeds, options.settings):
         if spec in done:
             continue
-        result = run(features, spec)
+        result = run(features, spec, options.num_rounds)
         with output.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(result, flush=True)
@@ -181,6 +184,7 @@ def main() -> None:
     command.add_argument("--output", required=True, help="File of results, one JSON object in a line.")
     command.add_argument("--seeds", type=int, default=3)
     command.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    command.add_argument("--num-rounds", type=int, help="default: the rounds of the setting")
     command.add_argument("--threads", type=int, default=1)
     command = commands.add_parser("report", help="Print the table.")
     command.add_argument("results", help="File from `run`.")

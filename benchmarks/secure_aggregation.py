@@ -345,7 +345,7 @@ def main() -> None:
     parser.add_argument("--lost-clients", type=int, nargs="+", default=[10, 25, 50], help="clients of `lost`")
     parser.add_argument("--protocols", nargs="+", default=list(PROTOCOLS), choices=list(PROTOCOLS), help="of `lost`")
     parser.add_argument("--lost-shares", type=float, nargs="+", default=[0, 0.1, 0.2, 0.3])
-    parser.add_argument("--rounds", type=int, default=12, help="rounds of `network`")
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of `network`, at least 3")
     parser.add_argument("--output", type=Path, help="write the numbers as JSON")
     options = parser.parse_args()
     logging.set_verbosity_error()

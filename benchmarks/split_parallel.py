@@ -151,7 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--client-batch", type=int, nargs="*", default=[2, 4, 8], help="numbers of clients")
     parser.add_argument("--hierarchical", type=int, nargs="*", default=[2, 4], help="numbers of clients")
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=16, help="steps of a run, at least 5")
     parser.add_argument("--output", help="JSON file to write the results to")
     options = parser.parse_args()
     torch.set_num_threads(1)

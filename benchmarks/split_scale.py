@@ -186,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", default=["serial", "client_batch", "server_hierarchical"])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 16, 32, 64])
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, help="steps of a run, at least 4")
     parser.add_argument("--output", help="JSON file to write the results to")
     options = parser.parse_args()
     torch.set_num_threads(1)

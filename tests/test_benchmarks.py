@@ -62,7 +62,7 @@ SCRIPTS = {
     "engine.py flower": Script.of("flower --model tiny --quick --threads 1 --output {out}", needs=("flwr", "ray")),
     "exchange_codecs.py": Script.of(
         f"{TEXTS} --num-train 200 --num-test 8 --max-length 8",
-        "run --features {dir}/features --output {out} --seeds 1 --trained head --directions up",
+        "run --features {dir}/features --output {out} --seeds 1 --trained head --directions up --num-rounds 1",
         "report {out}",
     ),
     "feddrs.py": Script.of(
@@ -71,7 +71,7 @@ SCRIPTS = {
     ),
     "large_messages.py": Script.of("--size-mb 1 --contents zeros --receivers client --output {out}"),
     "lora_methods.py": Script.of(
-        "run --features {dir}/features --output {out} --seeds 1 --settings ranks", "report {out}"
+        "run --features {dir}/features --output {out} --seeds 1 --settings ranks --num-rounds 1", "report {out}"
     ),
     "network.py": Script.of(
         "exchange transfer memory scale latency --clients 1 --repetitions 1 --calls 2 --transfer-mb 1 --payload-mb 1"
@@ -108,8 +108,8 @@ SCRIPTS = {
     "split_latency.py": Script.of("--delay-ms 1 --micro-batches 2 --in-flight 2 --steps 4 --output {out}"),
     "split_memory.py": Script.of("--output {out}"),
     "split_overlap.py": Script.of("--delay-ms 1 --batch-ms 1 --length 8 --steps 4 --output {out}"),
-    "split_parallel.py": Script.of("--client-batch 2 --hierarchical 2 --steps 4 --output {out}"),
-    "split_scale.py": Script.of("--strategies serial --clients 1 --steps 3 --output {out}"),
+    "split_parallel.py": Script.of("--client-batch 2 --hierarchical 2 --steps 5 --output {out}"),
+    "split_scale.py": Script.of("--strategies serial --clients 1 --steps 5 --output {out}"),
 }
 # Scripts that another script starts in a process.
 STARTED_BY = {
