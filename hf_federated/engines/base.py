@@ -15,7 +15,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -303,7 +302,7 @@ class Engine(ABC):
 
     def _dispatch(self, client_id: str, request: OpenRequest) -> Message:
         """Build the message of a request and count its bytes. Call this method exactly when the message is sent."""
-        message = replace(request.message_for(client_id), nonce=secrets.token_hex(NONCE_LENGTH))
+        message = request.message_for(client_id).with_nonce(secrets.token_hex(NONCE_LENGTH))
         self.ledger.record(message.round, client_id, bytes_down=message.num_bytes)
         if request.on_dispatch is not None:
             request.on_dispatch(client_id)

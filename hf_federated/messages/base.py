@@ -19,6 +19,7 @@ from .serialization import FlatTree, PackedPieces, pack, packed_size, unpack
 
 
 M = TypeVar("M", bound="Serializable")
+R = TypeVar("R", bound="Message")
 # Number of characters of received names that an error contains.
 _MAX_SHOWN = 500
 
@@ -190,3 +191,12 @@ class Message(Serializable):
     round: Count
     client_id: str
     nonce: str = field(default="", kw_only=True)
+
+    def with_nonce(self: R, nonce: str) -> R:
+        """Return a copy with another nonce. It shares the values of the other fields, which are already checked."""
+        if vars(self).keys() != _defaults(cast(Any, type(self))).keys():
+            # A class with slots, or with cached properties.
+            return dataclasses.replace(self, nonce=nonce)
+        message = object.__new__(type(self))
+        vars(message).update(vars(self), nonce=nonce)
+        return message

@@ -70,7 +70,9 @@ class Ledger:
             bytes_down (`int`, *optional*, defaults to `0`): Bytes sent from the server to the client.
             bytes_up (`int`, *optional*, defaults to `0`): Bytes sent from the client to the server.
         """
-        account = self._open_account(round, client_id)
+        self._blocks.pop(round // ROUNDS_PER_BLOCK, None)
+        self._first_rounds[client_id] = min(round, self._first_rounds.get(client_id, round))
+        account = self._bytes.setdefault(round, {}).setdefault(client_id, [0, 0])
         account[0] += bytes_down
         account[1] += bytes_up
         self.bytes_down += bytes_down
@@ -93,14 +95,8 @@ class Ledger:
 
     def set_account(self, round: int, client_id: str, bytes_down: int, bytes_up: int) -> None:
         """Replace the account of a client in a round, for an account that another process recorded."""
-        down, up = self._open_account(round, client_id)
+        down, up = self.account(round, client_id)
         self.record(round, client_id, bytes_down - down, bytes_up - up)
-
-    def _open_account(self, round: int, client_id: str) -> list[int]:
-        """Return the account of a client in a round, which the caller changes."""
-        self._blocks.pop(round // ROUNDS_PER_BLOCK, None)
-        self._first_rounds[client_id] = min(round, self._first_rounds.get(client_id, round))
-        return self._bytes.setdefault(round, {}).setdefault(client_id, [0, 0])
 
     def rounds(self) -> list[dict[str, int]]:
         """Return one row per round: `round`, `num_clients`, `bytes_down`, `bytes_up`."""

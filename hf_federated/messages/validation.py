@@ -330,4 +330,4 @@ def checked_reply(expected: ExpectedReply, reply: Message, ledger: Ledger, error
         # The names of metrics reach logs, trackers and the model card.
         reply = replace(reply, metrics={printable(name): value for name, value in reply.metrics.items()})
     # The nonce has served its purpose. Without it, the replies of two equal runs are equal.
-    return replace(reply, nonce="")
+    return reply.with_nonce("")

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from .._compat import BANNER_PREFIXES, TRAINER_LOGGER
 
 
+_logger = logging.getLogger(TRAINER_LOGGER)
 # Each thread has its own value, so that other trainings in the same process announce themselves.
 _is_hidden: ContextVar[bool] = ContextVar("hides_trainer_banner", default=False)
 
@@ -33,7 +34,7 @@ def trainer_banner(shown: bool) -> Iterator[None]:
         shown (`bool`): Whether the banner is shown.
     """
     # A filter that is already added is not added again.
-    logging.getLogger(TRAINER_LOGGER).addFilter(_is_shown)
+    _logger.addFilter(_is_shown)
     token = _is_hidden.set(not shown)
     try:
         yield

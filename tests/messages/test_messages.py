@@ -419,6 +419,22 @@ def test_the_size_of_a_message_is_right_after_one_of_similar_structure(changes):
         assert message.num_bytes == len(message.to_bytes())
 
 
+@dataclass(frozen=True, slots=True)
+class WithSlots(Message):
+    kind: ClassVar[str] = "with_slots"
+
+    value: int = 0
+
+
+def test_message_with_another_nonce_is_a_copy():
+    first = Fit(1, "a", 2, {"w": torch.ones(2)}, nonce="1")
+    for message in (first, WithSlots(1, "a", 7, nonce="1")):
+        changed = message.with_nonce("2")
+        assert type(changed) is type(message) and changed.nonce == "2" and message.nonce == "1"
+        assert changed == dataclasses.replace(message, nonce="2") != message
+    assert first.with_nonce("2").state is first.state
+
+
 class Word(str):
     """A text of another class."""
 
