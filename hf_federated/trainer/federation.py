@@ -134,6 +134,8 @@ class Federation:
         uses_disk = setup.config.client_store == "disk"
         self._steps = StepMemories(setup.postprocessors, self._workers.disk_store(STEPS_DIR) if uses_disk else None)
         self._steps.store.clear()
+        # The keyword `server` of the events of a round.
+        self._server_view: tuple[Any, ServerState] | None = None
         self.teachers = self._start_distillation()
         self.summary = RoundSummary()
         self.examples_seen = 0
@@ -276,19 +278,18 @@ class Federation:
         callbacks = [each for each in trainer.callback_handler.callbacks if isinstance(each, FederatedCallback)]
         if not callbacks:
             return
+        round = self.loop.round
+        if self._server_view is None or self._server_view[0] is not round:
+            fixed = {"num_rounds": self._setup.num_rounds, "client_ids": self._client_ids, "device": self._device}
+            self._server_view = round, ServerState(round, **fixed)
         trainer.control = call_event(
             callbacks,
             event,
             trainer.args,
             trainer.state,
             trainer.control,
-            round=self.loop.round,
-            server=ServerState(
-                self.loop.round,
-                num_rounds=self._setup.num_rounds,
-                client_ids=self._client_ids,
-                device=self._device,
-            ),
+            round=round,
+            server=self._server_view[1],
             model=trainer.model,
             **kwargs,
         )
