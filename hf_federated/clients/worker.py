@@ -8,7 +8,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -188,7 +187,7 @@ class ClientWorker:
             self.models.set_state(message.client_id, kept)
         if self.shards is not None:
             reply = model.exchange.shards.whole(reply, keep=self.shards.rank == 0)
-        return replace(reply, nonce=message.nonce)
+        return reply.with_nonce(message.nonce)
 
     def _refuse(self, message: Message, error: RefusedRequestError) -> ClientFailure:
         self.last_error = error
@@ -260,8 +259,10 @@ class ClientWorker:
             # The trainer refers to the part. Free the tensors of both without a garbage collection.
             part.context.trainer = None
         after = self._state_after(trainer, contexts, local)
-        # The server rejects the update of a diverged client. The client then keeps its last finite state.
-        is_finite = first_non_finite(update.state) is None
+        # The server rejects the update of a diverged client. The client then keeps its last finite state, if it keeps
+        # anything.
+        keeps_state = bool(after or step_memories or self._postprocessors)
+        is_finite = not keeps_state or first_non_finite(update.state) is None
         if local and is_finite and (name := first_non_finite(local)) is not None:
             # The server would accept the update.
             raise diverged(name)

@@ -23,7 +23,7 @@ PACKAGE = str(Path(hf_federated.__file__).parent)
 MAX_FILES = 41
 # How often a call enters another file than the call before it.
 MAX_CHANGES_OF_FILE = 333
-MAX_CALLS_OF_A_FURTHER_CLIENT = 249
+MAX_CALLS_OF_A_FURTHER_CLIENT = 247
 # The log of the run, which a callback writes.
 MAX_CALLS_OF_THE_LOG_FOR_A_FURTHER_CLIENT = 11
 
