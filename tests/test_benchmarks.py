@@ -90,7 +90,7 @@ SCRIPTS = {
     "robustness.py": Script.of(
         f"{TEXTS} --num-test 8 --num-triggered-test 4 --max-length 8",
         "run --features {dir}/features --output {out} --groups size --seeds 1 --num-rounds 1 --local-steps 1",
-        "report {out} --picture {dir}/robustness.png",
+        "report {out}",
     ),
     "run_files.py": Script.of("--clients 20 --rounds 5 --trained-rounds 2"),
     "secure_aggregation.py": Script.of(
