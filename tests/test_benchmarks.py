@@ -69,7 +69,7 @@ SCRIPTS = {
         "--hidden-size 16 --length 8 --num-clients 2 --num-layers 1 --num-samples 2 --sample-length 4 --num-steps 1"
         " --rows 4 --output {out}"
     ),
-    "large_messages.py": Script.of("--size-mb 1 --contents zeros --receivers client --output {out}"),
+    "large_messages.py": Script.of("--size-mb 1 --contents zeros --receivers server --output {out}"),
     "lora_methods.py": Script.of(
         "run --features {dir}/features --output {out} --seeds 1 --settings ranks --num-rounds 1", "report {out}"
     ),
@@ -94,7 +94,7 @@ SCRIPTS = {
     ),
     "run_files.py": Script.of("--clients 20 --rounds 5 --trained-rounds 2"),
     "secure_aggregation.py": Script.of(
-        "round lost network memory --model tiny --clients 3 --steps 1 --repetitions 1 --values 1000 --lost-clients 4"
+        "round lost network memory --model tiny --steps 1 --repetitions 1 --values 1000 --lost-clients 4"
         " --lost-shares 0 --rounds 4 --output {out}"
     ),
     "secure_aggregation_scale.py": Script.of("--clients 4 --values 100 --output {out}"),
