@@ -82,3 +82,37 @@ def test_scaffold_keeps_one_control_variate_per_client(tmp_path) -> None:
     model_bytes = sum(parameter.nbytes for parameter in tiny_model().parameters())
     with_few, with_many = (peak_bytes(tmp_path, num_clients, Scaffold()) for num_clients in (3, 24))
     assert (with_many - with_few) / model_bytes == pytest.approx(21, rel=0.05)
+
+
+class GarbageOfRound(FederatedCallback):
+    """Collects the tensors of the second round that only a garbage collection frees."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] | None = None
+
+    def on_round_end(self, args, state, control, round, **kwargs) -> None:
+        if round.number == 0:
+            gc.collect()
+            gc.disable()
+        if round.number == 1:
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            gc.set_debug(0)
+            gc.enable()
+            self.tensors = [each for each in gc.garbage if isinstance(each, torch.Tensor)]
+            gc.garbage.clear()
+
+
+@pytest.mark.usefixtures("nothing_is_frozen")
+@pytest.mark.parametrize("local_loop", ["auto", "trainer"])
+@pytest.mark.parametrize("aggregation", [FedAvg(), FedProx(), Scaffold()], ids=lambda each: each.name)
+def test_round_leaves_no_tensors_to_the_garbage_collection(tmp_path, aggregation, local_loop) -> None:
+    garbage = GarbageOfRound()
+    build_federation(
+        tmp_path,
+        {str(i): rows(4, seed=i) for i in range(3)},
+        num_rounds=3,
+        federation={"aggregation": aggregation, "local_loop": local_loop},
+        trainer={"callbacks": [garbage]},
+    ).train()
+    assert garbage.tensors == []

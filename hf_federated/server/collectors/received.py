@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -12,7 +13,7 @@ from ...aggregation.lora_factors import FactorPair
 from ...engines import Plan
 from ...messages import ClientUpdate, Message
 from ...messages.validation import InvalidUpdateError
-from ...methods import Accumulator, Round
+from ...methods import Accumulator, Method, Round
 from ...utils.errors import RoundFailedError
 from ..bound_update import Group, GroupedAccumulator, Magnitude
 from ..client_metrics import RoundSummary
@@ -55,20 +56,15 @@ class ReceivedUpdates:
         self._pairs: list[FactorPair] = []
         if has_lora:
             self._pairs = lora_inexactness.exchanged_pairs(self._averaging, requests.expected_state)
-        self._sums = GroupedAccumulator(self._build_sums, round.cohort, context.bound.max_ratio)
+        # A bound method would be a reference cycle, which keeps the state of the round until a garbage collection.
+        build = functools.partial(_build_sums, self._methods[0], requests, self._pairs)
+        self._sums = GroupedAccumulator(build, round.cohort, context.bound.max_ratio)
         self._measured: dict[str, tuple[dict[str, float], Magnitude]] = {}
         # The round whose request each update answers.
         self._numbers: dict[str, int] = {}
         self._first_error: Exception | None = None
         self.outcomes: dict[str, Outcome] = {}
         self.num_failed = 0
-
-    def _build_sums(self) -> Accumulator:
-        requests = self._requests
-        sums = self._methods[0].accumulator(requests.expected_state, requests.expected_extra)
-        if self._pairs:
-            lora_inexactness.add_collection(sums, requests.expected_state, self._pairs)
-        return sums
 
     def add(self, reply: Message, receive: Callable[[Message], tuple[ClientUpdate, float | None]]) -> None:
         """
@@ -170,3 +166,11 @@ class ReceivedUpdates:
                 f"Round {round.number + 1}: {num_accepted} of {num_clients} clients delivered a valid update, but "
                 f"min_clients={min_clients}. The first failure: {first}"
             ) from cause
+
+
+def _build_sums(method: Method, requests: FitRequests, pairs: list[FactorPair]) -> Accumulator:
+    """Return empty sums of the updates of a round."""
+    sums = method.accumulator(requests.expected_state, requests.expected_extra)
+    if pairs:
+        lora_inexactness.add_collection(sums, requests.expected_state, pairs)
+    return sums
