@@ -28,7 +28,6 @@ from ..utils.random import seed_generators
 from .lean_loader import LeanLoader
 from .lean_optimizer import LeanOptimizers, Schedule
 from .lean_rules import reason_for_trainer
-from .pure_collators import is_pure
 from .resident_rows import RESIDENT_ROWS
 
 
@@ -91,16 +90,17 @@ def _client_loader(trainer: Any) -> LeanLoader:
         sampler: Sampler[int] = SequentialSampler(rows)
     else:
         sampler = SeedableRandomSampler(rows, data_seed=accelerator.dataloader_config.data_seed)
-    # A transform of a dataset can depend on the examples that are read together.
-    is_kept = rows.format["type"] != "custom" and is_pure(collator)
+
+    def collate(batches: Iterator[list[int]]) -> Iterator[Any]:
+        if rows.format["type"] != "custom":
+            return RESIDENT_ROWS.batches(rows, batches, collator)
+        # A transform can depend on the examples that are read together.
+        return (collator(rows.__getitems__(positions)) for positions in batches)
 
     def read(batches: Iterator[list[int]]) -> Iterator[Any]:
-        if is_kept:
-            read = RESIDENT_ROWS.batches(rows, batches, collator)
-        else:
-            read = (collator(rows.__getitems__(positions)) for positions in batches)
         device = accelerator.device
-        return read if device.type == "cpu" else (send_to_device(batch, device) for batch in read)
+        collated = collate(batches)
+        return collated if device.type == "cpu" else (send_to_device(batch, device) for batch in collated)
 
     return LeanLoader(rows, read, sampler, args.train_batch_size, args.dataloader_drop_last)
 

@@ -197,7 +197,7 @@ def test_masks_are_drawn_anew_in_each_step(tmp_path):
 def test_examples_that_a_transform_draws_are_read_anew(tmp_path):
     def noisy() -> dict[str, Dataset]:
         def add_noise(batch: dict[str, Any]) -> dict[str, Any]:
-            noise = torch.randint(0, 5, (len(batch["input_ids"]), 1))
+            noise = torch.randint(0, 5, (1, 1))
             return {**batch, "input_ids": (torch.tensor(batch["input_ids"]) // 2 + noise).tolist()}
 
         return {name: data.with_transform(add_noise) for name, data in clients((3, 9)).items()}
@@ -218,6 +218,19 @@ def test_resumed_run_may_change_the_loop(tmp_path):
         resumed.train(resume_from_checkpoint=str(directory / "checkpoint-1"))
         assert updates.seen == reference[1].seen[len(SIZES) :]
         assert same_weights(resumed.model, reference[0].model)
+
+
+def test_client_that_fails_in_its_training_does_not_change_the_next_client(tmp_path):
+    def with_a_wrong_label() -> dict[str, Dataset]:
+        data = clients((9, 9, 5))
+        labels = [7 if row == 8 else 0 for row in range(9)]  # the model has two classes
+        return {**data, "c1": data["c1"].remove_columns("labels").add_column("labels", labels)}
+
+    settings = {"trainer": {"train_dataset": with_a_wrong_label}, "federation": {"min_clients": 1}}
+    lean = train(tmp_path / "lean", "auto", settings)
+    assert counts(lean[0]) == {LEAN: 9}
+    assert len(lean[1].seen) == 6
+    assert_same(lean, train(tmp_path / "trainer", "trainer", settings))
 
 
 @pytest.mark.parametrize("is_filtered", [True, False])
