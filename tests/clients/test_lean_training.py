@@ -116,7 +116,13 @@ FAST: dict[str, dict[str, Any]] = {
         "federation": {"local_steps": 2, "client_optimizer_state": "carry"},
     },
     "bf16, tokens": {"bf16": True, "include_num_input_tokens_seen": "non_padding"},
-    "fednova": {"optim": "sgd", "optim_args": "momentum=0.9", "federation": {"aggregation": "fednova"}},
+    "scaffold, SGD, accumulation": {
+        "optim": "sgd",
+        "optim_args": "momentum=0.9",
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "federation": {"aggregation": "scaffold"},
+    },
     "LoRA with dropout": CAUSAL,
 }
 SLOW: dict[str, dict[str, Any]] = {
@@ -146,7 +152,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "drawn rows": {"federation": {"max_rows_per_round": 5}},
     "cohort": {"federation": {"clients_per_round": 2}},
     "fedprox": {"federation": {"aggregation": "fedprox", "aggregation_kwargs": {"mu": 0.1}}},
-    "scaffold": {"federation": {"aggregation": "scaffold"}},
+    "fednova": {"optim": "sgd", "optim_args": "momentum=0.9", "federation": {"aggregation": "fednova"}},
     "local parameters": {"federation": {"keep_local": ["classifier.*"]}},
     "LoRA, accumulation": {**CAUSAL, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
 }
