@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +14,23 @@ from datasets import Dataset
 from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
 from hf_federated import FederatedConfig, FederatedTrainer
+
+
+class Clock:
+    """Sum the CPU seconds inside wrapped functions."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.process_time() - start
+
+        return timed
 
 
 def size_options(description: str | None, num_clients: int, batch_size: int, length: int) -> argparse.ArgumentParser:

@@ -10,12 +10,10 @@ process, so other programs on the machine hardly change them.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from distillation_runs import build_trainer, random_rows, size_options, write_numbers
+from distillation_runs import Clock, build_trainer, random_rows, size_options, write_numbers
 
 from hf_federated import FedDRS, FederatedConfig
 from hf_federated.clients import ClientWorker, Student
@@ -23,23 +21,6 @@ from hf_federated.messages import Fit
 
 
 VOCABULARY = 30522
-
-
-class Clock:
-    """Sum the CPU seconds inside wrapped functions."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.process_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds += time.process_time() - start
-
-        return timed
 
 
 def main() -> None:

@@ -4,19 +4,17 @@
     python benchmarks/public_rows.py --method fedid --repetitions 5
 
 The models are classifiers with one hidden layer, such as heads on the features of a frozen encoder. The rounds of one
-run alternate between the two sides. The times are CPU times of the process, without local training. The ratio is that
-of the medians. The first pair is left out, because its kept rows are read. The time outside model passes is the time
-without forward passes, backward passes and optimizer steps.
+run alternate between the two sides. The times are CPU times of the process, without local training. The ratio
+divides the medians. The first pair of rounds is left out, because it reads the rows that are kept. The time outside
+model passes leaves out forward passes, backward passes and optimizer steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +22,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from datasets import Dataset
+from distillation_runs import Clock, write_numbers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments, default_data_collator
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -75,23 +74,6 @@ def rows(num_rows: int, width: int, seed: int) -> Dataset:
 
 def read_one_by_one(dataset: Any, indices: Any, collator: Any) -> Any:
     return collator([dataset[int(index)] for index in indices])
-
-
-class Clock:
-    """Sum the CPU seconds inside wrapped functions."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.process_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds += time.process_time() - start
-
-        return timed
 
 
 def build_trainer(options: argparse.Namespace) -> FederatedTrainer:
@@ -156,11 +138,7 @@ def main() -> None:
         share = statistics.median(outside[side][1:])
         print(f"{side}: {medians[side]:.2f} s of CPU a round, {100 * share:.0f} % outside model passes")
     print(f"one by one / kept: {ratio:.2f}; kept rows: {RESIDENT_ROWS.num_bytes / 1e6:.1f} MB")
-    if options.output:
-        with open(options.output, "w", encoding="utf-8") as file:
-            json.dump(
-                {"ratio": ratio, "seconds": seconds, "outside": outside, "options": vars(options)}, file, indent=2
-            )
+    write_numbers(options, ratio=ratio, seconds=seconds, outside=outside)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from typing import Any
+
+from hf_federated.cli.main import main
 
 
 SITES = ("north", "south", "east", "west")
@@ -35,3 +38,9 @@ def with_cells(site: str, **cells: str) -> list[list[str]]:
         column, line = name.split("_")
         rows[int(line) - 2][column == "label"] = value
     return rows
+
+
+def check(capsys: Any, *arguments: str) -> tuple[int, str]:
+    """Run `hf-federated check`, and return its exit code and its output."""
+    code = main(["check", *arguments])
+    return code, capsys.readouterr().out

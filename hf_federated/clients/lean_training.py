@@ -2,8 +2,9 @@
 
 `Trainer.train()` prepares a data loader, an optimizer and a schedule with accelerate, and calls a list of callbacks
 several times in each step. For a model of a few thousand parameters, this takes longer than the training steps. The
-loop here calls the same `training_step` and computes the same bits: parameters, optimizer state, position of the
-sampler, and logged values. `reason_for_trainer` (`lean_rules.py`) sends every customized training to `Trainer`.
+loop here calls `compute_loss`, the optimizer and the schedule of the trainer directly. It computes the same bits:
+parameters, optimizer state, position of the sampler, and logged values. `reason_for_trainer` (`lean_rules.py`) sends
+every customized training to `Trainer`.
 """
 
 from __future__ import annotations
@@ -107,11 +108,12 @@ def _client_loader(trainer: Any) -> LeanLoader:
 
 class _Loop:
     """
-    The steps of one local training. It repeats `Trainer._inner_training_loop` and `Trainer._run_epoch`.
+    The steps of one local training, in the order of `Trainer._inner_training_loop` and `Trainer._run_epoch`.
 
     Args:
         trainer (`transformers.Trainer`): The trainer of the client.
         loader ([`~hf_federated.clients.local_training.EpochOffsetLoader`]): The batches of the client.
+        callbacks (`Sequence[TrainerCallback]`): Callbacks whose only event is `on_step_end`.
     """
 
     def __init__(self, trainer: Any, loader: Any, callbacks: Sequence[TrainerCallback]) -> None:

@@ -409,7 +409,7 @@ def _structure(tree: Any) -> tuple[Any, int]:
 
 @functools.lru_cache(256)
 def _form_of(kind: Any) -> Any:
-    """Return how values of a type are serialized. `bool` also stands for `None`, and `None` for all other types."""
+    """Return how values of a type are serialized: `bool` for booleans and `None`, `None` for unknown types."""
     if issubclass(kind, NarrowedState):
         return NarrowedState
     if issubclass(kind, (torch.Tensor, NarrowedTensor)):

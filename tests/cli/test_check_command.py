@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value
-from planted_faults import SITES, clean_rows, with_cells, write_csv, write_sites
+from planted_faults import SITES, check, clean_rows, with_cells, write_csv, write_sites
 
 from hf_federated import FederatedDataset, FederatedDatasetDict
 from hf_federated.cli.main import main
@@ -20,11 +20,6 @@ from hf_federated.cli.main import main
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def check(capsys, *arguments: str) -> tuple[int, str]:
-    code = main(["check", *arguments])
-    return code, capsys.readouterr().out
 
 
 # Each kind of fault, as changes of the files of sites, with the first words of the line that reports it.

@@ -8,7 +8,7 @@ import gzip
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from planted_faults import write_csv
+from planted_faults import check, write_csv
 
 from hf_federated.cli.main import main
 
@@ -17,11 +17,6 @@ from hf_federated.cli.main import main
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def check(capsys, *arguments: str) -> tuple[int, str]:
-    code = main(["check", *arguments])
-    return code, capsys.readouterr().out
 
 
 def read_csv(path) -> list[list[str]]:
