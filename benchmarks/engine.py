@@ -14,7 +14,6 @@ Every measurement runs in separate processes. `README.md` in this folder describ
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -30,8 +29,6 @@ from typing import Any
 from process_tree import run_watched
 from turns import Side, median_ratio, take_turns
 
-from hf_federated import FederatedConfig
-
 
 HERE = Path(__file__).resolve().parent
 ALGORITHMS = ("fedavg", "fedprox", "fedopt")
@@ -39,6 +36,8 @@ TINY = {"model": "tiny", "local_steps": 4, "batch_size": 8, "sequence_length": 1
 MINILM = {"model": "minilm", "local_steps": 4, "batch_size": 8, "sequence_length": 64}
 MEMORY = {"model": "memory", "local_steps": 1, "batch_size": 1, "sequence_length": 8}
 SCALE = {"model": "mlp", "local_steps": 1, "batch_size": 8}
+# The settings of the two sides of the library in `overhead`.
+LOCAL_LOOPS = {"library": {"local_loop": "auto"}, "library, Trainer's loop": {"local_loop": "trainer"}}
 # Workload, clients and rounds of each size of `overhead`.
 SIZES: dict[str, tuple[dict[str, Any], int, int]] = {
     "mlp": ({"model": "mlp"}, 10, 21),
@@ -120,7 +119,7 @@ class Bench:
             workload = {**workload, "num_clients": num_clients, "num_rounds": num_rounds}
             print(f"  {size}: {num_clients} clients, {num_rounds} rounds of each side ...", file=sys.stderr)
             sides = {"bare": self.start_side("bare", workload)}
-            for name, federation in local_loops().items():
+            for name, federation in LOCAL_LOOPS.items():
                 sides[name] = self.start_side("library", workload, federation=federation)
             sides["plain Trainer"] = self.start_side("plain", workload)
             if self.options.pfl_python:
@@ -247,13 +246,6 @@ class Bench:
             [[f"{result['write_ms']:.2f} ms", f"{result['set_peft_model_state_dict_ms']:.2f} ms"]],
         )
         return result
-
-
-def local_loops() -> dict[str, dict[str, str]]:
-    """Return the settings of the library's sides by name: one side for each loop that trains clients."""
-    if "local_loop" not in {field.name for field in dataclasses.fields(FederatedConfig)}:
-        return {"library": {}}
-    return {"library": {"local_loop": "auto"}, "library, Trainer's loop": {"local_loop": "trainer"}}
 
 
 def _median(values: Iterable[float]) -> float:
