@@ -101,6 +101,13 @@ class FedID(Distillation):
     | `"mpl"` | one number | the gradient of the paper's published code, which is biased |
     | `"none"` | nothing | none: the ablation, and the literal reading of the paper |
 
+    | paper | here |
+    |---|---|
+    | `η` of equation 11, the server's step | `server_lr` |
+    | `η` of equation 12, in the derivative of the server's loss | `virtual_step_size` |
+    | factor 1 of `g_feedback` in equation 15 | `feedback_weight / virtual_step_size` |
+    | `η^k` of equation 15 | `client_lr` |
+
     Every mini-batch moves the clients towards their mean. If some clients know only one label, or have barely been
     trained, the mean is nearly constant, and all clients agree on it before the server has learned anything. Let the
     clients train long enough first, and set `client_lr` below the learning rate of their local training.
@@ -114,16 +121,22 @@ class FedID(Distillation):
     Args:
         feedback (`str`, *optional*, defaults to `"chain_rule"`):
             Kind of feedback, as in the table.
-        feedback_step_size (`float`, *optional*, defaults to `0.01`):
-            `η`, the step size of the plain gradient descent step to which `"chain_rule"` and `"per_example"` refer. It
-            scales the feedback. With the learning rate of an adaptive optimizer (2e-5), the feedback would be
-            negligible compared to the distillation. With `"chain_rule"`, the log has the ratio of the norm of the
-            feedback's gradient to the norm of the distillation's gradient, with respect to the clients' logits
-            (`federated/feedback_ratio`). A ratio far below 1 is nearly `"none"`.
+        virtual_step_size (`float`, *optional*, defaults to `0.01`):
+            `η` of `θ⁺ = θ − η ∇L_S(θ)`, the plain gradient descent step after which `"chain_rule"` and `"per_example"`
+            compute the gradient of the server's loss. The server's own step has `server_lr`.
+        feedback_weight (`float`, *optional*, defaults to `0.01`):
+            Scale `λ` of the feedback of `"chain_rule"` and `"per_example"`. With `λ = η`, the feedback is the gradient
+            of the server's loss after the virtual step. With the learning rate of an adaptive optimizer (2e-5), the
+            feedback would be negligible compared to the distillation. With `"chain_rule"`, the log has the ratio of
+            the norm of the feedback's gradient to the norm of the distillation's gradient, with respect to the
+            clients' logits (`federated/feedback_ratio`). A ratio far below 1 is nearly `"none"`.
         clients_distill (`bool`, *optional*, defaults to `True`):
             Whether clients learn `q`. `False` is the paper's ablation "without g_distill".
         public_epochs (`int`, *optional*, defaults to `1`):
             Number of passes over the public examples in a round. It replaces `server_epochs` and `client_epochs`.
+        feedback_step_size (`float`, *optional*):
+            Alias that sets `virtual_step_size` and `feedback_weight` to one number. Model cards and saved
+            configurations contain these two settings.
         kwargs (*optional*): As in [`Distillation`], except `server_epochs`, `client_epochs`, `temperature` and
             `train_on_labeled`. The losses have no temperature, and the server does not train on its labeled
             examples.
@@ -161,21 +174,33 @@ class FedID(Distillation):
     name: ClassVar[str] = "fedid"
     client_part: ClassVar[type[ClientPart]] = FedIDPart
     broadcasts: ClassVar[str] = "probabilities"
+    aliases: ClassVar[Mapping[str, str]] = {**Distillation.aliases, "feedback_step_size": "virtual_step_size"}
     # The server evaluates on its labeled examples and does not train on them.
     ignores: ClassVar[tuple[str, ...]] = ("server_epochs", "client_epochs", "temperature", "train_on_labeled")
 
     feedback: str = "chain_rule"
-    feedback_step_size: float = 0.01
+    virtual_step_size: float = 0.01
+    feedback_weight: float = 0.01
     clients_distill: bool = True
     public_epochs: int = 1
+    feedback_step_size: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_one_of("feedback", FEEDBACKS)
-        self._require(("feedback_step_size",), lambda value: value > 0, "positive")
         self._require(("public_epochs",), lambda value: value >= 1, "at least 1")
+        scales = ("virtual_step_size", "feedback_weight")
         if self.feedback not in ("chain_rule", "per_example"):
-            self._refuse_without_effect("feedback_step_size", given=f"feedback={self.feedback!r}")
+            self._refuse_without_effect("feedback_step_size", *scales, given=f"feedback={self.feedback!r}")
+        if self.feedback_step_size is not None:
+            if given := self.non_default_settings().keys() & set(scales):
+                raise ValueError(
+                    f"`feedback_step_size` is {self.feedback_step_size} and sets `virtual_step_size` and "
+                    f"`feedback_weight`, but `{min(given)}` is {getattr(self, min(given))}. Leave out "
+                    "`feedback_step_size`, and set the two settings."
+                )
+            self.virtual_step_size = self.feedback_weight = self.feedback_step_size
+        self._require(scales, lambda value: 0 < value < math.inf, "positive and finite")
         if not self.alignment.is_identity:
             raise ValueError(
                 f"{type(self).__name__} sends all clients the same targets and gradients, so its `alignment` must be "
@@ -299,7 +324,7 @@ class _ServerStep:
     seed: int
     # L_old - L_new, for "mpl" and "mpl_sampled".
     improvement: float = 0.0
-    # `∂L_val/∂q` is sent divided by 2 to this power, so that `float16` keeps small numbers. The division is exact.
+    # The feedback is sent divided by 2 to this power, so that `float16` keeps small numbers. The division is exact.
     exponent: int = 0
     # The server's loss, and the norms of the gradients of feedback and distillation, summed over all clients.
     loss: torch.Tensor = field(init=False)
@@ -310,8 +335,8 @@ class _ServerStep:
         method = self.algorithm.feedback
         feedback: dict[str, torch.Tensor] = {}
         if method in ("chain_rule", "per_example"):
-            step_size = self.algorithm.feedback_step_size
-            gradient = self.server.ensemble_gradient(self.inputs, self.ensemble, self._labeled_loss, step_size)
+            step_size, scale = self.algorithm.virtual_step_size, self.algorithm.feedback_weight
+            gradient = self.server.ensemble_gradient(self.inputs, self.ensemble, self._labeled_loss, step_size, scale)
             if method == "chain_rule":
                 self.exponent = _exponent(gradient)
                 scaled = torch.ldexp(gradient, torch.tensor(-self.exponent, device=gradient.device))

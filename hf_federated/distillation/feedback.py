@@ -264,7 +264,7 @@ def chain_rule_feedback(
         model (`torch.nn.Module`): The server's model at the old `θ`.
         inputs (`Any`): The public batch of the step.
         validation_gradients (`Mapping[str, torch.Tensor]`): `v`, computed inside [`virtual_step`].
-        step_size (`float`): `η`, the step size of [`virtual_step`].
+        step_size (`float`): `η`, the step size of [`virtual_step`]. Another number scales `G`.
         method (`str`, *optional*, defaults to `"jvp"`): As in [`directional_derivative`].
         compute_logits (`Callable`, *optional*): As in [`directional_derivative`]. Its number of rows `N` is `B`.
 

@@ -224,7 +224,12 @@ class DistillationServer(FormerServerNames):
             return float(loss())
 
     def ensemble_gradient(
-        self, inputs: dict[str, Any], ensemble: torch.Tensor, loss: Callable[[], torch.Tensor], step_size: float
+        self,
+        inputs: dict[str, Any],
+        ensemble: torch.Tensor,
+        loss: Callable[[], torch.Tensor],
+        step_size: float,
+        scale: float | None = None,
     ) -> torch.Tensor:
         """
         Differentiate a loss after a step of plain gradient descent with respect to the ensemble of the step.
@@ -234,9 +239,11 @@ class DistillationServer(FormerServerNames):
             ensemble (`torch.Tensor`): Probabilities `q` that the step learns, of shape `(rows, classes)`.
             loss (`Callable`): `loss()`, a scalar of the model after the step.
             step_size (`float`): Step size of the gradient descent.
+            scale (`float`, *optional*): Replaces `step_size` as a factor of the derivative. Defaults to `step_size`,
+                which gives the derivative itself.
 
         Returns:
-            `torch.Tensor`: `∂L/∂q`, of shape `(rows, classes)`.
+            `torch.Tensor`: `(scale / step_size) ∂L/∂q`, of shape `(rows, classes)`.
         """
         student = self.student
         parameters = {name: item for name, item in student.model.named_parameters() if item.requires_grad}
@@ -244,8 +251,9 @@ class DistillationServer(FormerServerNames):
             gradients = loss_gradients(soft_cross_entropy(student.forward(inputs), ensemble), parameters)
             with virtual_step(parameters, gradients, step_size):
                 after = loss_gradients(loss(), parameters)
+        scale = step_size if scale is None else scale
         return chain_rule_feedback(
-            student.model, inputs, after, step_size, compute_logits=lambda model, inputs: student.forward(inputs)
+            student.model, inputs, after, scale, compute_logits=lambda model, inputs: student.forward(inputs)
         )
 
     def labeled_batch(self, size: int, *purpose: str | int) -> dict[str, Any]:

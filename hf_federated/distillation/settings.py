@@ -55,7 +55,8 @@ class Settings(ConstructorSettings):
             given (`str`, *optional*, defaults to `""`): Setting and value that make them have no effect, for the
                 message.
         """
-        for name in sorted(self.non_default_settings().keys() & set(names)):
+        given_aliases = {name for name in self.aliases if getattr(self, name) is not None}
+        for name in sorted((self.non_default_settings().keys() | given_aliases) & set(names)):
             reason = f" with {given}" if given else ""
             raise ValueError(f"`{name}` would have no effect on {type(self).__name__}{reason}: leave it out.")
 

@@ -18,6 +18,7 @@ from tiny import rows, tiny_model
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from hf_federated import FedID
 from hf_federated.distillation import sample_pseudo_labels
 from hf_federated.messages import Feedback, Fit, Predict, Predictions, public_order
 
@@ -77,7 +78,8 @@ def one_round(tmp_path, server=None, **kwargs) -> Run:
     feedback = kwargs.get("feedback", "chain_rule")
     server_data = {} if feedback == "none" else {"server_dataset": LABELLED}
     if feedback in ("chain_rule", "per_example"):
-        kwargs = {"feedback_step_size": STEP_SIZE, **kwargs}
+        scales = {"virtual_step_size": STEP_SIZE, "feedback_weight": STEP_SIZE}
+        kwargs = kwargs if "feedback_step_size" in kwargs else {**scales, **kwargs}
     trainer = distillation_trainer(
         tmp_path,
         "fedid",
@@ -188,6 +190,48 @@ def test_chain_rule_clients_follow_the_gradient_through_the_servers_step(tmp_pat
     )
 
 
+@pytest.mark.parametrize("weight", [0.02, 3.0])
+def test_feedback_weight_scales_the_gradient_of_the_virtual_step(tmp_path, weight):
+    """The virtual step keeps its length, so the reference multiplies the gradient of the whole graph."""
+    run = one_round(tmp_path, feedback_weight=weight)
+    reference = Reference(run.public)
+    feedback = weight / STEP_SIZE * reference.validation_loss_after_step()
+    for client_id, model in reference.models.items():
+        check_steps(
+            run.clients[client_id], gradients_of(feedback + reference.distillation(client_id), model), CLIENT_RATE
+        )
+    ratio = one_round(tmp_path / "equal").log["federated/feedback_ratio"] * weight / STEP_SIZE
+    assert run.log["federated/feedback_ratio"] == pytest.approx(ratio, rel=1e-5)
+
+
+def test_rewards_of_examples_are_scaled_by_the_feedback_weight(tmp_path):
+    equal, weighted = (
+        one_round(tmp_path / name, feedback="per_example", feedback_weight=weight)
+        for name, weight in (("equal", STEP_SIZE), ("weighted", 8 * STEP_SIZE))
+    )
+    for client_id, message in weighted.feedback_messages.items():
+        expected = 8 * equal.feedback_messages[client_id].feedback["rewards"]
+        torch.testing.assert_close(message.feedback["rewards"], expected)
+
+
+def test_feedback_step_size_sets_both_numbers_and_sends_the_same_bytes(tmp_path):
+    alias = one_round(tmp_path / "alias", feedback_step_size=STEP_SIZE)
+    both = one_round(tmp_path / "both")
+    # A nonce is random.
+    sent, expected = ([message.with_nonce("").to_bytes() for message in run.record.sent] for run in (alias, both))
+    assert sent == expected
+    assert FedID(feedback_step_size=0.2).non_default_settings() == {"virtual_step_size": 0.2, "feedback_weight": 0.2}
+    with pytest.raises(ValueError, match="`feedback_step_size` is 0.2 and sets .*, but `feedback_weight` is 0.3"):
+        FedID(feedback_step_size=0.2, feedback_weight=0.3)
+
+
+@pytest.mark.parametrize("name", ["virtual_step_size", "feedback_weight", "feedback_step_size"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_numbers_of_the_virtual_step_are_positive_and_finite(name, value):
+    with pytest.raises(ValueError, match="must be positive and finite"):
+        FedID(**{name: value})
+
+
 @pytest.mark.parametrize("feedback", ["chain_rule", "mpl_sampled"])
 def test_validation_loss_is_computed_without_dropout(tmp_path, feedback):
     dropout_model = tiny_model(
@@ -228,8 +272,8 @@ def test_feedback_ratio_is_not_logged_for_a_single_client(tmp_path):
 
 @pytest.mark.parametrize("step_size", [1e-6, 1e-9])
 def test_small_feedback_is_preserved_in_float16(tmp_path, step_size):
-    full = one_round(tmp_path / "a", feedback_step_size=step_size)
-    half = one_round(tmp_path / "b", feedback_step_size=step_size, prediction_dtype="float16")
+    full = one_round(tmp_path / "a", feedback_weight=step_size)
+    half = one_round(tmp_path / "b", feedback_weight=step_size, prediction_dtype="float16")
     for client_id in WEIGHTS:
         message = half.feedback_messages[client_id]
         assert message.feedback["values"].dtype == torch.float16

@@ -142,6 +142,8 @@ def test_setting_without_effect_is_rejected(method, name, value):
         ("adafd", {"weighting": "enwc", "clients_evaluate": True}, "clients_evaluate"),
         ("fedid", {"feedback": "none", "feedback_step_size": 0.2}, "feedback_step_size"),
         ("fedid", {"feedback": "mpl_sampled", "feedback_step_size": 0.2}, "feedback_step_size"),
+        ("fedid", {"feedback": "mpl_sampled", "virtual_step_size": 0.2}, "virtual_step_size"),
+        ("fedid", {"feedback": "mpl", "feedback_weight": 0.2}, "feedback_weight"),
     ],
 )
 def test_setting_without_effect_in_combination_is_rejected(method, kwargs, name):
