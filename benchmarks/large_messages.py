@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -243,29 +244,31 @@ def measure_server(content: str, num_bytes: int) -> dict[str, Any]:
     """Measure a server that receives a content from a client."""
     results, ours = FORK.Pipe()
     processes = [start(run_server, num_bytes, ours)]
-    address, settings = receive(results)
+    address, settings = receive(results, processes[0])
     processes += [start(returning_client, address, settings, name) for name in HONEST]
     processes.append(start(hostile_client, address, settings, content, num_bytes))
-    measured = receive(results)
+    measured = receive(results, processes[0])
     for process in processes:
         process.join(TIMEOUT)
     return measured
 
 
-class AnySettings(NetworkSettings):
-    """Settings that equal those of every client."""
+class CopiedSettings(NetworkSettings):
+    """Settings that equal those of the client that connects, which also compares them."""
 
-    def differences(self, theirs: Any) -> list[str]:
+    def differences(self, theirs: Any, is_client: bool = False) -> list[str]:
+        self.settings = theirs
         return []
 
 
 def run_hostile_server(content: str, num_bytes: int, results: Any) -> None:
-    """Send a content to the client, and report whether the client was lost before it left."""
+    """Report that the client has joined, send it a content, and report whether it was lost before it left."""
     transport = GrpcTransport("127.0.0.1:0", insecure=True, heartbeat_timeout=HEARTBEAT)
-    transport.start([HONEST[0]], AnySettings({}))
+    transport.start([HONEST[0]], CopiedSettings({}))
     results.send(transport.address)
     while (event := transport.receive(TIMEOUT)) is not None and event.kind != "joined":
         pass
+    results.send("joined")
     request = Fit(0, HONEST[0], seed=0, state={}, nonce="n")
     header = frame({"state": "", "keep": [], "num_clients": 3})
     # A request has a few bytes more than its content.
@@ -290,21 +293,27 @@ def measure_client(content: str, num_bytes: int) -> dict[str, Any]:
     """Measure a client that receives a content from a server."""
     (from_server, server_end), (from_client, client_end) = FORK.Pipe(), FORK.Pipe()
     server = start(run_hostile_server, content, num_bytes, server_end)
-    client = start(run_client, receive(from_server), client_end)
-    if receive(from_server) == "lost":
+    client = start(run_client, receive(from_server, server), client_end)
+    if from_client in connection.wait([from_server, from_client], TIMEOUT):
+        raise RuntimeError(f"The client did not join: {receive(from_client, client)['outcome']}")
+    receive(from_server, server)
+    if receive(from_server, server) == "lost":
         # The client would try to connect again.
         client.kill()
         measured: dict[str, Any] = {"lost": [HONEST[0]]}
     else:
-        measured = receive(from_client)
+        measured = receive(from_client, client)
     for process in (server, client):
         process.join(TIMEOUT)
     return measured
 
 
-def receive(results: Any) -> Any:
-    if not results.poll(TIMEOUT):
-        raise TimeoutError(f"A process did not answer within {TIMEOUT} s. See its error above.")
+def receive(results: Any, process: Any) -> Any:
+    """Return what a process sends. A process that ends without an answer is an error at once."""
+    has_ended = process.sentinel in connection.wait([results, process.sentinel], TIMEOUT)
+    if not results.poll():
+        reason = f"ended with code {process.exitcode}" if has_ended else f"did not answer within {TIMEOUT} s"
+        raise RuntimeError(f"A process {reason} before it sent a result. See its error above.")
     return results.recv()
 
 

@@ -102,7 +102,8 @@ StartClients = Callable[[str, dict[str, str], list[str]], list[Any]]
 
 
 def start(target: Callable[..., None], *arguments: Any) -> Any:
-    process = FORK.Process(target=target, args=arguments)
+    # A process that waits for another one ends with the script if a measurement fails.
+    process = FORK.Process(target=target, args=arguments, daemon=True)
     process.start()
     return process
 

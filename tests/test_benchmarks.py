@@ -69,7 +69,7 @@ SCRIPTS = {
         "--hidden-size 16 --length 8 --num-clients 2 --num-layers 1 --num-samples 2 --sample-length 4 --num-steps 1"
         " --rows 4 --output {out}"
     ),
-    "large_messages.py": Script.of("--size-mb 1 --contents zeros --receivers server --output {out}"),
+    "large_messages.py": Script.of("--size-mb 1 --contents zeros --receivers server client --output {out}"),
     "lora_methods.py": Script.of(
         "run --features {dir}/features --output {out} --seeds 1 --settings ranks --num-rounds 1", "report {out}"
     ),
