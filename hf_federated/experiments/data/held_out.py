@@ -1,4 +1,4 @@
-"""Hold out test examples of a federation, and limit the number of its clients and examples.
+"""Hold out test or validation examples of a federation, and limit the number of its clients and examples.
 
 [`hold_out_examples`] takes a share of the examples of each client, and [`hold_out_clients`] takes whole clients. Both
 draw with `data.seed`. The rows are not copied.
@@ -21,11 +21,22 @@ from hf_federated.experiments.recipe.sections import DataSection
 from hf_federated.utils.random import derived_seed
 
 
+# For each field that holds out a share of the examples, the fields that do not need several examples of a client.
+OTHER_FIELDS = {
+    "test_examples": "data.test_path, data.test_split or data.test_clients",
+    "validation_examples": "data.validation_split",
+}
+
+
 def hold_out_examples(
-    clients: FederatedDataset, share: float, seed: int, label_column: str | None = None
+    clients: FederatedDataset,
+    share: float,
+    seed: int,
+    label_column: str | None = None,
+    field: str = "test_examples",
 ) -> tuple[FederatedDataset, FederatedDataset]:
     """
-    Split the examples of each client into training and test examples.
+    Split the examples of each client into training and test examples, or into training and validation examples.
 
     A client with `n` examples gives `share * n` test examples, rounded up, and keeps at least one training example. A
     client with one example gives none. The test examples have the label shares of the client, up to rounding. They
@@ -36,6 +47,8 @@ def hold_out_examples(
         share (`float`): Share of the examples of each client, above 0 and below 1.
         seed (`int`): Seed of the draw.
         label_column (`str`, *optional*): The column whose values are the strata.
+        field (`str`, *optional*, defaults to `"test_examples"`): The field of `data` that sets the share. Two fields
+            draw independently with one seed.
 
     Returns:
         `tuple[FederatedDataset, FederatedDataset]`: The clients with their training examples, and the clients with
@@ -50,15 +63,15 @@ def hold_out_examples(
     for client_id, size in clients.num_rows.items():
         # Rounding first avoids the next integer for products such as 0.07 * 100 = 7.000000000000001.
         num_test = min(math.ceil(round(share * size, 9)), size - 1)
-        generator = np.random.default_rng(derived_seed(seed, "test_examples", client_id))
+        generator = np.random.default_rng(derived_seed(seed, field, client_id))
         chosen.append(begin + draw_stratified(strata[begin : begin + size], num_test, generator))
         begin += size
     is_test = np.zeros(len(indices), dtype=bool)
     is_test[np.concatenate(chosen)] = True
     if not is_test.any():
         raise RecipeError(
-            f"data.test_examples holds out examples of clients with at least 2 examples, but each of the"
-            f" {len(clients)} clients has one example. Set data.test_path, data.test_split or data.test_clients."
+            f"data.{field} holds out examples of clients with at least 2 examples, but each of the {len(clients)}"
+            f" clients has one example. Set {OTHER_FIELDS[field]}."
         )
     return keep_rows(clients, source, indices, ~is_test), keep_rows(clients, source, indices, is_test)
 

@@ -26,6 +26,7 @@ from hf_federated.experiments.data.splits import (
     load_splits,
     task_without_label_names,
 )
+from hf_federated.experiments.data.validation import hold_out_validation, without_test_splits
 from hf_federated.experiments.recipe.recipe import ClassSection, Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
 from hf_federated.experiments.recipe.sections import DEFAULT_TEST_EXAMPLES, PublicSection
@@ -85,6 +86,9 @@ def load_raw_data(recipe: Recipe, by_client: bool = False) -> RawData:
     examples that `data.test_clients` or `data.test_examples` holds out; the split `test` or `validation`, if the data
     has one; a tenth of the examples of each client.
 
+    With `data.evaluate_on: validation`, the validation examples take the place of the test examples. A test split is
+    then not loaded, and held-out test examples are left out.
+
     Args:
         recipe ([`Recipe`]): The recipe. The sections `data`, `partition`, `task` and `public` are used.
         by_client (`bool`, *optional*, defaults to `False`): Whether the examples of a test split are also assigned to
@@ -93,6 +97,7 @@ def load_raw_data(recipe: Recipe, by_client: bool = False) -> RawData:
     Raises:
         RecipeError: If the dataset, a split or a column does not exist, or no examples or clients remain.
     """
+    recipe = without_test_splits(recipe)
     data = recipe.data
     if recipe.partition is None:
         return _load_federated(recipe, by_client)
@@ -112,6 +117,7 @@ def load_raw_data(recipe: Recipe, by_client: bool = False) -> RawData:
     raw = _partition(recipe, recipe.partition, loaded, splits, task, by_client)
     return dataclasses.replace(
         raw,
+        train=_without_validation(raw.train, recipe),
         num_empty=num_empty,
         incomplete=incomplete,
         note=loaded.note,
@@ -202,16 +208,48 @@ def _partition(
             clients = FederatedDataset.from_dataset(splits[data.train_split], partitioner)
         else:
             federated = FederatedDatasetDict.from_dataset(splits, partitioner)
-            train, by_id = limit_clients(federated[data.train_split], data), federated[loaded.test]
+            train, by_id = _training_clients(federated[data.train_split], recipe, task), federated[loaded.test]
             test = by_id.to_dataset()
             num_without_client = len(splits[loaded.test]) - len(test)
             return RawData(train, test, by_id, task, loaded.source, num_without_client=num_without_client)
     if loaded.test is None:
         return _hold_out(clients, recipe, task)
-    return RawData(limit_clients(clients, data), splits[loaded.test], None, task, loaded.source)
+    return RawData(_training_clients(clients, recipe, task), splits[loaded.test], None, task, loaded.source)
+
+
+def _training_clients(clients: FederatedDataset, recipe: Recipe, task: Task) -> FederatedDataset:
+    """
+    The clients that train, if a split has the examples to evaluate on.
+
+    With a validation split, the test examples can be held out of the training split. They are left out.
+    """
+    if recipe.data.test_clients or recipe.data.test_examples:
+        return _hold_out_test(clients, recipe, task).train
+    return limit_clients(clients, recipe.data)
+
+
+def _without_validation(clients: FederatedDataset, recipe: Recipe) -> FederatedDataset:
+    """The training clients without their validation examples, in a run that is evaluated on test examples."""
+    if recipe.data.evaluate_on == "validation" or recipe.data.validation_examples is None:
+        return clients
+    return hold_out_validation(clients, recipe)[0]
 
 
 def _hold_out(clients: FederatedDataset, recipe: Recipe, task: Task) -> RawData:
+    """Hold out the examples to evaluate on: test or validation examples."""
+    data = recipe.data
+    if data.evaluate_on == "test":
+        return _hold_out_test(clients, recipe, task)
+    train, validation = hold_out_validation(_training_clients(clients, recipe, task), recipe)
+    limited = limit_examples(validation, data.max_test_rows, data.seed)
+    source = f", {100 * (data.validation_examples or 0):g} % of the training examples of each client"
+    source += " (data.validation_examples)"
+    if limited is not validation:
+        source += f", limited by data.max_test_rows={data.max_test_rows}"
+    return RawData(train, limited.to_dataset(), limited, task, source)
+
+
+def _hold_out_test(clients: FederatedDataset, recipe: Recipe, task: Task) -> RawData:
     """Hold out test examples: whole clients, or a share of the examples of each client."""
     data = recipe.data
     if data.test_clients:
@@ -303,11 +341,17 @@ def _load_federated(recipe: Recipe, by_client: bool) -> RawData:
             )
         test = sample_examples(test, data.max_test_rows, data.seed)
         by_id = test if isinstance(test, FederatedDataset) else None
-        raw = RawData(limit_clients(clients, data), pooled(test), by_id, task, loaded.source)
+        raw = RawData(_training_clients(clients, recipe, task), pooled(test), by_id, task, loaded.source)
     further_tests = {
         split: sample_examples(pooled(splits[split]), data.max_test_rows, data.seed)
         for split in data.further_test_splits
     }
     return dataclasses.replace(
-        raw, incomplete=incomplete, note=loaded.note, public=public, server=server, further_tests=further_tests
+        raw,
+        train=_without_validation(raw.train, recipe),
+        incomplete=incomplete,
+        note=loaded.note,
+        public=public,
+        server=server,
+        further_tests=further_tests,
     )

@@ -116,7 +116,7 @@ def _named_splits(data: DataSection) -> list[str]:
 
 def _candidates(data: DataSection, names: Iterable[str]) -> list[str]:
     """The test splits that the data contains and the recipe does not name."""
-    used = _named_splits(data)
+    used = [*_named_splits(data), *filter(None, (data.validation_split,))]
     used[0] = used[0].partition("[")[0]  # `train[:10%]` is a part of the split `train`
     return [split for split in TEST_SPLITS if split in set(names) and split not in used]
 

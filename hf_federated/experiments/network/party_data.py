@@ -75,7 +75,7 @@ def load_server_data(recipe: Recipe, test_examples: str | None = None) -> PartyD
     Raises:
         RecipeError: If examples cannot be loaded, or the server needs the training examples of the clients.
     """
-    _check_public(recipe)
+    _check_sections(recipe)
     data = recipe.data
     if test_examples is not None:
         data = dataclasses.replace(data, test_path=test_examples, test_examples=None, test_clients=None)
@@ -133,7 +133,7 @@ def load_client_data(recipe: Recipe, client_id: str, examples: str | None = None
         test = None if tests is None or client_id not in tests else _dataset(tests[client_id])
         train = _dataset(raw.train[client_id])
         return ClientPartyData(task=raw.task, train=train, test=test, public=raw.public, client_ids=tuple(raw.train))
-    _check_public(recipe)
+    _check_sections(recipe)
     data = dataclasses.replace(
         recipe.data,
         path=examples,
@@ -157,7 +157,13 @@ def load_client_data(recipe: Recipe, client_id: str, examples: str | None = None
     )
 
 
-def _check_public(recipe: Recipe) -> None:
+def _check_sections(recipe: Recipe) -> None:
+    for name in ("validation_split", "validation_examples"):
+        if getattr(recipe.data, name) is not None:
+            raise RecipeError(
+                f"data.{name} is set, but the parties of a network have no validation examples. Choose the settings"
+                " with `hf-federated benchmark` on one machine, and remove the field."
+            )
     if recipe.public is not None and recipe.public.share is not None:
         raise RecipeError(
             "public.share sets aside examples of data.path, which no party of a network has whole. Set public.path to"

@@ -72,12 +72,22 @@ class DataSection(Section):
     test_clients: int | float | None = documented(
         "Randomly chosen clients to hold out for testing: a count (10) or a share (0.2); 0 or null: none."
     )
+    validation_split: str | None = documented("Split to choose settings on, in place of validation_examples.")
+    validation_examples: float | None = documented(
+        "Share of the training examples of each client to choose settings on, held out after the test examples, with"
+        " the label shares of the client. No run trains on them."
+    )
+    evaluate_on: Literal["test", "validation"] = documented(
+        "Examples that a run is evaluated on. With validation, the run does not load a test split.",
+        "test",
+    )
     max_clients: int | None = documented("Maximum number of training clients, chosen at random with seed.")
     max_train_rows: int | None = documented(
         "Maximum number of examples of train_split, sampled with seed before any are held out."
     )
     max_test_rows: int | None = documented(
-        "Maximum number of test examples (and of each further test split), sampled with seed."
+        "Maximum number of test examples (and of each further test split, and of validation examples), sampled with"
+        " seed."
     )
     csv: dict[str, Any] | None = documented(
         "How CSV files are read, where the files do not show it: separator (such as ';' or tab), encoding (such as"
@@ -101,6 +111,7 @@ class DataSection(Section):
                 or self.further_test_splits.count(split) > 1
             ):
                 yield f"data.further_test_splits: {split!r} is train_split, test_split or a duplicate. Remove it."
+        yield from self._validation_mistakes()
         yield from too_small(self, "data.", seed=0, max_clients=1, max_train_rows=1, max_test_rows=1)
         yield from self._csv_mistakes()
 
@@ -130,7 +141,40 @@ class DataSection(Section):
     @property
     def finds_test_split(self) -> bool:
         """Whether the recipe leaves the choice of the test examples to the data: a test split, if the data has one."""
-        return not (self.test_path or self.test_split or self.test_examples or self.test_clients)
+        return self.evaluate_on == "test" and not self._names_test
+
+    @property
+    def _names_test(self) -> bool:
+        return bool(self.test_path or self.test_split or self.test_examples or self.test_clients)
+
+    def _validation_mistakes(self) -> Iterator[str]:
+        """Check the fields that choose the validation examples."""
+        if self.validation_split is None and self.validation_examples is None:
+            if self.evaluate_on == "validation":
+                yield (
+                    "data.evaluate_on is validation, but the recipe has no validation examples. Set"
+                    " data.validation_examples to a share such as 0.1, or data.validation_split to a split."
+                )
+            return
+        if self.validation_split is not None and self.validation_examples is not None:
+            yield "data: validation_split and validation_examples are both set. Set one of them."
+        if not self._names_test:
+            given = "validation_split" if self.validation_examples is None else "validation_examples"
+            yield (
+                f"data.{given} is set, but the recipe does not name its test examples, so a run on validation examples"
+                " cannot leave them out. Set data.test_split, test_path, test_examples or test_clients."
+            )
+        used = {self.train_split, self.test_split, *self.further_test_splits}
+        if self.validation_split is not None and self.validation_split in used:
+            yield (
+                f"data.validation_split is {self.validation_split!r}, which is also a training or test split. Choose"
+                " another split."
+            )
+        if self.validation_examples is not None and not 0 < self.validation_examples < 1:
+            yield (
+                f"data.validation_examples is {self.validation_examples}; it must be a share of the training examples"
+                " of each client, above 0 and below 1."
+            )
 
     def _test_source_mistakes(self) -> Iterator[str]:
         """Check the fields that choose the test examples. At most one of them is set; 0 counts as not set."""
