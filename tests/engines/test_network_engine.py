@@ -84,8 +84,9 @@ def own_folder(tmp_path, monkeypatch) -> None:
 
 
 @pytest.fixture
-def network() -> Iterator[Callable[..., NetworkEngine]]:
+def network(tmp_path, monkeypatch) -> Iterator[Callable[..., NetworkEngine]]:
     """Start an engine, whose clients `north` and `south` can join."""
+    monkeypatch.chdir(tmp_path)  # for the files of an output directory
     with ExitStack() as stack:
 
         def start(*clients: str, **options) -> NetworkEngine:
@@ -107,7 +108,7 @@ def network() -> Iterator[Callable[..., NetworkEngine]]:
 
 
 def begin(engine: NetworkEngine) -> None:
-    engine.connect(lambda: SETTINGS, Path("unused"), 1)
+    engine.connect(lambda: SETTINGS, Path("run"), 1)
     engine.start(EngineContext(lambda: pytest.fail("the server trains no client"), {}, "data", process_group()))
 
 
@@ -170,13 +171,13 @@ def test_absent_clients_are_named_if_too_few_join(network):
     engine = network(join_timeout=0.5)
     Client(engine.transport.address, "south")
     with pytest.raises(TimeoutError, match=r"Clients \['north'\] have not joined within 0.5 s, and num_to_start is 2"):
-        engine.connect(lambda: SETTINGS, Path("unused"), 1)
+        engine.connect(lambda: SETTINGS, Path("run"), 1)
 
 
 def test_complete_run_does_not_require_its_clients(network):
     engine = network(join_timeout=0.5)
     south = Client(engine.transport.address, "south")
-    engine.connect(lambda: SETTINGS, Path("unused"), 1, is_complete=True)
+    engine.connect(lambda: SETTINGS, Path("run"), 1, is_complete=True)
     engine.stop()
     south.thread.join(10)
     assert south.connection.end == ""
@@ -400,7 +401,7 @@ def test_damaged_reply_is_a_failure_of_its_client(network, reply):
 def test_invalid_announcement_does_not_count_as_joined_examples(network, caplog):
     engine = network("north")
     with GrpcConnection(engine.transport.address, None, "north", SETTINGS, b"\0\0\0\2{}", insecure=True):
-        engine.connect(lambda: SETTINGS, Path("unused"), 1)
+        engine.connect(lambda: SETTINGS, Path("run"), 1)
     assert any("invalid announcement" in text for text in caplog.messages)
     assert engine.remote_clients.num_rows == {"north": None}
 
