@@ -15,7 +15,7 @@ import collections
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from ..utils.arguments import require
 from ..utils.printable import printable
+from .attempts import Attempts
 from .connection import BUSY, CONNECTION_ERRORS, Connection, details_of, pauses, status_text
 from .credentials import TlsCredentials, check_credentials, require_grpc
 from .errors import (
@@ -35,23 +36,16 @@ from .errors import (
 from .heartbeats import ADVICE, Heartbeats
 from .link_state import LinkState
 from .protocol import (
-    CHUNK_BYTES,
     DEFAULT_MAX_MESSAGE_BYTES,
-    HEADER_KEY,
     MAX_MESSAGES_IN_FLIGHT,
-    SERVICE,
     Blob,
     MessageHeader,
     Outcome,
-    split_into_chunks,
 )
 from .session_config import SessionConfig
 
 
 logger = logging.get_logger(__name__)
-
-# A message in flight of this size fits into the buffers of a connection. The next one is sent at once.
-_SMALL_BYTES = 1 << 14
 
 
 class GrpcLink(AbstractContextManager["GrpcLink"]):
@@ -123,7 +117,6 @@ class GrpcLink(AbstractContextManager["GrpcLink"]):
         self.client_id = client_id
         self._reconnect_timeout = reconnect_timeout
         self._answer_timeout = answer_timeout
-        self._max_answer_bytes = max_answer_bytes
         # Protects the numbers of the messages. `exchange` holds it until the answer arrives.
         self._message_lock = threading.Lock()
         # The messages in flight, in their order: their numbers, and events that are set when the answers have arrived.
@@ -142,6 +135,7 @@ class GrpcLink(AbstractContextManager["GrpcLink"]):
         self.session_id = response.session
         self.max_message_bytes = response.max_message_bytes
         self._state = LinkState(self._connection)
+        self._attempts = Attempts(self._grpc, self._state, max_answer_bytes)
         # The interval is short enough for the timeout of the server, and to detect an unreachable server within
         # reconnect_timeout.
         interval = min(response.heartbeat_timeout_ms / 4000, reconnect_timeout / 3)
@@ -311,7 +305,8 @@ class GrpcLink(AbstractContextManager["GrpcLink"]):
             pause = next(waits)
             num_attempts += 1
             try:
-                return self._attempt(method, header, blob, on_sent, timeout=max(deadline - time.monotonic(), 0.01))
+                timeout = max(deadline - time.monotonic(), 0.01)
+                return self._attempts.send(method, header, blob, on_sent, timeout)
             except self._grpc.RpcError as error:
                 self._state.check_usable()
                 code, now = error.code().name, time.monotonic()
@@ -332,45 +327,6 @@ class GrpcLink(AbstractContextManager["GrpcLink"]):
                 self._state.fail_and_raise(LinkError, f"The answer of {self.address} was rejected: {printable(error)}")
             if self._state.closed.wait(pause):
                 self._state.check_usable()
-
-    def _attempt(
-        self, method: str, header: MessageHeader, blob: bytes, on_sent: Callable[[], object] | None, timeout: float
-    ) -> Outcome:
-        # The lock prevents a call from starting on a channel that is being replaced.
-        with self._state.lock:
-            # A stream needs a thread, but reports when the message has been sent. The server sees no difference.
-            is_small = len(blob) <= (CHUNK_BYTES if on_sent is None else _SMALL_BYTES)
-            channel = self._connection.channel
-            start = channel.unary_stream if is_small else channel.stream_stream
-            call = start(f"/{SERVICE}/{method}")(
-                bytes(blob) if is_small else self._record_activity(split_into_chunks(blob), on_sent),
-                timeout=timeout,
-                metadata=((HEADER_KEY, header.to_json()),),
-            )
-            self._state.calls[header.number] = call
-            if self._state.failure is not None:
-                call.cancel()
-        if is_small and on_sent is not None:
-            on_sent()
-        try:
-            return Outcome.from_frames(self._record_activity(call), self._max_answer_bytes)
-        finally:
-            # Cancelling a completed call has no effect.
-            call.cancel()
-            with self._state.lock:
-                self._state.calls.pop(header.number, None)
-
-    def _record_activity(self, chunks: Iterator[bytes], on_end: Callable[[], object] | None = None) -> Iterator[bytes]:
-        """
-        Yield chunks, and record the time after each chunk as activity of the server.
-
-        A sent chunk is also activity: gRPC requests the next chunk only after it transmitted the previous chunk.
-        """
-        for chunk in chunks:
-            yield chunk
-            self._state.last_active_at = time.monotonic()
-        if on_end is not None:
-            on_end()
 
     def _no_answer_text(self, number: int, code: str) -> str:
         reason = "had no free slot for" if code == BUSY else "did not answer"

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..utils.printable import printable
 from .credentials import TlsCredentials
 from .errors import ClientRefusedError, ServerUnreachableError
-from .protocol import SERVICE, VERSION, ConnectResponse
+from .protocol import EXCHANGE_SMALL, SERVICE, VERSION, ConnectResponse
 from .session_config import SessionConfig, format_differences
 
 
@@ -46,6 +46,7 @@ class Connection:
 
     Attributes:
         channel (`grpc.Channel`): The current channel.
+        exchange_small (`Callable`): Sends a small message over the current channel, and returns the response.
         num_channels (`int`): Number of channels so far.
     """
 
@@ -64,6 +65,7 @@ class Connection:
 
     def _open(self) -> None:
         self.channel = create_channel(self._grpc, self._address, self._credentials, self._reconnect_timeout)
+        self.exchange_small = self.channel.unary_unary(f"/{SERVICE}/{EXCHANGE_SMALL}")
         self.num_channels += 1
 
     def replace(self) -> None:
@@ -102,7 +104,9 @@ class Connection:
             answer: bytes = self._call.result(timeout + _GRACE)
         except self._grpc.FutureTimeoutError:
             self._call.cancel()
-            raise _never_ended_error(self._grpc) from None
+            raise local_error(
+                self._grpc, "DEADLINE_EXCEEDED", "gRPC did not end the call within its timeout."
+            ) from None
         return answer
 
     def cancel_call(self) -> None:
@@ -208,6 +212,29 @@ def keepalive_options(seconds: float) -> list[tuple[str, int]]:
     ]
 
 
+def server_options(heartbeat_timeout: float, max_streams: int) -> list[tuple[str, int]]:
+    """
+    Return the options of a server of gRPC that bound what a connection can hold.
+
+    Args:
+        heartbeat_timeout (`float`): Seconds without activity after which a client is lost.
+        max_streams (`int`): Number of concurrent calls of a connection.
+    """
+    return [
+        # Without this option, a second server could use the same port and receive some of the clients.
+        ("grpc.so_reuseport", 0),
+        # A connection that does not complete its TLS handshake ends after this time.
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        # Clients send heartbeats. A connection without calls is not the connection of a client.
+        ("grpc.max_connection_idle_ms", int(max(2 * heartbeat_timeout, 10.0) * 1000)),
+        ("grpc.max_concurrent_streams", max_streams),
+        # A connection whose other end vanished ends within the heartbeat timeout.
+        *keepalive_options(heartbeat_timeout),
+        # Clients send pings too, and `reconnect_timeout` of a client decides how often.
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS // 2),
+    ]
+
+
 def create_channel(grpc: Any, address: str, credentials: TlsCredentials | None, reconnect_timeout: float) -> Any:
     """
     Create a channel that does not repeat calls.
@@ -259,14 +286,24 @@ def details_of(error: Any) -> str:
     return printable(error.details())
 
 
-def _never_ended_error(grpc: Any) -> Any:
-    """Return the error of a call that gRPC does not end, which can happen after an interrupt."""
+def local_error(grpc: Any, code: str, details: str) -> Any:
+    """
+    Return an error for a call to which gRPC gives none.
 
-    class NeverEndedError(grpc.RpcError):
+    Args:
+        grpc (`Any`): The module `grpc`.
+        code (`str`): Name of the status code.
+        details (`str`): The details of the status.
+
+    Returns:
+        `grpc.RpcError`: The error.
+    """
+
+    class LocalError(grpc.RpcError):
         def code(self) -> Any:
-            return grpc.StatusCode.DEADLINE_EXCEEDED
+            return grpc.StatusCode[code]
 
         def details(self) -> str:
-            return "gRPC did not end the call within its timeout."
+            return details
 
-    return NeverEndedError()
+    return LocalError()

@@ -20,6 +20,7 @@ class LinkState:
     Attributes:
         lock (`threading.Lock`): Protects the calls, the failure and the connection.
         calls (`dict[int, grpc.Call]`): The call of each message in flight, by message number.
+        has_unary_call (`bool`): Whether a unary call is in flight, which only the end of its channel can cancel.
         failure (`tuple[type, str]`, *optional*): Class and text of the error that ended the link.
         closed (`threading.Event`): Set when the link is closed.
         last_active_at (`float`): Time of the latest activity of the server, as `time.monotonic()` returns it.
@@ -29,6 +30,7 @@ class LinkState:
         self.connection = connection
         self.lock = threading.Lock()
         self.calls: dict[int, Any] = {}
+        self.has_unary_call = False
         self.failure: tuple[type[LinkError], str] | None = None
         self.closed = threading.Event()
         self.last_active_at = time.monotonic()
@@ -50,6 +52,9 @@ class LinkState:
             failure = self.failure = self.failure or (kind, text)
             for call in self.calls.values():
                 call.cancel()
+            if self.has_unary_call:
+                self.has_unary_call = False
+                self.connection.abandon()
         return failure
 
     def fail_and_raise(self, kind: type[LinkError], text: str) -> NoReturn:

@@ -4,11 +4,15 @@ The protocol between clients and a server over gRPC.
 | method | kind | request | response |
 |---|---|---|---|
 | `Connect` | unary | JSON: version, client id, process token, session config | JSON: session id, timeouts, limits |
+| `ExchangeSmall` | unary | JSON header and a message of up to 64 KiB | JSON header and answer, or empty |
 | `Exchange`, `Hello`, `Finish` | stream | chunks; JSON header in the metadata | chunks, with a JSON header first |
 | `Heartbeat`, `Leave` | unary | JSON: session id | JSON: empty object |
 
 A client has at most `MAX_MESSAGES_IN_FLIGHT` messages without an answer, each in a separate call. The server processes
 them in the order of their numbers, while later messages and earlier answers travel.
+
+A response of `ExchangeSmall` is empty if the answer has more than one chunk. The client then sends the message again
+with `Exchange`, and receives the stored answer.
 
 Messages and answers are sent in chunks of 1 MiB, which is below gRPC's limit of 4 MiB per frame. Only the server's own
 limit bounds the size of a message. The header of an answer contains the outcome of the processing. A gRPC error status
@@ -35,12 +39,15 @@ from .errors import RequestRejectedError, ServerFailedError
 
 logger = logging.get_logger(__name__)
 
-VERSION = 4
+VERSION = 5
 SERVICE = "hf_federated.Sessions"
 # The kind of message of each streaming method.
 KINDS = {"Exchange": "exchange", "Hello": "hello", "Finish": "finish"}
 HEADER_KEY = "hf-federated-message"
 CHUNK_BYTES = 1 << 20
+# The method for small messages, and the size of the largest one.
+EXCHANGE_SMALL = "ExchangeSmall"
+MAX_SMALL_MESSAGE_BYTES = 1 << 16
 # Number of messages of a client without an answer, at most.
 MAX_MESSAGES_IN_FLIGHT = 8
 # Length of the field that contains the length of a header.
@@ -175,6 +182,11 @@ class Header:
         """Convert the header to JSON in ASCII, which the metadata of a call can contain."""
         return json.dumps(vars(self))
 
+    def to_prefix(self) -> bytes:
+        """Return four bytes with the length of the JSON, and the JSON. [`split_prefix`] splits them from a content."""
+        text = self.to_json().encode("ascii")
+        return len(text).to_bytes(_LENGTH_BYTES, "big") + text
+
     @classmethod
     def from_json(cls: type[T], text: str | bytes) -> T:
         """
@@ -193,6 +205,26 @@ class Header:
         for name, problem in problems_of(header).items():
             raise ValueError(f"{name} of {cls.__name__} {problem}. The header has the fields {[*names]}.")
         return header
+
+
+def split_prefix(blob: bytes, name: str) -> tuple[bytes, bytes]:
+    """
+    Split a blob that starts with `Header.to_prefix()`.
+
+    Args:
+        blob (`bytes`): The blob.
+        name (`str`): Name of the blob, for errors.
+
+    Returns:
+        `tuple[bytes, bytes]`: The JSON of the header, and the content.
+
+    Raises:
+        ValueError: If the blob has no complete header.
+    """
+    stop = _LENGTH_BYTES + int.from_bytes(blob[:_LENGTH_BYTES], "big")
+    if not _LENGTH_BYTES < stop <= len(blob):
+        raise ValueError(f"{name} has no header.")
+    return blob[_LENGTH_BYTES:stop], blob[stop:]
 
 
 @dataclass(frozen=True)
@@ -291,12 +323,17 @@ class Outcome:
 
     def frames(self) -> Iterator[bytes]:
         """Yield the chunks of the header and the answer. The header is in the first chunk."""
-        header = AnswerHeader(self.kind, self.text, len(self.blob)).to_json().encode("ascii")
-        prefix = len(header).to_bytes(_LENGTH_BYTES, "big") + header
+        prefix = AnswerHeader(self.kind, self.text, len(self.blob)).to_prefix()
         if isinstance(self.blob, bytes) and len(prefix) + len(self.blob) <= CHUNK_BYTES:
             yield prefix + self.blob
         else:
             yield from split_into_chunks(JoinedPieces(prefix, self.blob))
+
+    def to_frame(self) -> bytes:
+        """Return the only chunk of the header and the answer, or `b""` if the answer has more than `CHUNK_BYTES`."""
+        if len(self.blob) > CHUNK_BYTES:
+            return b""
+        return b"".join([AnswerHeader(self.kind, self.text, len(self.blob)).to_prefix(), *JoinedPieces(self.blob)])
 
     @classmethod
     def from_frames(cls, frames: Iterator[bytes], max_bytes: int) -> Outcome:
@@ -310,14 +347,11 @@ class Outcome:
         Raises:
             ValueError: If the frames are not an outcome, or the answer has more than `max_bytes`.
         """
-        first = next(frames, b"")
-        stop = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "big")
-        if not _LENGTH_BYTES < stop <= len(first):
-            raise ValueError("The answer has no header.")
-        header = AnswerHeader.from_json(first[_LENGTH_BYTES:stop])
+        text, first = split_prefix(next(frames, b""), "The answer")
+        header = AnswerHeader.from_json(text)
         if header.num_bytes > max_bytes:
             raise ValueError(f"The answer has {header.num_bytes} bytes, but at most {max_bytes} bytes are allowed.")
-        blob = join_chunks(itertools.chain([first[stop:]], frames), header.num_bytes)
+        blob = join_chunks(itertools.chain([first], frames), header.num_bytes)
         return cls(header.outcome, blob, header.text)
 
     def result(self) -> Blob:

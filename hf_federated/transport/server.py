@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers.utils import logging
 
 from ..security.encrypted_session import ServerSession
 from ..utils.printable import printable_traceback
 from .admission import Admission, CallDeadlines
-from .connection import MIN_PING_MS, keepalive_options
+from .connection import server_options
 from .credentials import TlsCredentials, check_credentials, host_of, require_grpc
 from .errors import RequestRejectedError
 from .protocol import (
     DEFAULT_MAX_MESSAGE_BYTES,
+    EXCHANGE_SMALL,
     HEADER_KEY,
     KINDS,
     MAX_MESSAGES_IN_FLIGHT,
+    MAX_SMALL_MESSAGE_BYTES,
     MAX_STATUS_CHARACTERS,
     SERVICE,
+    Outcome,
     rejected_if_invalid,
+    split_prefix,
 )
 from .read_gate import ReadGate
 from .service import Answer, Service
@@ -32,6 +36,8 @@ from .session_registry import SessionRegistry
 
 
 logger = logging.get_logger(__name__)
+
+T = TypeVar("T")
 
 # A client needs calls for its messages in flight and their repetitions, a heartbeat, and a connect or leave. If a
 # connection breaks, its calls also count until they end, at the latest after `message_timeout`.
@@ -175,7 +181,7 @@ class GrpcServer:
             # The admission bounds the calls that hold a thread. This limit bounds the calls that wait for a thread to
             # be refused. Beyond the limit the server refuses calls unseen, and the clients try again.
             maximum_concurrent_rpcs=num_threads + _MAX_WAITING_CALLS,
-            options=_server_options(heartbeat_timeout),
+            options=server_options(heartbeat_timeout, max_streams=2 * CALLS_PER_CLIENT),
         )
         self.address = _listen(self._grpc_server, grpc, address, credentials)
 
@@ -239,9 +245,9 @@ class _GrpcHandlers:
         """
         Return the handler of all methods for `grpc.server`.
 
-        All methods are streams. gRPC starts the handler of a stream before a message arrives, so that the handler can
-        refuse a stranger at once. The handler of a unary method would hold its thread until the message arrives. A
-        client sees no difference.
+        The requests of all methods are streams. gRPC starts the handler of a stream before a message arrives, so that
+        the handler can refuse a stranger at once. The handler of a unary request would hold its thread until the
+        message arrives. A client sees no difference.
         """
         grpc, service = self._grpc, self._service
         requests = {"Connect": service.connect, "Heartbeat": service.heartbeat, "Leave": service.leave}
@@ -253,6 +259,7 @@ class _GrpcHandlers:
             name: grpc.stream_stream_rpc_method_handler(functools.partial(self._handle, method))
             for name, method in methods.items()
         }
+        handlers[EXCHANGE_SMALL] = grpc.stream_unary_rpc_method_handler(self._handle_small_message)
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def _handle(
@@ -260,15 +267,27 @@ class _GrpcHandlers:
     ) -> Iterator[bytes]:
         """Admit a call and answer it. The call counts until its answer is sent: it holds a thread until then."""
         with contextlib.ExitStack() as stack:
-            try:
-                owner = self._certificate_owner(context)
-                stack.enter_context(self._admission.admit(owner))
-                name = "A connection without TLS" if owner is None else f"Client {owner!r}"
-                frames = method(self._deadlines.watch(chunks, context.cancel, name), context, owner)
-            except Exception as error:
-                self._abort(context, error)
-                return
-            yield from frames
+            frames = self._process_call(stack, method, chunks, context)
+            if frames is not None:
+                yield from frames
+
+    def _handle_small_message(self, chunks: Iterator[bytes], context: Any) -> bytes:
+        """Admit a call with a small message and answer it."""
+        with contextlib.ExitStack() as stack:
+            return self._process_call(stack, self._answer_small_message, chunks, context) or b""
+
+    def _process_call(
+        self, stack: contextlib.ExitStack, method: Callable[..., T], chunks: Iterator[bytes], context: Any
+    ) -> T | None:
+        """Admit a call until the end of the stack, and process it. Return `None` if it has ended before."""
+        try:
+            owner = self._certificate_owner(context)
+            stack.enter_context(self._admission.admit(owner))
+            name = "A connection without TLS" if owner is None else f"Client {owner!r}"
+            return method(self._deadlines.watch(chunks, context.cancel, name), context, owner)
+        except Exception as error:
+            self._abort(context, error)
+            return None
 
     def _answer_request(
         self,
@@ -284,12 +303,28 @@ class _GrpcHandlers:
         return iter([process(request, owner)])
 
     def _answer_message(self, kind: str, chunks: Iterator[bytes], context: Any, owner: str | None) -> Iterator[bytes]:
-        session, header = self._service.session_of_message(_header_text(context), owner)
+        outcome = self._exchange(kind, _header_text(context), chunks, context, owner)
+        return iter(()) if outcome is None else outcome.frames()
+
+    def _answer_small_message(self, chunks: Iterator[bytes], context: Any, owner: str | None) -> bytes:
+        with rejected_if_invalid():
+            header_text, message = split_prefix(next(chunks, b""), "The message")
+            if len(message) > MAX_SMALL_MESSAGE_BYTES:
+                raise ValueError(
+                    f"The message has {len(message)} bytes, but a message of {EXCHANGE_SMALL} has at most "
+                    f"{MAX_SMALL_MESSAGE_BYTES}."
+                )
+        outcome = self._exchange("exchange", header_text, [message], context, owner)
+        return b"" if outcome is None else outcome.to_frame()
+
+    def _exchange(
+        self, kind: str, header_text: str | bytes, chunks: Iterable[bytes], context: Any, owner: str | None
+    ) -> Outcome | None:
+        session, header = self._service.session_of_message(header_text, owner)
         # When the call ends, a thread that waits for the outcome must notice that the client no longer waits.
         context.add_callback(session.executor.notify_waiters)
         with session.register_call(header.number, context.cancel):
-            outcome = self._service.exchange(kind, session, header, chunks, context.is_active)
-        return iter(()) if outcome is None else outcome.frames()
+            return self._service.exchange(kind, session, header, chunks, context.is_active)
 
     def _certificate_owner(self, context: Any) -> str | None:
         """
@@ -316,23 +351,6 @@ class _GrpcHandlers:
             context.abort(self._grpc.StatusCode[error.code], str(error)[:MAX_STATUS_CHARACTERS])
         logger.error(f"The server failed to process a call.\n{printable_traceback(error)}")
         context.abort(self._grpc.StatusCode.ABORTED, "The server failed. See the log of the server.")
-
-
-def _server_options(heartbeat_timeout: float) -> list[tuple[str, int]]:
-    """Return the options of the gRPC server that bound what a connection can hold."""
-    return [
-        # Without this option, a second server could use the same port and receive some of the clients.
-        ("grpc.so_reuseport", 0),
-        # A connection that does not complete its TLS handshake ends after this time.
-        ("grpc.server_handshake_timeout_ms", 10_000),
-        # Clients send heartbeats. A connection without calls is not the connection of a client.
-        ("grpc.max_connection_idle_ms", int(max(2 * heartbeat_timeout, 10.0) * 1000)),
-        ("grpc.max_concurrent_streams", 2 * CALLS_PER_CLIENT),
-        # A connection whose other end vanished ends within the heartbeat timeout.
-        *keepalive_options(heartbeat_timeout),
-        # Clients send pings too, and `reconnect_timeout` of a client decides how often.
-        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_MS // 2),
-    ]
 
 
 def _header_text(context: Any) -> str | bytes:

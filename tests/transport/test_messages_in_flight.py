@@ -13,7 +13,7 @@ import grpc
 import pytest
 from loopback import CountingAnswer, Relay, certificates, join, raw_exchange, serve, wait_until
 
-from hf_federated.transport import LinkError, ServerUnreachableError, client
+from hf_federated.transport import LinkError, ServerUnreachableError, attempts
 from hf_federated.transport.exactly_once import ExactlyOnceExecutor
 from hf_federated.transport.protocol import MAX_MESSAGES_IN_FLIGHT, MessageHeader
 from hf_federated.transport.read_gate import ReadGate
@@ -145,7 +145,7 @@ def test_next_message_arrives_while_the_server_processes_the_previous_one(tls, a
 
 def test_each_message_has_the_whole_bandwidth(tls, monkeypatch):
     events = []
-    split_into_chunks = client.split_into_chunks
+    split_into_chunks = attempts.split_into_chunks
 
     def spy(blob):
         events.append(f"start {blob[0]}")
@@ -156,7 +156,7 @@ def test_each_message_has_the_whole_bandwidth(tls, monkeypatch):
         time.sleep(0.02)
         events.append(f"sent {blob[0]}")
 
-    monkeypatch.setattr(client, "split_into_chunks", spy)
+    monkeypatch.setattr(attempts, "split_into_chunks", spy)
     with serve(tls, CountingAnswer()) as server, join(tls, server) as link:
         for answer in [link.submit(bytes([number]) * (1 << 18)) for number in range(4)]:
             answer.result(10)

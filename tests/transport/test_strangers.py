@@ -38,7 +38,7 @@ def open_call(tls: Path, address: str, name: str, method: str = "Exchange"):
     return channel, channel.stream_stream(f"/hf_federated.Sessions/{method}")(messages(), timeout=20), closed
 
 
-@pytest.mark.parametrize("method", ["Connect", "Heartbeat", "Exchange", "Hello"])
+@pytest.mark.parametrize("method", ["Connect", "Heartbeat", "Exchange", "ExchangeSmall", "Hello"])
 def test_unknown_name_is_refused_before_it_sends_a_message(tls, method):
     with serve(tls, lambda _, blob: blob, clients=["north"]) as server:
         channel, call, closed = open_call(tls, server.address, "stranger", method)
