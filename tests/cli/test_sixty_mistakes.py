@@ -179,7 +179,7 @@ TOLD_EARLY = [
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the CPU time of a process needs the module resource")
-def test_mistakes_that_need_no_model_are_reported_in_two_seconds_of_cpu_without_torch(recipe_path, tmp_path) -> None:
+def test_mistakes_that_need_no_model_are_reported_without_torch_and_soon(recipe_path, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     code = (
         "import json, sys, time\n"
@@ -190,12 +190,14 @@ def test_mistakes_that_need_no_model_are_reported_in_two_seconds_of_cpu_without_
         "    now = time.process_time()\n"
         "    results.append([code, now - before, 'torch' in sys.modules])\n"
         "    before = now\n"
-        "print(json.dumps(results))\n"
+        "import torch\n"
+        "print(json.dumps([results, time.process_time() - before]))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    for exit_code, seconds, has_torch in json.loads(result.stdout):
-        # The time of the first command includes the imports.
-        assert exit_code == 2 and seconds < 2 and not has_torch, result.stderr
+    commands, import_of_torch = json.loads(result.stdout)
+    for exit_code, seconds, has_torch in commands:
+        # The time of the first command includes the imports. The import of torch measures the machine.
+        assert exit_code == 2 and seconds < 2 * import_of_torch and not has_torch, result.stderr
     assert len(result.stderr.strip().splitlines()) == len(TOLD_EARLY)
 
 
