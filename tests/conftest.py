@@ -12,6 +12,7 @@ from pathlib import Path
 
 
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # code of model repositories (`trust_remote_code`)
+os.environ["HF_FEDERATED_CACHE"] = tempfile.mkdtemp()  # cached features
 os.environ["HF_HUB_OFFLINE"] = "1"  # datasets and transformers read it once, when they are imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -25,7 +26,8 @@ from transformers import BertForSequenceClassification
 from hf_federated.testing.processes import WorkerProcess
 
 
-atexit.register(shutil.rmtree, os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+for variable in ("HF_MODULES_CACHE", "HF_FEDERATED_CACHE"):
+    atexit.register(shutil.rmtree, os.environ[variable], ignore_errors=True)
 torch.set_num_threads(1)
 disable_progress_bar()
 

@@ -23,7 +23,7 @@ LAYERS = (
     "_compat config utils",
     "messages distributed codecs",
     "adapters data tasks transport security",
-    "methods secure_aggregation reporting",
+    "features methods secure_aggregation reporting",
     "clients postprocessing",
     "aggregation distillation split",
     "engines",

@@ -18,6 +18,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..features.pooling import pool
+
 
 def base_model_of(model: nn.Module) -> PreTrainedModel:
     """
@@ -78,8 +80,4 @@ def pooled_features(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor
             f"{'' if mask is None else f' for an attention mask of shape {tuple(mask.shape)}'}. Features require "
             "hidden states of shape (batch, positions, hidden). Use a model that returns one vector for each position."
         )
-    hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-    if mask is None:
-        return hidden.mean(1)
-    weights = mask.to(hidden).unsqueeze(-1)
-    return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
+    return pool(hidden, mask)

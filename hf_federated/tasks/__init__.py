@@ -10,6 +10,7 @@ from .sequence_tagging import SequenceTagging
 from .summarization import Summarization
 from .superglue import SuperGlueClassification, SuperGlueCloze, SuperGlueSeq2Seq, superglue_cloze_rows, superglue_rows
 from .text_classification import TextClassification
+from .text_encoder import TextEncoder
 
 
 # Task names in recipes.
@@ -40,6 +41,7 @@ __all__ = [
     "SuperGlueSeq2Seq",
     "Task",
     "TextClassification",
+    "TextEncoder",
     "superglue_cloze_rows",
     "superglue_rows",
 ]

@@ -21,6 +21,7 @@ from ..utils.arguments import require_one_of
 from .base import ComputeMetrics, Task, first_output
 from .columns import Batch, check_length, check_names, find_blank, label_maps, read_labels, read_texts
 from .metrics import F1, Accuracy, MatthewsCorrelation
+from .text_encoder import TextEncoder
 
 
 METRICS = ("accuracy", "f1_macro", "f1_weighted", "f1", "matthews_correlation")
@@ -166,9 +167,9 @@ class TextClassification(Task):
             encoded["labels"] = read_labels(batch, self.label_column, self.label_names, indices)
         return encoded
 
-    def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> DataCollatorWithPadding:
-        """Pad inputs to shape `(batch, length)`. See [`Task.data_collator`]."""
-        return DataCollatorWithPadding(tokenizer)
+    def data_collator(self, tokenizer: Any, model: PreTrainedModel | None = None) -> Any:
+        """Pad inputs to shape `(batch, length)`. A text encoder has its own collator. See [`Task.data_collator`]."""
+        return tokenizer.data_collator() if isinstance(tokenizer, TextEncoder) else DataCollatorWithPadding(tokenizer)
 
     def build_compute_metrics(
         self, tokenizer: Any = None, features: Dataset | None = None, rows: Dataset | None = None
