@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments, s
 from transformers.utils import logging as transformers_logging
 
 from hf_federated.clients import ClientSpec
+from hf_federated.experiments.cached_features import load_encoder, load_head
 from hf_federated.experiments.data.files import hub_errors
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
@@ -51,7 +52,9 @@ LORA_TASKS: dict[type[Task], TaskType] = {
 
 def load_tokenizer(model: ModelSection, section: str = "model") -> Any:
     """
-    Load the tokenizer of a model. It can run the code of a repository if `kwargs` of the model permit this.
+    Load the tokenizer of a model, or the encoder of a model with a head on cached features.
+
+    The tokenizer can run the code of a repository if `kwargs` of the model permit this.
 
     Args:
         model ([`ModelSection`]): The section `model` of a recipe.
@@ -62,6 +65,8 @@ def load_tokenizer(model: ModelSection, section: str = "model") -> Any:
     """
     field = f"{section}.name_or_path"
     with recipe_errors(field), hub_errors(field, model.name_or_path):
+        if model.head is not None:
+            return load_encoder(model)
         return load_repository_tokenizer(model.name_or_path, revision=model.revision, **code_arguments(model.kwargs))
 
 
@@ -88,6 +93,9 @@ def load_model(model: ModelSection, task: Task, tokenizer: Any, seed: int) -> Pr
                 loaded: Any = task.load_encoder_decoder(
                     model.name_or_path, model.decoder_name_or_path, tokenizer, **sides, encoder_revision=model.revision
                 )
+        elif model.head is not None:
+            with hub_errors("model.name_or_path", model.name_or_path):
+                loaded = load_head(model, task, tokenizer)
         else:
             loaded = task.load_model(model.name_or_path, revision=model.revision, **kwargs)
     config = adapter_config(model, task, loaded.config)

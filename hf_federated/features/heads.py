@@ -98,6 +98,10 @@ class FeatureClassifier(PreTrainedModel):
         if isinstance(module, nn.Linear):
             module.reset_parameters()
 
+    def get_input_embeddings(self) -> nn.Module:
+        """The hidden layers. A model on features has no table of embeddings."""
+        return self.hidden
+
     def forward(self, features: torch.Tensor, labels: torch.Tensor | None = None) -> SequenceClassifierOutput:
         """
         Compute the logits of feature vectors, and the mean cross-entropy.

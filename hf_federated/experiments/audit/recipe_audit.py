@@ -42,6 +42,7 @@ from hf_federated.clients import ClientSampler
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
 from hf_federated.experiments.baselines import WITHOUT_OUTPUTS
+from hf_federated.experiments.cached_features import refuse_head
 from hf_federated.experiments.data.tokenized import load_tokenized_data
 from hf_federated.experiments.model_loading import load_model, load_tokenizer, without_head_warnings
 from hf_federated.experiments.recipe.recipe import AuditVariant, Recipe
@@ -143,6 +144,7 @@ class _Variant:
         where = f"audit.variants.{self.name}: "
         if recipe.client_models:
             raise RecipeError(f"{where}the audit does not support client_models. Remove the section.")
+        refuse_head(recipe.model, "the audit")
         self.tokenizer = load_tokenizer(recipe.model)
         self.data = load_tokenized_data(recipe, self.tokenizer)
         task: Any = self.data.task

@@ -112,7 +112,9 @@ def tokenize_test(
     """
     with recipe_errors("data"):
         test = task.for_evaluation(task.prepare(examples, tokenizer), tokenizer)
-        order = np.argsort([len(ids) for ids in test["input_ids"]], kind="stable")
+        # All feature vectors have one length.
+        lengths = [len(ids) for ids in test["input_ids"]] if "input_ids" in test.column_names else [0] * len(test)
+        order = np.argsort(lengths, kind="stable")
         one_to_one = len(test) == len(examples)
         test = test.select(order)
         # Metrics that use raw examples need them in the order of the features.

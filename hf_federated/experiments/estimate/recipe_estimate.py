@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import TrainingArguments
 
+from hf_federated.experiments.cached_features import refuse_head
 from hf_federated.experiments.estimate.federation_estimate import estimate_federation
 from hf_federated.experiments.estimate.results import Estimate
 from hf_federated.experiments.estimate.sizes import EstimateOptions, find_sizes
@@ -25,6 +26,8 @@ def estimate_recipe(recipe: Recipe, options: EstimateOptions | None = None) -> E
     Raises:
         RecipeError: If a config or the data cannot be read, or a number is missing.
     """
+    for model in (recipe.model, *(item.model for item in recipe.client_models)):
+        refuse_head(model, "the estimate")
     options = EstimateOptions() if options is None else options
     args = training_arguments(recipe)
     sizes = find_sizes(recipe, options)

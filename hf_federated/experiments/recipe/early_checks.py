@@ -171,7 +171,7 @@ def _with_defaults(values: Mapping[str, Any], training: Mapping[str, Any]) -> Si
 def _smallest_model(values: Mapping[str, Any]) -> int:
     """Smallest size of the trained model in bytes, from the weight files on this machine, or 0 if it is not known."""
     model, federation = values.get("model") or {}, values.get("federation") or {}
-    changes = ("lora", "prefix", "kwargs", "decoder_name_or_path")
+    changes = ("lora", "prefix", "kwargs", "decoder_name_or_path", "head")
     folder = Path(str(model.get("name_or_path")))
     if any(model.get(name) is not None for name in changes) or federation.get("freeze") or not folder.is_dir():
         return 0

@@ -207,4 +207,9 @@ def _client_model(index: int, values: Any) -> ClientModelSection:
     checked = check_section(section, values, dataclass_fields(ClientModelSection))
     training = source_value("transformers.training_args", "TrainingArguments")
     check_section(f"{section}.training", checked.get("training"), dataclass_fields(training))
-    return ClientModelSection(**{**checked, "training": checked.get("training") or {}})
+    item = ClientModelSection(**{**checked, "training": checked.get("training") or {}})
+    try:
+        item.model  # noqa: B018  the property checks the combination of the fields
+    except RecipeError as error:
+        raise RecipeError(*(text.replace("model", section, 1) for text in error.mistakes)) from error
+    return item

@@ -177,6 +177,7 @@ class Recipe(TopLevelFields):
                 f"model.decoder_name_or_path is set, but the task is {self.task.name}. Only sequence-to-sequence tasks"
                 " (seq2seq, superglue-seq2seq) accept it."
             )
+        yield from self._head_mistakes()
         for name in ("federation", "public", "client_models", "audit"):
             if self.split is not None and getattr(self, name):
                 yield f"split and {name} are both set. A split model does not use {name}; remove the section."
@@ -184,6 +185,20 @@ class Recipe(TopLevelFields):
             yield (
                 "public.share is set without partition. Public examples are set aside before partitioning; set"
                 " partition, or set public.path instead of share."
+            )
+
+    def _head_mistakes(self) -> Iterator[str]:
+        """Check the sections that a head on cached features excludes."""
+        if self.model.head is None and not any(item.head for item in self.client_models):
+            return
+        if self.task.name != "text-classification":
+            yield f"model.head is set, but the task is {self.task.name}. Cached features need text-classification."
+        if self.split is not None:
+            yield "model.head and split are both set. A split model trains all its blocks; remove one of them."
+        if self.federation.get("freeze") is not None:
+            yield (
+                "federation.freeze is set with model.head. The head is trained and the rest is frozen; remove"
+                " federation.freeze, or set head: blocks and model.freeze."
             )
 
     def training_arguments(self, **changes: Any) -> TrainingArguments:

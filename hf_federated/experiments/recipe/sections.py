@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 DEFAULT_OUTPUT_DIR = "trainer_output"
 # Share of the examples of each client that are test examples, if the data has no test split.
 DEFAULT_TEST_EXAMPLES = 0.1
+# Hidden units of the head `mlp`.
+DEFAULT_HEAD_HIDDEN = 256
 # The attacks of `hf_federated.audits.payloads`. The names are listed here, so that a check imports no torch.
 PAYLOAD_ATTACKS = ("token_set", "dager", "loss_threshold", "lira", "canary")
 # Fields of a variant of `audit.variants` that are not sections of a recipe.
@@ -45,10 +47,40 @@ class ModelSection(Section):
     prefix: dict[str, Any] | None = documented(
         "Fields of peft.PrefixTuningConfig (P-Tuning v2); clients train only the prefixes."
     )
+    head: Literal["logistic", "mlp", "blocks"] | None = documented(
+        "Freeze the model, cache its features, and train only a head: logistic, mlp, or the blocks behind freeze;"
+        " default: train the whole model."
+    )
+    head_hidden: int | None = documented(f"Hidden units of the head mlp (default: {DEFAULT_HEAD_HIDDEN}).")
+    pooling: Literal["mean", "cls"] | None = documented(
+        "Features of the heads logistic and mlp: the mean over all tokens, or the first token (default: mean)."
+    )
+    freeze: str | None = documented(
+        "Frozen part of the head blocks, such as embeddings+4, whose hidden states are cached."
+    )
 
     def mistakes(self) -> Iterator[str]:
         if self.lora is not None and self.prefix is not None:
             yield "model: lora and prefix are both set. Set either lora or prefix; a model has one adapter."
+        yield from self._head_mistakes()
+
+    def _head_mistakes(self) -> Iterator[str]:
+        """Check the fields of cached features."""
+        heads = {"head_hidden": ("mlp",), "pooling": ("logistic", "mlp"), "freeze": ("blocks",)}
+        for name, allowed in heads.items():
+            if getattr(self, name) is not None and self.head not in allowed:
+                found = "without head" if self.head is None else f"with head: {self.head}"
+                yield f"model.{name} is set {found}. Remove it, or set model.head to {' or '.join(allowed)}."
+        if self.head == "blocks" and self.freeze is None:
+            yield "model.head is blocks without model.freeze. Set freeze to the frozen part, such as embeddings+4."
+        yield from too_small(self, "model.", head_hidden=1)
+        if self.head is None:
+            return
+        if self.decoder_name_or_path is not None:
+            yield "model.head is set with decoder_name_or_path. Cached features need an encoder; remove one of them."
+        if self.prefix is not None or (self.lora is not None and self.head != "blocks"):
+            adapter = "lora" if self.lora is not None else "prefix"
+            yield f"model.{adapter} is set with head: {self.head}. Remove it; only head: blocks accepts lora."
 
 
 @dataclass
@@ -278,12 +310,24 @@ class ClientModelSection:
     name_or_path: str = field(metadata={"help": "Hub id or folder of the pretrained model and its tokenizer."})
     revision: str | None = documented("Branch, tag or commit of the model on the Hub.")
     kwargs: dict[str, Any] | None = documented("Additional arguments of from_pretrained.")
+    head: Literal["logistic", "mlp", "blocks"] | None = documented("As head of the section model.")
+    head_hidden: int | None = documented("As head_hidden of the section model.")
+    pooling: Literal["mean", "cls"] | None = documented("As pooling of the section model.")
+    freeze: str | None = documented("As freeze of the section model.")
     training: dict[str, Any] = documented("Training arguments that these clients override.", dict)
 
     @property
     def model(self) -> ModelSection:
         """The section `model` of these clients."""
-        return ModelSection(self.name_or_path, self.revision, kwargs=self.kwargs)
+        return ModelSection(
+            self.name_or_path,
+            self.revision,
+            kwargs=self.kwargs,
+            head=self.head,
+            head_hidden=self.head_hidden,
+            pooling=self.pooling,
+            freeze=self.freeze,
+        )
 
 
 @dataclass
@@ -328,7 +372,9 @@ class TopLevelFields(Section):
     """The fields of a recipe that belong to no section."""
 
     client_models: list[ClientModelSection] = documented(
-        "Models that are assigned to the clients in turn, each {name_or_path, revision, kwargs, training}.", list
+        "Models that are assigned to the clients in turn, each {name_or_path, revision, kwargs, head, head_hidden,"
+        " pooling, freeze, training}.",
+        list,
     )
     compare: list[Literal["centralized", "local"]] = documented("Baselines to train in the same run.", list)
     local_clients: int | None = documented(
