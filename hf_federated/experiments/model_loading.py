@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments, s
 from transformers.utils import logging as transformers_logging
 
 from hf_federated.clients import ClientSpec
-from hf_federated.experiments.cached_features import load_encoder, load_head
+from hf_federated.experiments.cached_features import is_same_encoder, load_encoder, load_head
 from hf_federated.experiments.data.files import hub_errors
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
@@ -157,7 +157,7 @@ def _prefix_sizes(config: Any) -> dict[str, int]:
 
 
 def load_client_specs(
-    recipe: Recipe, task: Task, args: TrainingArguments, client_ids: Sequence[str]
+    recipe: Recipe, task: Task, args: TrainingArguments, client_ids: Sequence[str], tokenizer: Any = None
 ) -> dict[str, ClientSpec]:
     """
     Assign the models of `client_models` to the clients in turn.
@@ -168,12 +168,14 @@ def load_client_specs(
         args (`TrainingArguments`): The training arguments of the server. An entry of `client_models` can override
         them.
         client_ids (`Sequence[str]`): The ids of the clients in order.
+        tokenizer (`Any`, *optional*): The tokenizer or encoder of the server. Clients with an equal encoder share it.
 
     Returns:
         `dict[str, ClientSpec]`: The model, tokenizer and training arguments of each client.
     """
     sections = recipe.client_models
-    tokenizers = [load_tokenizer(item.model, f"client_models[{index}]") for index, item in enumerate(sections)]
+    loaded = [load_tokenizer(item.model, f"client_models[{index}]") for index, item in enumerate(sections)]
+    tokenizers = [tokenizer if is_same_encoder(item, tokenizer) else item for item in loaded]
     specs = {}
     for number, client_id in enumerate(client_ids):
         index = number % len(sections)

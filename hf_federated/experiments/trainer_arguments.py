@@ -105,7 +105,7 @@ def trainer_arguments(
             "task": task,
             "public_dataset": datasets.public,
             "server_dataset": datasets.server,
-            "clients": load_client_specs(recipe, task, args, client_ids) if recipe.client_models else {},
+            "clients": load_client_specs(recipe, task, args, client_ids, tokenizer) if recipe.client_models else {},
             **datasets.raw,
         }
     with recipe_errors("public"):

@@ -6,6 +6,7 @@ from .encoder import CachedEncoder, FrozenEncoder, PretrainedEncoder
 from .heads import FeatureClassifier, FeatureClassifierConfig
 from .hidden_states import FrozenLayers, HiddenStatesCollator
 from .store import FeatureStore, cache_folder, row_key
+from .tfidf import TfidfEncoder
 
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "FrozenLayers",
     "HiddenStatesCollator",
     "PretrainedEncoder",
+    "TfidfEncoder",
     "cache_folder",
     "complete_model",
     "row_key",

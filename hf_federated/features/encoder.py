@@ -141,7 +141,7 @@ _STORES: dict[Path, FeatureStore] = {}
 
 
 def _store(encoder: CachedEncoder, max_length: int | None) -> FeatureStore:
-    name = hash_of("features", _VERSION, encoder.digest, max_length, encoder.dtype)
+    name = hash_of("features", _VERSION, encoder.digest, max_length)
     folder = cache_folder() / name
     if folder not in _STORES:
         _STORES[folder] = FeatureStore(folder, encoder.feature_size, encoder.dtype)
@@ -177,11 +177,6 @@ class PretrainedEncoder(CachedEncoder):
     def to_dict(self) -> dict[str, Any]:
         """The arguments of the encoder, which `save_pretrained` writes."""
         return {"name_or_path": self.name_or_path, "revision": self.revision, **self.kwargs}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # For the fingerprints of `datasets`, the digest replaces the tokenizer and the weights.
-        state = {name: value for name, value in vars(self).items() if name not in ("tokenizer", "model")}
-        return {**state, "digest": self.digest}
 
     @functools.cached_property
     def tokenizer(self) -> Any:

@@ -68,8 +68,8 @@ class FrozenLayers(PretrainedEncoder):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The number of frozen blocks."""
-        return {"num_frozen": self.num_frozen}
+        """The number of frozen blocks, and the type of the hidden states."""
+        return {"num_frozen": self.num_frozen, "dtype": self.dtype}
 
     def to_dict(self) -> dict[str, Any]:
         """The arguments of the encoder, which `save_pretrained` writes."""

@@ -19,6 +19,7 @@ from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerFast
 
 from .._compat import dataset_fingerprint
+from .text_encoder import TextEncoder
 
 
 LARGE = 1000  # number of entries above which a vocabulary or a list of merges is serialized in one piece
@@ -29,8 +30,8 @@ def fingerprint(tokenizer: Any, *settings: Any) -> str | None:
     Hash a tokenizer and other settings for the fingerprint of an encoded dataset.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): The tokenizer. The hash does not depend on the truncation and padding of
-            its last call.
+        tokenizer (`PreTrainedTokenizerBase` or [`TextEncoder`]): The tokenizer. The hash does not depend on the
+            truncation and padding of its last call.
         settings (`Any`): Other settings that determine how examples are encoded.
 
     Returns:
@@ -53,6 +54,8 @@ def fingerprint(tokenizer: Any, *settings: Any) -> str | None:
     ```
     """
     try:
+        if isinstance(tokenizer, TextEncoder):
+            return Hasher.hash((tokenizer.digest, settings))
         light = copy.copy(tokenizer)
         for name, value in vars(tokenizer).items():
             if isinstance(value, dict) and len(value) > LARGE:  # vocabulary: word to ID

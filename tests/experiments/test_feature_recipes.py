@@ -11,9 +11,11 @@ from transformers import AutoModel, AutoModelForSequenceClassification, BertMode
 from hf_federated.experiments.benchmark.measured_run import measure_run
 from hf_federated.experiments.estimate.recipe_estimate import estimate_recipe
 from hf_federated.experiments.execution import build_run
+from hf_federated.experiments.network.run import build_client
 from hf_federated.experiments.recipe.recipe import RecipeError, load_recipe
 from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.experiments.train_recipe import train_recipe
+from hf_federated.features import TfidfEncoder
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +89,29 @@ def test_lora_trains_on_the_blocks(recipe_path, tmp_path):
     assert results["federated"]["bytes_up"] > 0 and (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
+TFIDF = ["model.name_or_path=tfidf-svd", "model.head=logistic", "model.kwargs={num_components: 2}"]
+
+
+def test_recipe_without_a_model_trains_on_tfidf_features(recipe_path, tmp_path):
+    run = build_run(load_recipe(recipe_path, TFIDF), str(tmp_path / "out"))
+    expected = TfidfEncoder(num_components=2).fit(run.data.raw.train.to_dataset()["text"][:])
+    assert run.trainer.processing_class.digest == expected.digest
+
+
+def test_tfidf_is_fitted_on_the_public_examples_and_shared_by_clients(recipe_path, tmp_path):
+    entries = "client_models=[{name_or_path: tfidf-svd, head: mlp, kwargs: {num_components: 2}}]"
+    settings = [*TFIDF, entries, "public={share: 0.5}", "federation.distillation=fedmd"]
+    run = build_run(load_recipe(recipe_path, settings), str(tmp_path / "out"))
+    expected = TfidfEncoder(num_components=2).fit(run.data.raw.public["text"][:])
+    assert run.trainer.processing_class.digest == expected.digest
+    run.trainer.train()
+
+
+def test_tfidf_of_parties_on_different_machines_needs_public_examples(recipe_path, tmp_path):
+    with pytest.raises(RecipeError, match="must fit on the same texts. Set public.path"):
+        build_client(load_recipe(recipe_path, TFIDF), "movie 01", str(tmp_path / "out"))
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -99,6 +124,7 @@ def test_lora_trains_on_the_blocks(recipe_path, tmp_path):
         (["model.head=logistic", "model.lora={r: 2}"], "model.lora is set with head: logistic"),
         (["model.head=logistic", "federation.freeze=embeddings"], "federation.freeze is set with model.head"),
         (["model.head=logistic", "task.name=seq2seq"], "Cached features need text-classification"),
+        (["model.name_or_path=tfidf-svd"], "model.name_or_path is tfidf-svd. Set model.head to logistic or mlp"),
         (["client_models=[{name_or_path: bert, head: blocks}]"], "client_models[0].head is blocks without"),
     ],
 )

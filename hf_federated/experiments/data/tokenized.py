@@ -9,6 +9,7 @@ import numpy as np
 from datasets import Dataset
 
 from hf_federated.data import FederatedDataset
+from hf_federated.experiments.cached_features import fit_encoder
 from hf_federated.experiments.data.incomplete import incomplete_errors
 from hf_federated.experiments.data.raw import RawData, load_raw_data
 from hf_federated.experiments.recipe.recipe import Recipe
@@ -75,6 +76,7 @@ def load_tokenized_data(recipe: Recipe, tokenizer: Any, by_client: bool = False)
 def _tokenize(recipe: Recipe, tokenizer: Any, raw: RawData, by_client: bool) -> TokenizedData:
     """Tokenize raw examples, separately for each client."""
     task = raw.task
+    fit_encoder(tokenizer, task, raw.public, raw.train)
     with recipe_errors(f"data: {recipe.data.path}"):
         train = task.prepare(raw.train, tokenizer)
         test_clients = None

@@ -16,6 +16,7 @@ from transformers import IntervalStrategy, TrainingArguments
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
 from hf_federated.engines import NetworkEngine
+from hf_federated.experiments.cached_features import fit_encoder
 from hf_federated.experiments.data.incomplete import incomplete_errors
 from hf_federated.experiments.data.tokenized import tokenize_test
 from hf_federated.experiments.errors import CommandError, command_errors
@@ -101,6 +102,7 @@ def build_server(
     args = recipe.training_arguments(output_dir=party_folder(recipe, "server", output_dir))
     data = load_server_data(recipe, test_examples)
     tokenizer = load_tokenizer(recipe.model)
+    fit_encoder(tokenizer, data.task, data.public)
     metric_arguments: dict[str, Any] = {}
     encoded: dict[str, Any] = {}
     if data.test is None:
@@ -139,6 +141,7 @@ def build_client(
     args = recipe.training_arguments(output_dir=party_folder(recipe, client_id, output_dir))
     data = load_client_data(recipe, client_id, examples)
     tokenizer, task = load_tokenizer(recipe.model), data.task
+    fit_encoder(tokenizer, task, data.public)
     raw = {"train_dataset": FederatedDataset.from_dict({client_id: data.train})}
     with incomplete_errors(recipe, examples), command_errors(examples or recipe.data.path):
         encoded = {"train_dataset": task.prepare(raw["train_dataset"], tokenizer)}

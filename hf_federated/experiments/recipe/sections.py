@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 DEFAULT_OUTPUT_DIR = "trainer_output"
 # Share of the examples of each client that are test examples, if the data has no test split.
 DEFAULT_TEST_EXAMPLES = 0.1
+# The value of `model.name_or_path` for TF-IDF weights with a singular value decomposition in place of a model.
+TFIDF = "tfidf-svd"
 # Hidden units of the head `mlp`.
 DEFAULT_HEAD_HIDDEN = 256
 # The attacks of `hf_federated.audits.payloads`. The names are listed here, so that a check imports no torch.
@@ -36,13 +38,20 @@ VARIANT_FIELDS = ("clip", "noise", "num_summed")
 class ModelSection(Section):
     """The section `model`: the initial model of every client."""
 
-    name_or_path: str = field(metadata={"help": "Hub id or folder of the pretrained model and its tokenizer."})
+    name_or_path: str = field(
+        metadata={
+            "help": "Hub id or folder of the pretrained model and its tokenizer, or tfidf-svd (with head) for features"
+            " without a model."
+        }
+    )
     revision: str | None = documented("Branch, tag or commit of the model on the Hub.")
     decoder_name_or_path: str | None = documented(
         "Pretrained decoder for sequence-to-sequence tasks, connected to the encoder name_or_path by new"
         " cross-attention."
     )
-    kwargs: dict[str, Any] | None = documented("Additional arguments of from_pretrained, such as num_hidden_layers.")
+    kwargs: dict[str, Any] | None = documented(
+        "Additional arguments of from_pretrained, such as num_hidden_layers; for tfidf-svd: num_components, max_words."
+    )
     lora: dict[str, Any] | None = documented("Fields of peft.LoraConfig; clients train and send only the adapter.")
     prefix: dict[str, Any] | None = documented(
         "Fields of peft.PrefixTuningConfig (P-Tuning v2); clients train only the prefixes."
@@ -74,6 +83,8 @@ class ModelSection(Section):
         if self.head == "blocks" and self.freeze is None:
             yield "model.head is blocks without model.freeze. Set freeze to the frozen part, such as embeddings+4."
         yield from too_small(self, "model.", head_hidden=1)
+        if self.name_or_path == TFIDF and (self.head not in ("logistic", "mlp") or self.pooling is not None):
+            yield f"model.name_or_path is {TFIDF}. Set model.head to logistic or mlp, and remove model.pooling."
         if self.head is None:
             return
         if self.decoder_name_or_path is not None:
