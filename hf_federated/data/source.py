@@ -1,7 +1,7 @@
 """The source of partitioned rows: a dataset on the Hub at a fixed commit, or local rows identified by their content.
 
 A partition that is stored as row numbers is valid only for the rows from which it was made. [`content_hash`] verifies
-that the rows are the same.
+that the rows are the same. [`row_hashes`] identifies single rows.
 """
 
 from __future__ import annotations
@@ -135,6 +135,48 @@ def content_hash(dataset: Dataset) -> str:
             for chunk in table.column(name).chunks:
                 _hash_array(digest, chunk)
     return f"sha256:{digest.hexdigest()}"
+
+
+def row_hashes(dataset: Dataset) -> np.ndarray:
+    """
+    Hash each row of a dataset: the columns, their types and the values of the row.
+
+    Equal rows have equal hashes. As for [`content_hash`], the hash depends only on the types and the values.
+
+    Args:
+        dataset (`datasets.Dataset`): The rows.
+
+    Returns:
+        `np.ndarray` of shape `(rows,)`, `uint64`: The first 8 bytes of a SHA-256. Among a million different rows, two
+            rows have the same hash with a probability of 3e-8.
+
+    Example:
+
+    ```python
+    >>> from datasets import Dataset
+    >>> from hf_federated.data.source import row_hashes
+    >>> rows = Dataset.from_dict({"text": ["a", "b", "a"]})
+    >>> first, second, third = row_hashes(rows).tolist()
+    >>> first == third, first == second, row_hashes(rows.select([1])).tolist() == [second]
+    (True, False, True)
+
+    ```
+    """
+    prefix = hashlib.sha256(json.dumps(_in_order(dataset.features.to_dict())).encode())
+    arrow = dataset.with_format("arrow")
+    hashes = np.empty(len(dataset), dtype=np.uint64)
+    for start in range(0, len(dataset), _BLOCK_ROWS):
+        rows = arrow[start : start + _BLOCK_ROWS].to_pylist()
+        for position, row in enumerate(rows, start):
+            digest = prefix.copy()
+            digest.update(json.dumps(list(row.values()), default=_as_text).encode())
+            hashes[position] = int.from_bytes(digest.digest()[:8], "little")
+    return hashes
+
+
+def _as_text(value: Any) -> str:
+    """Text for a value that JSON does not have: bytes, dates and decimals."""
+    return value.hex() if isinstance(value, bytes) else str(value)
 
 
 def _in_order(features: Any) -> Any:

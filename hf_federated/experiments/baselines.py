@@ -34,6 +34,8 @@ from hf_federated.clients import ClientSampler, RowLimit
 from hf_federated.clients.sampling import limit_examples
 from hf_federated.config import FederatedConfig
 from hf_federated.data import FederatedDataset
+from hf_federated.experiments.predictions import MAIN_TEST
+from hf_federated.experiments.scoring import Scorer
 
 
 # Training arguments of a run that is not evaluated, saved or reported during its training.
@@ -167,18 +169,26 @@ class Baselines:
         num_sampled = ClientSampler(list(clients), federation.clients_per_round, seed=0).num_sampled
         self.centralized_epochs = self.local_epochs * num_sampled / len(clients)
 
-    def centralized(self) -> BaselineResult:
-        """Train one model on the examples of all clients."""
+    def centralized(self, scorer: Scorer | None = None) -> BaselineResult:
+        """
+        Train one model on the examples of all clients.
+
+        Args:
+            scorer ([`~hf_federated.experiments.scoring.Scorer`], *optional*): Keeps the predictions for test examples.
+        """
         start = time.perf_counter()
         trainer = self._fit("centralized", self.clients.to_dataset(), self.centralized_epochs, show_progress=True)
-        metrics = metrics_of(trainer.evaluate(self.eval_dataset))
+        metrics = self._evaluate(trainer, scorer)
         clients = {client_id: metrics_of(trainer.evaluate(rows)) for client_id, rows in self.eval_clients.items()}
-        further_tests = self._evaluate_further_tests(trainer)
+        further_tests = self._evaluate_further_tests(trainer, scorer)
         seconds = time.perf_counter() - start
         return BaselineResult("centralized", metrics, {}, 1, self.centralized_epochs, seconds, clients, further_tests)
 
     def local(
-        self, num_clients: int | None = None, on_client: Callable[[str, dict[str, float]], None] | None = None
+        self,
+        num_clients: int | None = None,
+        on_client: Callable[[str, dict[str, float]], None] | None = None,
+        scorer: Scorer | None = None,
     ) -> BaselineResult:
         """
         Train one model per client, on the examples of this client only.
@@ -186,6 +196,7 @@ class Baselines:
         Args:
             num_clients (`int`, *optional*): Number of clients, sampled with `args.seed`. Defaults to all clients.
             on_client (`Callable`, *optional*): Called with the id and the metrics of each client after its evaluation.
+            scorer ([`~hf_federated.experiments.scoring.Scorer`], *optional*): Keeps the predictions for test examples.
         """
         start = time.perf_counter()
         ids = list(self.clients)
@@ -195,8 +206,8 @@ class Baselines:
         results, further_results = [], []
         for client_id in ids:
             trainer = self._fit("local", self.clients[client_id], self.local_epochs, show_progress=False)
-            results.append(metrics_of(trainer.evaluate(self.eval_dataset)))
-            further_results.append(self._evaluate_further_tests(trainer))
+            results.append(self._evaluate(trainer, scorer))
+            further_results.append(self._evaluate_further_tests(trainer, scorer))
             if on_client is not None:
                 on_client(client_id, results[-1])
         spread = {name: float(np.std([result[name] for result in results])) for name in results[0]}
@@ -206,8 +217,14 @@ class Baselines:
             "local", _means(results), spread, len(ids), self.local_epochs, seconds, further_tests=further_means
         )
 
-    def _evaluate_further_tests(self, trainer: Trainer) -> dict[str, dict[str, float]]:
-        return {name: metrics_of(trainer.evaluate(dataset)) for name, dataset in self.further_tests.items()}
+    def _evaluate(
+        self, trainer: Trainer, scorer: Scorer | None, split: str = MAIN_TEST, dataset: Dataset | None = None
+    ) -> dict[str, float]:
+        dataset = self.eval_dataset if dataset is None else dataset
+        return metrics_of(trainer.evaluate(dataset) if scorer is None else scorer.evaluate(trainer, split, dataset))
+
+    def _evaluate_further_tests(self, trainer: Trainer, scorer: Scorer | None) -> dict[str, dict[str, float]]:
+        return {name: self._evaluate(trainer, scorer, name, dataset) for name, dataset in self.further_tests.items()}
 
     def _fit(self, name: str, dataset: Dataset, num_epochs: float, show_progress: bool) -> Trainer:
         """Train a copy of the model on `dataset` and return its trainer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from datasets import Dataset
@@ -11,10 +12,12 @@ from transformers import TrainingArguments
 
 from hf_federated.config import FederatedConfig
 from hf_federated.experiments.baselines import BaselineResult, Baselines, metrics_of
-from hf_federated.experiments.data.tokenized import TokenizedData, load_tokenized_data
+from hf_federated.experiments.data.tokenized import TokenizedData, encode_evaluated, load_tokenized_data
 from hf_federated.experiments.model_loading import load_model, load_tokenizer
+from hf_federated.experiments.predictions import MAIN_TEST
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, build, recipe_errors
+from hf_federated.experiments.scoring import EvaluatedExamples, Scorer
 from hf_federated.experiments.stopwatch import Stopwatch
 from hf_federated.experiments.trainer_arguments import dataset_arguments
 from hf_federated.reporting.run_plots import require_matplotlib
@@ -57,6 +60,23 @@ class Run:
     def step_name(self) -> str:
         """The unit of the trainer's steps: `"round"`, or `"optimizer step"` for a split model."""
         return "round" if self.recipe.split is None else "optimizer step"
+
+    def scorer(self, method: str) -> Scorer:
+        """
+        Build the scorer of the test examples for [`run_federated`] or [`run_baseline`].
+
+        Args:
+            method (`str`): `"federated"`, `"centralized"` or `"local"`.
+        """
+        data = self.data
+        # A trainer with client models, or with test examples by client, evaluates the rows in their original order.
+        evaluates_sorted = method != "federated" or self.trainer.eval_dataset is data.test
+        tests = {MAIN_TEST: EvaluatedExamples(data.test, data.test_rows if evaluates_sorted else data.raw.test)}
+        for split, examples in data.further_tests.items():
+            tests[split] = EvaluatedExamples(examples, data.raw.further_tests[split])
+        rows = data.raw.validation
+        validation = None if rows is None else encode_evaluated(data.task, self.trainer.processing_class, rows)
+        return Scorer(data.task, tests, validation)
 
     def describe(self) -> list[str]:
         """Lines that state the number of clients, of training, public, dropped and test examples, and their source."""
@@ -150,12 +170,13 @@ def _build_split(
     return Run(recipe, epochs, data, trainer, baselines)
 
 
-def run_federated(run: Run) -> dict[str, Any]:
+def run_federated(run: Run, scorer: Scorer | None = None) -> dict[str, Any]:
     """
     Train the federation of a run and evaluate its model.
 
     Args:
         run ([`Run`]): The run.
+        scorer ([`~hf_federated.experiments.scoring.Scorer`], *optional*): Keeps the predictions for test examples.
 
     Returns:
         `dict[str, Any]`:
@@ -176,6 +197,7 @@ def run_federated(run: Run) -> dict[str, Any]:
         run.data.further_tests,
         run.trainer.args.resume_from_checkpoint,
         has_client_metrics=run.recipe.split is None,
+        scorer=scorer,
     )
     return {**results, "num_epochs": run.baselines.centralized_epochs}
 
@@ -186,6 +208,7 @@ def train_and_evaluate(
     resume_from: str | bool | None,
     has_test: bool = True,
     has_client_metrics: bool = True,
+    scorer: Scorer | None = None,
 ) -> dict[str, Any]:
     """
     Train and evaluate a model. The results are those of [`run_federated`] without `num_epochs`.
@@ -196,14 +219,15 @@ def train_and_evaluate(
         resume_from (`str` or `bool`, *optional*): The checkpoint to resume from, as in `Trainer.train`.
         has_test (`bool`, *optional*, defaults to `True`): Whether the trainer has test examples.
         has_client_metrics (`bool`, *optional*, defaults to `True`): Whether the trainer can evaluate clients.
+        scorer ([`~hf_federated.experiments.scoring.Scorer`], *optional*): Keeps the predictions for test examples.
     """
     watch = Stopwatch()
     trainer.add_callback(watch)
     trainer.train(resume_from_checkpoint=resume_from)
     train_seconds = watch.seconds
     trainer.remove_callback(watch)
-    metrics = trainer.evaluate() if has_test else {}
-    further = evaluate_further_splits(trainer, further_tests)
+    metrics = {} if not has_test else trainer.evaluate() if scorer is None else scorer.evaluate(trainer)
+    further = evaluate_further_splits(trainer, further_tests, scorer)
     clients = trainer.client_metrics if has_client_metrics else {}
     return {
         "metrics": metrics_of(metrics),
@@ -217,13 +241,16 @@ def train_and_evaluate(
     }
 
 
-def evaluate_further_splits(trainer: Any, further_tests: Mapping[str, Dataset]) -> dict[str, dict[str, float]]:
+def evaluate_further_splits(
+    trainer: Any, further_tests: Mapping[str, Dataset], scorer: Scorer | None = None
+) -> dict[str, dict[str, float]]:
     """
     Evaluate a trained model on the splits `data.further_test_splits`.
 
     Args:
         trainer (`transformers.Trainer`): The trainer of the model.
         further_tests (`Mapping[str, datasets.Dataset]`): The encoded examples by split.
+        scorer ([`~hf_federated.experiments.scoring.Scorer`], *optional*): Keeps the predictions for the examples.
 
     Returns:
         `dict[str, dict[str, float]]`: The metrics by split.
@@ -231,12 +258,15 @@ def evaluate_further_splits(trainer: Any, further_tests: Mapping[str, Dataset]) 
     results = {}
     for split, dataset in further_tests.items():
         prefix = f"further_{split}"  # distinguishes the logs from the evaluation of a round
-        evaluated = trainer.evaluate(dataset, metric_key_prefix=prefix)
+        evaluate = trainer.evaluate if scorer is None else partial(scorer.evaluate, trainer, split)
+        evaluated = evaluate(dataset, metric_key_prefix=prefix)
         results[split] = metrics_of({f"eval{key.removeprefix(prefix)}": value for key, value in evaluated.items()})
     return results
 
 
-def run_baseline(run: Run, name: str, echo: Callable[[str], None] = lambda line: None) -> BaselineResult:
+def run_baseline(
+    run: Run, name: str, echo: Callable[[str], None] = lambda line: None, scorer: Scorer | None = None
+) -> BaselineResult:
     """
     Train a baseline of a run.
 
@@ -244,11 +274,13 @@ def run_baseline(run: Run, name: str, echo: Callable[[str], None] = lambda line:
         run ([`Run`]): The run.
         name (`str`): `"centralized"` or `"local"`.
         echo (`Callable`, *optional*): Called with one line per client of `"local"`.
+        scorer ([`~hf_federated.experiments.scoring.Scorer`], *optional*): Keeps the predictions for test examples.
     """
     if name == "centralized":
-        return run.baselines.centralized()
+        return run.baselines.centralized(scorer)
     title = run.metric.replace("_", " ")
     return run.baselines.local(
         run.recipe.local_clients,
         on_client=lambda client_id, metrics: echo(f"  {client_id}: {title} {metrics[run.metric]:.3f}"),
+        scorer=scorer,
     )

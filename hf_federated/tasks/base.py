@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedModel, 
 from ..data import FederatedDataset
 from ..utils.remote_code import load_causal_model
 from .columns import Batch
+from .label_logits import LabelLogits
 from .mapping import fingerprint, map_rows
 
 
@@ -43,6 +44,7 @@ class Task(ABC):
     - `data_collator(tokenizer)`: the data collator from `transformers`;
     - `build_compute_metrics(tokenizer, features, rows)`: the function for `Trainer(compute_metrics=...)`;
     - `needs_rows`: whether `build_compute_metrics` requires `rows`;
+    - `label_logits(prediction, features, rows)`: the logits and the label of each example, if it has one label;
     - `preprocess_logits_for_metrics`: the function for the `Trainer` argument with the same name. It is `None` if the
       metrics use the logits unchanged;
     - `prediction_unit`: the unit that one prediction of the model describes;
@@ -138,6 +140,22 @@ class Task(ABC):
                 tasks with candidates require it.
             rows (`Dataset`, *optional*): The raw evaluation dataset. Tasks with `needs_rows` require it.
         """
+
+    def label_logits(
+        self, prediction: EvalPrediction, features: Dataset | None = None, rows: Dataset | None = None
+    ) -> LabelLogits | None:
+        """
+        Return the logits and the label of each raw example, or `None` if an example has no single label.
+
+        Args:
+            prediction (`EvalPrediction`): The prediction that `compute_metrics` received.
+            features (`Dataset`, *optional*): As in [`~Task.build_compute_metrics`].
+            rows (`Dataset`, *optional*): As in [`~Task.build_compute_metrics`]. The results have the order of `rows`.
+
+        Raises:
+            ValueError: If the labels of the predictions are not the labels of `rows`.
+        """
+        return None
 
     def prepare(self, dataset: Any, tokenizer: Any, with_labels: bool = True, **kwargs: Any) -> Any:
         """

@@ -17,6 +17,7 @@ from .base import ComputeMetrics
 from .candidates import NO_ANSWER, CandidateTask, candidate_log_loss, candidate_sums, check_features, encode_candidates
 from .causal import tokenize_answers
 from .columns import Batch, check_length, check_names, find_blank, is_blank, read_labels, read_texts
+from .label_logits import LabelLogits
 from .metrics import F1, Accuracy
 
 
@@ -197,15 +198,7 @@ class ClozeClassification(CandidateTask):
         The function requires `features`, the dataset from [`~CandidateTask.for_evaluation`] in evaluation order, and
         `rows`, the evaluation dataset before encoding, in the order in which it was encoded.
         """
-        features, rows = check_features(features, rows)
-        feature_rows, numbers = np.array(features["id"]), np.array(features["candidate"])
-        labels = read_labels(rows[:], self.label_column, self.label_names, None)
-        has_all_rows = sorted(set(feature_rows.tolist())) == list(range(len(labels)))
-        if not has_all_rows or features["answer"][:] != [labels[row] for row in feature_rows]:
-            raise ValueError(
-                "`features` and `rows` have different rows, or the same rows in another order. Encode `rows` to create"
-                " matching features."
-            )
+        labels, feature_rows, numbers = self._read_features(features, rows)
         metrics = evaluate.combine([Accuracy(), F1()])
 
         def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -215,3 +208,26 @@ class ClozeClassification(CandidateTask):
             return {**scores, "log_loss": candidate_log_loss(sums, labels)}
 
         return compute_metrics
+
+    def label_logits(
+        self, prediction: EvalPrediction, features: Dataset | None = None, rows: Dataset | None = None
+    ) -> LabelLogits:
+        """Return Σ log p over the tokens of each word, of shape `(rows, words)`. See [`Task.label_logits`]."""
+        labels, feature_rows, numbers = self._read_features(features, rows)
+        sums = candidate_sums(prediction, feature_rows, numbers, [len(self.words)] * len(labels))
+        return LabelLogits(np.stack(sums), np.array(labels))
+
+    def _read_features(
+        self, features: Dataset | None, rows: Dataset | None
+    ) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """Return the label of each row, and the row and the word of each feature."""
+        features, rows = check_features(features, rows)
+        feature_rows, numbers = np.array(features["id"]), np.array(features["candidate"])
+        labels = read_labels(rows[:], self.label_column, self.label_names, None)
+        has_all_rows = sorted(set(feature_rows.tolist())) == list(range(len(labels)))
+        if not has_all_rows or features["answer"][:] != [labels[row] for row in feature_rows]:
+            raise ValueError(
+                "`features` and `rows` have different rows, or the same rows in another order. Encode `rows` to create"
+                " matching features."
+            )
+        return labels, feature_rows, numbers

@@ -20,6 +20,7 @@ from ..data.column_values import check_columns
 from ..utils.arguments import require_one_of
 from .base import ComputeMetrics, Task, first_output
 from .columns import Batch, check_length, check_names, find_blank, label_maps, read_labels, read_texts
+from .label_logits import LabelLogits
 from .metrics import F1, Accuracy, MatthewsCorrelation
 from .text_encoder import TextEncoder
 
@@ -188,3 +189,17 @@ class TextClassification(Task):
             return evaluate.combine(metrics).compute(predictions=labels, references=prediction.label_ids)
 
         return compute_metrics
+
+    def label_logits(
+        self, prediction: EvalPrediction, features: Dataset | None = None, rows: Dataset | None = None
+    ) -> LabelLogits:
+        """Return the logits of shape `(examples, labels)`. See [`Task.label_logits`]."""
+        scores = LabelLogits(first_output(prediction.predictions), np.asarray(prediction.label_ids))
+        if rows is not None and scores.labels.tolist() != read_labels(
+            rows[:], self.label_column, self.label_names, None
+        ):
+            raise ValueError(
+                f"The labels of the {len(scores.labels)} predictions differ from the labels of the {len(rows)} `rows`."
+                " Pass the evaluated rows, in evaluation order."
+            )
+        return scores

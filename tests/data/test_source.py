@@ -1,4 +1,4 @@
-"""`content_hash` is equal for equal rows and different for different rows."""
+"""`content_hash` and `row_hashes` are equal for equal rows and different for different rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, Features, List, Value, concatenate_datasets
 
-from hf_federated.data.source import content_hash
+from hf_federated.data.source import content_hash, row_hashes
 
 
 COLUMNS = {
@@ -111,3 +111,25 @@ def test_hash_of_several_blocks_does_not_depend_on_chunks():
     pieces = concatenate_datasets([whole.select(range(start, start + 2_500)) for start in range(0, 25_000, 2_500)])
     assert content_hash(whole) == content_hash(pieces)
     assert content_hash(whole) != content_hash(whole.select([*range(24_998), 24_999, 24_998]))
+
+
+def test_a_row_has_the_same_hash_in_each_dataset_that_contains_it(rows):
+    hashes = row_hashes(rows)
+    assert hashes.dtype == np.uint64 and len(set(hashes.tolist())) == 5
+    halves = concatenate_datasets([rows.select([3, 4]), rows.select([0, 1, 2])])
+    np.testing.assert_array_equal(row_hashes(halves), hashes[[3, 4, 0, 1, 2]])
+    np.testing.assert_array_equal(row_hashes(rows.select([2, 2])), hashes[[2, 2]])
+    assert row_hashes(rows.select([])).shape == (0,)
+
+
+def test_each_column_changes_the_hash_of_a_row(rows):
+    for name in rows.column_names:
+        if rows[name][0] is not None:
+            missing = Dataset.from_dict({**COLUMNS, name: [None, *COLUMNS[name][1:]]}, features=rows.features)
+            assert (row_hashes(missing) == row_hashes(rows)).tolist() == [False, True, True, True, True]
+
+
+def test_types_and_names_of_columns_change_the_hash_of_a_row():
+    row = Dataset.from_dict({"a": [1]})
+    others = [row.rename_column("a", "b"), row.cast(Features({"a": Value("int32")})), Dataset.from_dict({"a": ["1"]})]
+    assert row_hashes(row)[0] not in [row_hashes(other)[0] for other in others]

@@ -2,7 +2,7 @@
 
 [`run_benchmark`] decides which runs to execute and in which order. The functions that read, check and execute a recipe
 are arguments. Each recipe has an output folder with `runs.jsonl`, `report.md` and `learning_curves.png`. Each run
-writes its own files to `runs/<name>/seed-<seed>` in this folder.
+writes its own files to `runs/<name>/seed-<seed>` in this folder, such as the predictions for its test examples.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import hf_federated
 from hf_federated.experiments.benchmark.comparison import main_metric
 from hf_federated.experiments.benchmark.grid import BenchmarkSection, PlannedRun, plan_runs, read_section
+from hf_federated.experiments.benchmark.prediction_files import copy_predictions, relative_path
 from hf_federated.experiments.benchmark.report import benchmark_report, curve_panel
 from hf_federated.experiments.benchmark.run_log import LOG_NAME, FinishedRuns, RunLog, find_finished, read_records
 from hf_federated.experiments.errors import CommandError, command_errors
@@ -108,7 +109,8 @@ def run_benchmark(
             - `step_name`: the unit of the steps in `history`, if it is not the round;
             - `scale`, `num_rounds`, `num_epochs`, `num_clients`, `num_failed` (failed updates), `bytes_up`,
               `bytes_down`, `lower_is_better`, `test_source` (number and source of the test examples), `train_rows` and
-              `test_rows` (hashes of the examples): `None` if a method does not have the result;
+              `test_rows` (hashes of the examples), `predictions` (path of the file with the predictions for the test
+              examples, within the folder): `None` if a method does not have the result;
             - `seconds`: duration of the run. Defaults to the duration of the call. `None` if the duration of the whole
               run is unknown.
 
@@ -241,7 +243,7 @@ def _run_grid(
     failures = []
     for position, run in enumerate(pending, start=len(selected) - len(pending) + 1):
         label = f"[{position}/{len(selected)}] {run}"
-        reused = _find_reusable_record(run, reusable)
+        reused = _find_reusable_record(run, reusable, grid.folder)
         if reused is not None:
             with command_errors(str(grid.folder)):
                 log.append({**reused, "benchmark": grid.title, "recipe": grid.name, "run": run.name})
@@ -271,12 +273,20 @@ def _run_grid(
     return failures
 
 
-def _find_reusable_record(run: PlannedRun, folders: Sequence[Path]) -> dict[str, Any] | None:
-    """Find a record with the settings of the run, and add the recipe and run that it originates from."""
+def _find_reusable_record(run: PlannedRun, folders: Sequence[Path], target: Path) -> dict[str, Any] | None:
+    """
+    Find a record with the settings of the run, and add the recipe and run that it originates from.
+
+    The predictions of the record are copied to the folder `target`.
+    """
     for folder in folders:
         for record in reversed(read_records(folder)):  # the last record of a run counts
             if record["digest"] == run.digest:
-                return {"taken_from": f"{record['recipe']}: {record['run']}", **record}
+                run_folder = f"runs/{run.name}/seed-{run.seed}/{run.digest[:12]}"
+                with command_errors(str(folder)):
+                    copied = copy_predictions(record, folder, target, run_folder)
+                origin = f"{record['recipe']}: {record['run']}"
+                return {"taken_from": origin, **record, "predictions": copied}
     return None
 
 
@@ -294,6 +304,7 @@ def _record(grid: _Grid, run: PlannedRun, result: dict[str, Any], seconds: float
         "metrics": result["metrics"],
         "history": result.get("history") or [],
         **{name: result.get(name) for name in RESULT_FIELDS},
+        "predictions": relative_path(result.get("predictions"), grid.folder),
         "seconds": result.get("seconds", seconds),
         "versions": {
             "hf_federated": hf_federated.__version__,

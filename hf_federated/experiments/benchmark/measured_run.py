@@ -14,8 +14,10 @@ from hf_federated.data.source import content_hash
 from hf_federated.experiments.baselines import metrics_of
 from hf_federated.experiments.execution import Run, build_run, run_baseline, run_federated
 from hf_federated.experiments.model_loading import without_head_warnings
+from hf_federated.experiments.predictions import PREDICTIONS_NAME, write_predictions
 from hf_federated.experiments.recipe.recipe import parse_recipe
 from hf_federated.experiments.recipe.schema import RecipeError
+from hf_federated.experiments.scoring import Scorer
 
 
 # Logged values of a method that are kept in the record of a run: the aggregation weight of each client, whether an LLM
@@ -43,6 +45,8 @@ def measure_run(values: dict[str, Any], method: str, folder: Path) -> dict[str, 
     If the recipe saves checkpoints and an interrupted run left a checkpoint in `folder`, a federated run resumes from
     the last checkpoint. A run that finishes removes its checkpoints.
 
+    If each test example has one label, the run writes its predictions to `predictions.npz` in `folder`.
+
     Args:
         values (`dict[str, Any]`): The recipe of the run, as returned by
             [`~hf_federated.experiments.recipe.yaml_file.read_values`].
@@ -64,10 +68,18 @@ def measure_run(values: dict[str, Any], method: str, folder: Path) -> dict[str, 
     with without_head_warnings():
         run = build_run(dataclasses.replace(recipe, training=training, plots=False), str(folder))
         run.trainer.remove_callback(PrinterCallback)
-        result = _resume_federated(run, folder) if method == "federated" else vars(run_baseline(run, method))
+        scorer = run.scorer(method)
+        if method == "federated":
+            result = _resume_federated(run, folder, scorer)
+        else:
+            result = vars(run_baseline(run, method, scorer=scorer))
+    predictions = scorer.predictions
+    if predictions:
+        write_predictions(folder / PREDICTIONS_NAME, predictions)
     return {
         "num_clients": len(run.data.train),
         **result,
+        "predictions": str(folder / PREDICTIONS_NAME) if predictions else None,
         "metric": run.metric,
         "lower_is_better": run.data.task.lower_is_better,
         "scale": recipe.scale,
@@ -78,12 +90,12 @@ def measure_run(values: dict[str, Any], method: str, folder: Path) -> dict[str, 
     }
 
 
-def _resume_federated(run: Run, folder: Path) -> dict[str, Any]:
+def _resume_federated(run: Run, folder: Path, scorer: Scorer) -> dict[str, Any]:
     """Run the federation from its last checkpoint, if there is one, and remove the checkpoints at the end."""
     has_checkpoint = folder.is_dir() and get_last_checkpoint(str(folder)) is not None
     run.trainer.args.resume_from_checkpoint = True if has_checkpoint else None
     try:
-        result = run_federated(run)
+        result = run_federated(run, scorer)
     except Exception as error:
         if not has_checkpoint:
             raise

@@ -61,6 +61,8 @@ class RawData:
         public (`datasets.Dataset`, *optional*): Examples without labels that the server and all clients hold.
         server (`datasets.Dataset`, *optional*): Examples with labels that only the server holds.
         further_tests (`dict[str, datasets.Dataset]`): Additional test examples by split.
+        validation (`datasets.Dataset`, *optional*): The validation examples of a run that is evaluated on test
+            examples, if the recipe has any. A run with `data.evaluate_on: validation` has the same examples in `test`.
     """
 
     train: FederatedDataset
@@ -76,6 +78,7 @@ class RawData:
     public: Dataset | None = None
     server: Dataset | None = None
     further_tests: dict[str, Dataset] = field(default_factory=dict)
+    validation: Dataset | None = None
 
 
 def load_raw_data(recipe: Recipe, by_client: bool = False) -> RawData:
@@ -110,14 +113,14 @@ def load_raw_data(recipe: Recipe, by_client: bool = False) -> RawData:
     for split in splits:
         maximum = data.max_train_rows if split == data.train_split else data.max_test_rows
         splits[split] = sample_examples(splits[split], maximum, data.seed)
-    # Additional test splits are not partitioned.
+    # Validation splits and additional test splits are not partitioned.
+    validation = None if data.validation_split is None else splits.pop(data.validation_split)
     further_tests = {split: splits.pop(split) for split in data.further_test_splits}
     if recipe.public is not None and recipe.public.share is not None:
         splits, public, server = _set_aside_public(splits, recipe, recipe.public, recipe.public.share)
-    raw = _partition(recipe, recipe.partition, loaded, splits, task, by_client)
+    raw = _take_validation(_partition(recipe, recipe.partition, loaded, splits, task, by_client), recipe, validation)
     return dataclasses.replace(
         raw,
-        train=_without_validation(raw.train, recipe),
         num_empty=num_empty,
         incomplete=incomplete,
         note=loaded.note,
@@ -228,11 +231,14 @@ def _training_clients(clients: FederatedDataset, recipe: Recipe, task: Task) -> 
     return limit_clients(clients, recipe.data)
 
 
-def _without_validation(clients: FederatedDataset, recipe: Recipe) -> FederatedDataset:
-    """The training clients without their validation examples, in a run that is evaluated on test examples."""
-    if recipe.data.evaluate_on == "validation" or recipe.data.validation_examples is None:
-        return clients
-    return hold_out_validation(clients, recipe)[0]
+def _take_validation(raw: RawData, recipe: Recipe, split: Dataset | None) -> RawData:
+    """Add the validation split, or hold out validation examples, in a run that is evaluated on test examples."""
+    data = recipe.data
+    if data.evaluate_on == "validation" or data.validation_examples is None:
+        return dataclasses.replace(raw, validation=split)
+    train, held_out = hold_out_validation(raw.train, recipe)
+    validation = limit_examples(held_out, data.max_test_rows, data.seed).to_dataset()
+    return dataclasses.replace(raw, train=train, validation=validation)
 
 
 def _hold_out(clients: FederatedDataset, recipe: Recipe, task: Task) -> RawData:
@@ -342,16 +348,16 @@ def _load_federated(recipe: Recipe, by_client: bool) -> RawData:
         test = sample_examples(test, data.max_test_rows, data.seed)
         by_id = test if isinstance(test, FederatedDataset) else None
         raw = RawData(_training_clients(clients, recipe, task), pooled(test), by_id, task, loaded.source)
-    further_tests = {
+    pooled_splits = {
         split: sample_examples(pooled(splits[split]), data.max_test_rows, data.seed)
-        for split in data.further_test_splits
+        for split in [*filter(None, (data.validation_split,)), *data.further_test_splits]
     }
+    raw = _take_validation(raw, recipe, pooled_splits.pop(data.validation_split or "", None))
     return dataclasses.replace(
         raw,
-        train=_without_validation(raw.train, recipe),
         incomplete=incomplete,
         note=loaded.note,
         public=public,
         server=server,
-        further_tests=further_tests,
+        further_tests=pooled_splits,
     )

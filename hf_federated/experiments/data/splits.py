@@ -111,12 +111,12 @@ def load_federated_splits(recipe: Recipe) -> RawSplits:
 
 def _named_splits(data: DataSection) -> list[str]:
     test_split = None if data.test_path is not None else data.test_split
-    return [data.train_split, *filter(None, (test_split,)), *data.further_test_splits]
+    return [data.train_split, *filter(None, (test_split, data.validation_split)), *data.further_test_splits]
 
 
 def _candidates(data: DataSection, names: Iterable[str]) -> list[str]:
     """The test splits that the data contains and the recipe does not name."""
-    used = [*_named_splits(data), *filter(None, (data.validation_split,))]
+    used = _named_splits(data)
     used[0] = used[0].partition("[")[0]  # `train[:10%]` is a part of the split `train`
     return [split for split in TEST_SPLITS if split in set(names) and split not in used]
 

@@ -14,6 +14,7 @@ from hf_federated.experiments.data.incomplete import incomplete_errors
 from hf_federated.experiments.data.raw import RawData, load_raw_data
 from hf_federated.experiments.recipe.recipe import Recipe
 from hf_federated.experiments.recipe.schema import RecipeError, recipe_errors
+from hf_federated.experiments.scoring import EvaluatedExamples
 from hf_federated.tasks import Seq2Seq, Task
 
 
@@ -28,6 +29,7 @@ class TokenizedData:
         test (`datasets.Dataset`): The tokenized test examples, sorted by length to minimize padding.
         test_clients ([`FederatedDataset`], *optional*): The tokenized test examples by client, if requested.
         metric_arguments (`dict`): The arguments of a `Trainer` that compute metrics from predictions.
+        test_rows (`datasets.Dataset`): The raw test examples, in the order of the predictions for `test`.
         further_tests (`dict[str, datasets.Dataset]`): Additional tokenized test examples by split.
     """
 
@@ -36,6 +38,7 @@ class TokenizedData:
     test: Dataset
     test_clients: FederatedDataset | None
     metric_arguments: dict[str, Any]
+    test_rows: Dataset
     further_tests: dict[str, Dataset] = field(default_factory=dict)
 
     @property
@@ -88,9 +91,10 @@ def _tokenize(recipe: Recipe, tokenizer: Any, raw: RawData, by_client: bool) -> 
             split: task.for_evaluation(task.prepare(dataset, tokenizer), tokenizer)
             for split, dataset in raw.further_tests.items()
         }
+    test = encode_evaluated(task, tokenizer, raw.test)
     # Metrics by client use only the labels, and no raw examples.
-    test, metric_arguments = tokenize_test(task, tokenizer, raw.test, uses_rows=test_clients is None)
-    return TokenizedData(raw, train, test, test_clients, metric_arguments, further_tests)
+    arguments = _metric_arguments(task, tokenizer, test, uses_rows=test_clients is None)
+    return TokenizedData(raw, train, test.features, test_clients, arguments, test.rows, further_tests)
 
 
 def tokenize_test(
@@ -112,17 +116,38 @@ def tokenize_test(
     Raises:
         RecipeError: If the task cannot process an example.
     """
+    test = encode_evaluated(task, tokenizer, examples)
+    return test.features, _metric_arguments(task, tokenizer, test, uses_rows)
+
+
+def encode_evaluated(task: Task, tokenizer: Any, examples: Dataset) -> EvaluatedExamples:
+    """
+    Tokenize examples for an evaluation, sorted by length to minimize padding.
+
+    Args:
+        task ([`Task`]): The task, with the names of its labels.
+        tokenizer (`PreTrainedTokenizerFast`): The tokenizer of the model.
+        examples (`datasets.Dataset`): The raw examples.
+
+    Raises:
+        RecipeError: If the task cannot process an example.
+    """
     with recipe_errors("data"):
-        test = task.for_evaluation(task.prepare(examples, tokenizer), tokenizer)
-        # All feature vectors have one length.
-        lengths = [len(ids) for ids in test["input_ids"]] if "input_ids" in test.column_names else [0] * len(test)
-        order = np.argsort(lengths, kind="stable")
-        one_to_one = len(test) == len(examples)
-        test = test.select(order)
-        # Metrics that use raw examples need them in the order of the features.
-        rows = examples.select(order) if uses_rows and one_to_one else examples if uses_rows else None
-        compute_metrics = task.build_compute_metrics(tokenizer, features=test, rows=rows)
-    return test, {
+        features = task.for_evaluation(task.prepare(examples, tokenizer), tokenizer)
+    # All feature vectors have one length.
+    has_tokens = "input_ids" in features.column_names
+    lengths = [len(ids) for ids in features["input_ids"]] if has_tokens else [0] * len(features)
+    order = np.argsort(lengths, kind="stable")
+    # Tasks with several features for an example find the example of a feature by its id.
+    rows = examples.select(order) if len(features) == len(examples) else examples
+    return EvaluatedExamples(features.select(order), rows)
+
+
+def _metric_arguments(task: Task, tokenizer: Any, test: EvaluatedExamples, uses_rows: bool) -> dict[str, Any]:
+    with recipe_errors("data"):
+        rows = test.rows if uses_rows else None
+        compute_metrics = task.build_compute_metrics(tokenizer, features=test.features, rows=rows)
+    return {
         "compute_metrics": compute_metrics,
         "preprocess_logits_for_metrics": task.preprocess_logits_for_metrics,
     }

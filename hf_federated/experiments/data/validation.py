@@ -31,6 +31,7 @@ def without_test_splits(recipe: Recipe) -> Recipe:
     # `dataclasses.replace` would reject a split in addition to `test_examples`, which are still held out.
     changed = copy.copy(data)
     changed.test_path, changed.test_split, changed.further_test_splits = None, data.validation_split, []
+    changed.validation_split = None
     return dataclasses.replace(recipe, data=changed)
 
 

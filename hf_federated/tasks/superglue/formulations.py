@@ -26,6 +26,7 @@ from transformers import (
 
 from ..base import ComputeMetrics, Task, first_output
 from ..columns import Batch, check_length, find_blank, read_column, row_name
+from ..label_logits import LabelLogits
 from ..seq2seq import Seq2Seq, decode_ids, generated_ids
 from ..text_classification import TextClassification
 from .scores import superglue_scores
@@ -183,6 +184,12 @@ class SuperGlueClassification(SuperGlueTask):
     def model_kwargs(self) -> dict[str, Any]:
         """`num_labels`, `id2label` and `label2id`."""
         return self.base_task.model_kwargs
+
+    def label_logits(
+        self, prediction: EvalPrediction, features: Dataset | None = None, rows: Dataset | None = None
+    ) -> LabelLogits:
+        """Return the logits of all 16 labels, of shape `(rows, labels)`. See [`Task.label_logits`]."""
+        return self.base_task.label_logits(prediction, features, rows)
 
     def read_predictions(self, prediction: EvalPrediction, tokenizer: Any) -> tuple[list[str | None], list[float]]:
         """Read predictions from logits of shape `(rows, labels)`. See [`SuperGlueTask.read_predictions`]."""

@@ -47,6 +47,8 @@ def test_validation_examples_are_neither_trained_nor_tested_on(load, test, by_cl
     data = {**test, "validation_examples": 0.25}
     tested, validated = (load(data, name, by_client) for name in ("test", "validation"))
     assert ids(tested.train) == ids(validated.train)
+    assert tested.validation is not None and ids(tested.validation) == ids(validated.test)
+    assert validated.validation is None
     parts = [ids(tested.train), ids(tested.test), ids(validated.test)]
     assert sum(map(len, parts)) == len(set().union(*parts)) and all(parts)
     # 60 examples of 6 sites. A client gives a quarter of its remaining examples, rounded up.
@@ -62,6 +64,7 @@ def test_validation_split_takes_the_place_of_the_test_examples(load):
         data = {**test, "validation_split": "shifted"}
         tested, validated = load(data), load(data, "validation")
         assert ids(tested.train) == ids(validated.train)
+        assert ids(tested.validation) == ids(validated.test) and validated.validation is None
         assert {name.split("-")[0] for name in validated.test["id"]} == {"shifted"}
         assert validated.test_source == " of the split 'shifted'"
         assert not set(ids(tested.test)) & {*ids(validated.train), *ids(validated.test)}
@@ -92,9 +95,13 @@ def test_federated_dataset_has_validation_examples_of_each_client(load, texts_di
     tested = load({**path, "validation_examples": 0.1}, partition=None)
     validated = load({**path, "validation_examples": 0.1}, "validation", partition=None)
     assert len(tested.test) == 12 and len(validated.test) == 3 * 2 and ids(tested.train) == ids(validated.train)
-    assert len(tested.train.to_dataset()) == 60 - 6
+    assert len(tested.train.to_dataset()) == 60 - 6 and ids(tested.validation) == ids(validated.test)
     validated = load({**path, "validation_split": "shifted"}, "validation", partition=None)
     assert ids(validated.test) == sorted(splits["shifted"]["id"])
+    tested = load({**path, "validation_split": "shifted"}, partition=None)
+    assert ids(tested.validation) == ids(validated.test) and ids(tested.test) == sorted(splits["test"]["id"])
+    with pytest.raises(RecipeError, match="has no split 'missing'"):
+        load({**path, "validation_split": "missing"}, partition=None)
 
 
 def test_limit_of_test_examples_applies_to_validation_examples(load):
@@ -102,6 +109,9 @@ def test_limit_of_test_examples_applies_to_validation_examples(load):
     validated = load(data, "validation")
     assert len(validated.test) == 7 and len(validated.train.to_dataset()) == 30
     assert validated.test_source.endswith("limited by data.max_test_rows=7")
+    assert ids(load(data).validation) == ids(validated.test)
+    data = {**SPLIT, "validation_split": "shifted", "max_test_rows": 7}
+    assert ids(load(data).validation) == ids(load(data, "validation").test) and len(load(data).validation) == 7
 
 
 def test_record_of_a_run_on_validation_examples_does_not_depend_on_test_labels(recipe_path, texts_dir, tmp_path):
