@@ -7,30 +7,34 @@ writes its own files to `runs/<name>/seed-<seed>` in this folder, such as the pr
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hf_federated
 from hf_federated.experiments.benchmark.comparison import main_metric
-from hf_federated.experiments.benchmark.grid import BenchmarkSection, PlannedRun, plan_runs, read_section
+from hf_federated.experiments.benchmark.grid import PlannedRun
 from hf_federated.experiments.benchmark.prediction_files import copy_predictions, relative_path
+from hf_federated.experiments.benchmark.recipe_grid import RecipeGrid, prefix_errors, read_grid
 from hf_federated.experiments.benchmark.report import benchmark_report, curve_panel
 from hf_federated.experiments.benchmark.run_log import LOG_NAME, FinishedRuns, RunLog, find_finished, read_records
+from hf_federated.experiments.benchmark.selection import trial_names
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.text import plural
 from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_curves
+from hf_federated.utils.errors import RoundFailedError
 
 
 DEFAULT_DIR = Path("outputs") / "benchmarks"
 REPORT_NAME = "report.md"
 CURVES_NAME = "learning_curves.png"
+# Errors of a training that diverges: a loss that is not finite, or updates that the server rejects.
+DIVERGED = (FloatingPointError, RoundFailedError)
 # Errors that a run can raise in normal use: incompatible values, out of memory, no remaining clients, a loss that is
 # not finite. For other errors the traceback is printed.
 EXPECTED_ERRORS = (ValueError, RuntimeError, FloatingPointError)
@@ -130,17 +134,22 @@ def run_benchmark(
     """
     grids = _read_grids(options, read, partition_has_seed)
     if options.report:
+        grids = [grid.with_chosen(read_records(grid.trials.folder) if grid.trials else []) for grid in grids]
         done = [find_finished(read_records(grid.folder), grid.runs) for grid in grids]
         for grid, found in zip(grids, done, strict=True):
             echo(_heading(grid, grid.runs, found))
         _finish(grids, done, echo)
         return 0
     for grid in grids:
-        for run in grid.runs:
-            with _prefix_errors(f"{grid.path}, run {run.name!r}"):
+        for run in [*(grid.trials.runs if grid.trials else []), *grid.runs]:
+            with prefix_errors(f"{grid.path}, run {run.name!r}"):
                 check(run.values)
     if options.dry_run:
         for grid in grids:
+            if grid.trials is not None:
+                found = find_finished(read_records(grid.trials.folder), grid.trials.runs)
+                _list_runs(grid.trials, found, trial_names(grid.section, options.only), echo)
+                grid = grid.with_chosen(read_records(grid.trials.folder))
             _list_runs(grid, find_finished(read_records(grid.folder), grid.runs), options.only, echo)
         return 0
     failures = _run_grids(grids, options, execute, echo)
@@ -151,43 +160,20 @@ def run_benchmark(
     return 1 if failures else 0
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """The planned runs of one recipe and its output folder."""
-
-    path: str
-    folder: Path
-    section: BenchmarkSection
-    runs: list[PlannedRun]
-
-    @property
-    def name(self) -> str:
-        return Path(self.path).name
-
-    @property
-    def title(self) -> str:
-        return self.section.title or self.name
-
-
 def _read_grids(
     options: BenchmarkOptions,
     read: Callable[[str, Sequence[str]], dict[str, Any]],
     partition_has_seed: bool | Callable[[dict[str, Any]], bool],
-) -> list[_Grid]:
-    grids: dict[Path, _Grid] = {}
+) -> list[RecipeGrid]:
+    grids: dict[Path, RecipeGrid] = {}
     for path in options.recipes:
-        values = read(path, options.overrides)
-        with _prefix_errors(path):
-            section = read_section(values)
-            if options.seeds:
-                section = dataclasses.replace(section, seeds=list(options.seeds))
-            runs = plan_runs(values, section, partition_has_seed)
         folder = Path(options.output_dir or DEFAULT_DIR) / Path(path).stem
         if folder in grids:
             raise CommandError(
                 f"{grids[folder].path} and {path} would both write to {folder}. Use a different --output-dir for each."
             )
-        grids[folder] = _Grid(path, folder, section, runs)
+        values = read(path, options.overrides)
+        grids[folder] = read_grid(path, values, options.seeds, folder, partition_has_seed)
     known = list(dict.fromkeys(name for grid in grids.values() for name in grid.section.runs))
     for name in options.only or []:
         if name not in known:
@@ -195,17 +181,8 @@ def _read_grids(
     return list(grids.values())
 
 
-@contextmanager
-def _prefix_errors(where: str) -> Iterator[None]:
-    """Prefix the message of a [`CommandError`] with the recipe or run that caused it."""
-    try:
-        yield
-    except CommandError as error:
-        raise CommandError(f"{where}: {error}") from error
-
-
 def _run_grids(
-    grids: Sequence[_Grid],
+    grids: Sequence[RecipeGrid],
     options: BenchmarkOptions,
     execute: Callable[[PlannedRun, Path], dict[str, Any]],
     echo: Callable[[str], None],
@@ -219,14 +196,21 @@ def _run_grids(
     with ExitStack() as stack:
         # Lock all folders before the first run, because the last run can start hours later.
         logs = [stack.enter_context(RunLog(grid.folder)) for grid in grids]
+        ready = []
         for grid, log in zip(grids, logs, strict=True):
+            if grid.trials is not None:
+                trial_log = stack.enter_context(RunLog(grid.trials.folder))
+                names = trial_names(grid.section, options.only)
+                failures += _run_grid(grid.trials, trial_log, names, execute, echo, reusable)
+                grid = grid.with_chosen(trial_log.records)
+            ready.append(grid)
             failures += _run_grid(grid, log, options.only, execute, echo, reusable)
-        _finish(grids, [find_finished(log.records, grid.runs) for grid, log in zip(grids, logs, strict=True)], echo)
+        _finish(ready, [find_finished(log.records, grid.runs) for grid, log in zip(ready, logs, strict=True)], echo)
     return failures
 
 
 def _run_grid(
-    grid: _Grid,
+    grid: RecipeGrid,
     log: RunLog,
     only: Sequence[str] | None,
     execute: Callable[[PlannedRun, Path], dict[str, Any]],
@@ -238,8 +222,8 @@ def _run_grid(
     selected = [run for run in grid.runs if only is None or run.name in only]
     pending = [run for run in selected if run.key not in done.records]
     echo(_heading(grid, selected, done))
-    with _prefix_errors(grid.path):
-        main_metric(list(done.records.values()), grid.section)
+    with prefix_errors(grid.path):
+        main_metric([record for record in done.records.values() if not record.get("diverged")], grid.section)
     failures = []
     for position, run in enumerate(pending, start=len(selected) - len(pending) + 1):
         label = f"[{position}/{len(selected)}] {run}"
@@ -254,6 +238,12 @@ def _run_grid(
             result = execute(run, grid.folder / "runs" / run.name / f"seed-{run.seed}")
         except Exception as error:  # the other runs continue after any error
             reason = " ".join(str(error).split()) or type(error).__name__
+            if grid.is_trial and isinstance(error, DIVERGED):
+                result = {"metric": grid.section.metric or "value", "metrics": {}}
+                with command_errors(str(grid.folder)):
+                    log.append({**_record(grid, run, result, time.perf_counter() - start), "diverged": reason})
+                echo(f"{label}: diverged: {reason}")
+                continue
             if not isinstance(error, EXPECTED_ERRORS):
                 reason = f"{type(error).__name__}: {reason}"
                 traceback.print_exc()
@@ -263,7 +253,7 @@ def _run_grid(
         with command_errors(str(grid.folder)):
             log.append(_record(grid, run, result, time.perf_counter() - start))
         record = log.records[-1]
-        with _prefix_errors(grid.path):
+        with prefix_errors(grid.path):
             metric = main_metric([record], grid.section)  # raises on a missing metric, before the next run
         value = record["metrics"][metric]
         shown = "not finite" if value is None else f"{value:.3f}"
@@ -290,7 +280,7 @@ def _find_reusable_record(run: PlannedRun, folders: Sequence[Path], target: Path
     return None
 
 
-def _record(grid: _Grid, run: PlannedRun, result: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _record(grid: RecipeGrid, run: PlannedRun, result: dict[str, Any], seconds: float) -> dict[str, Any]:
     return {
         "benchmark": grid.title,
         "recipe": grid.name,
@@ -300,7 +290,7 @@ def _record(grid: _Grid, run: PlannedRun, result: dict[str, Any], seconds: float
         "digest": run.digest,
         "scale": result.get("scale"),
         "metric": result["metric"],
-        "value": result["metrics"][result["metric"]],
+        "value": result["metrics"].get(result["metric"]),
         "metrics": result["metrics"],
         "history": result.get("history") or [],
         **{name: result.get(name) for name in RESULT_FIELDS},
@@ -313,7 +303,7 @@ def _record(grid: _Grid, run: PlannedRun, result: dict[str, Any], seconds: float
     }
 
 
-def _heading(grid: _Grid, selected: Sequence[PlannedRun], done: FinishedRuns) -> str:
+def _heading(grid: RecipeGrid, selected: Sequence[PlannedRun], done: FinishedRuns) -> str:
     num_done = sum(run.key in done.records for run in selected)
     heading = (
         f"{grid.title} ({grid.name}): {plural(len(selected), 'run')}, {num_done} already finished in {grid.folder}."
@@ -324,14 +314,14 @@ def _heading(grid: _Grid, selected: Sequence[PlannedRun], done: FinishedRuns) ->
     return heading
 
 
-def _list_runs(grid: _Grid, done: FinishedRuns, only: Sequence[str] | None, echo: Callable[[str], None]) -> None:
+def _list_runs(grid: RecipeGrid, done: FinishedRuns, only: Sequence[str] | None, echo: Callable[[str], None]) -> None:
     selected = [run for run in grid.runs if only is None or run.name in only]
     echo(_heading(grid, selected, done))
     for run in selected:
         echo(f"  {'finished' if run.key in done.records else 'pending '}  {run} ({run.method})")
 
 
-def _finish(grids: Sequence[_Grid], results: Sequence[FinishedRuns], echo: Callable[[str], None]) -> None:
+def _finish(grids: Sequence[RecipeGrid], results: Sequence[FinishedRuns], echo: Callable[[str], None]) -> None:
     """Print and write the reports. For several recipes, also plot all learning curves in one figure."""
     panels = []
     for grid, done in zip(grids, results, strict=True):
@@ -339,8 +329,9 @@ def _finish(grids: Sequence[_Grid], results: Sequence[FinishedRuns], echo: Calla
         if not records:
             echo(f"No finished runs of {grid.name} to report.")
             continue
-        with _prefix_errors(grid.path), command_errors(f"{grid.folder / LOG_NAME}: a record is incomplete"):
+        with prefix_errors(grid.path), command_errors(f"{grid.folder / LOG_NAME}: a record is incomplete"):
             report = benchmark_report(records, grid.section, grid.name)
+            report = "\n\n".join([report.rstrip(), *grid.selection]) + "\n"
             panel = curve_panel(records, grid.section, grid.name)
         echo(f"\n{report.rstrip()}\n")
         plotted = _plot_curves([panel] if panel else [], grid.folder / CURVES_NAME, echo)

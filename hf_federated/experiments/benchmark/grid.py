@@ -10,24 +10,38 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_federated.experiments.benchmark.sweep import FORBIDDEN_CHARACTERS, SWEEP, check_sweep, trials_of
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.recipe.schema import check_section, dataclass_fields, documented
 from hf_federated.experiments.recipe.yaml_file import apply_changes, merge_mappings
 
 
 METHODS = ("federated", "centralized", "local")
-# Characters that some operating system forbids in file names. `>` also separates the names of a claim.
-FORBIDDEN_CHARACTERS = re.compile(r'[/\\<>:"|?*\x00-\x1f\x7f]')
 # Fields that the grid sets itself, and fields that would fix a part of the randomness for all seeds.
 RESERVED_FIELDS = ("training.seed", "training.output_dir")
 # Fields of `data` that choose the test examples.
 TEST_FIELDS = ("test_path", "test_split", "test_examples", "test_clients")
 FIXED_SEED_FIELDS = ("training.data_seed", "federation.federation_seed")
+
+
+@dataclass
+class SelectSection:
+    """
+    The field `select` of the section `benchmark`.
+
+    Args:
+        metric (`str`, *optional*):
+            The metric on validation examples. Defaults to `benchmark.metric`.
+        seeds (`list[int]`, *optional*, defaults to `[0]`):
+            The seeds of the trials. They do not depend on `--seeds`.
+    """
+
+    metric: str | None = documented("The metric on validation examples. Defaults to benchmark.metric.")
+    seeds: list[int] = documented("The seeds of the trials.", lambda: [0])
 
 
 @dataclass
@@ -55,6 +69,12 @@ class BenchmarkSection:
             Maps the name of a run to its published result.
         paper_setting (`str`, *optional*):
             One line that describes the setting of the published results.
+        sweep (`dict[str, list]`, *optional*):
+            Maps dotted names of fields to lists of values. Each run is executed with each combination. A run with a
+            key `sweep` has its own combinations.
+        select (`dict`, *optional*):
+            With a sweep, execute each combination on validation examples under `select.seeds` (default `[0]`), and
+            each run on the test examples with the combination that has the best `select.metric`.
         claims (`list[str]`, *optional*):
             Claims to check, each of the form `"A > B"`: run A is better than run B.
 
@@ -92,11 +112,18 @@ class BenchmarkSection:
     further_metrics: list[str] = documented("Metrics for further columns of the table of results.", list)
     paper: dict[str, float] = documented("Published results by the name of the run.", dict)
     paper_setting: str | None = documented("One line that describes the setting of the published results.")
+    sweep: dict[str, Any] = documented("Values of fields, such as training.learning_rate: [0.1, 0.01].", dict)
+    select: dict[str, Any] | None = documented(
+        "Choose the best values of sweep for each run on validation examples: {metric: accuracy, seeds: [0]}."
+    )
     claims: list[str] = documented("Claims to check over the seeds: 'A > B' means that run A is better.", list)
 
     def __post_init__(self) -> None:
         self._check_runs()
-        self._check_seeds()
+        _check_seeds("benchmark.seeds", self.seeds)
+        check_sweep("benchmark.sweep", self.sweep)
+        if self.select is not None:
+            _check_seeds("benchmark.select.seeds", self.selection.seeds)
         for name in ("title", "metric", "paper_setting"):
             text = getattr(self, name)
             if text is not None and (not text.strip() or len(text.splitlines()) > 1):
@@ -121,6 +148,12 @@ class BenchmarkSection:
                 )
             pairs.append((names[0], names[1]))
         return pairs
+
+    @property
+    def selection(self) -> SelectSection:
+        """The field `select` with its defaults."""
+        fields = dataclass_fields(SelectSection)
+        return SelectSection(**check_section("benchmark.select", self.select or {}, fields))
 
     def _check_run_exists(self, field_name: str, name: Any) -> None:
         if name not in self.runs:
@@ -147,19 +180,10 @@ class BenchmarkSection:
                     f"benchmark.runs: {other!r} and {name!r} differ only in case, which many file systems ignore."
                     " Rename one of the runs."
                 )
-            _method_and_changes(name, changes)
-
-    def _check_seeds(self) -> None:
-        if not self.seeds:
-            raise CommandError("benchmark.seeds is empty. List at least one integer.")
-        for seed in self.seeds:
-            # The range of NumPy's global generator, which Trainer seeds.
-            if not 0 <= seed < 2**32:
-                raise CommandError(
-                    f"benchmark.seeds: {seed!r} is invalid; a seed must be an integer from 0 to 2^32-1."
-                )
-            if self.seeds.count(seed) > 1:
-                raise CommandError(f"benchmark.seeds: {seed} is listed twice. Remove the duplicate.")
+            own = dict(changes) if isinstance(changes, dict) else changes
+            if isinstance(own, dict) and own.get(SWEEP) is not None:
+                check_sweep(f"benchmark.runs: {name!r}: {SWEEP}", own.pop(SWEEP))
+            _method_and_changes(name, own)
 
 
 @dataclass(frozen=True)
@@ -205,7 +229,13 @@ def read_section(values: Mapping[str, Any]) -> BenchmarkSection:
         raise CommandError(
             "benchmark: the recipe has no such section. Add the section, or run the recipe with `hf-federated train`."
         )
-    return BenchmarkSection(**check_section("benchmark", given, dataclass_fields(BenchmarkSection)))
+    fields = check_section("benchmark", given, dataclass_fields(BenchmarkSection))
+    has_sweep = "sweep" in fields or any(SWEEP in (changes or {}) for changes in fields["runs"].values())
+    if has_sweep and fields.get("select") is None:
+        # Without a selection, each trial is a run, which claims can name.
+        trials = trials_of(fields["runs"], fields.pop("sweep", {}))
+        fields["runs"] = {trial.name: trial.changes for trial in trials}
+    return BenchmarkSection(**fields)
 
 
 def plan_runs(
@@ -309,6 +339,17 @@ def _method_and_changes(name: str, given: Mapping[str, Any] | None) -> tuple[str
                 f"{prefix} sets {path}, which the benchmark sets. Remove it; seeds are in benchmark.seeds."
             )
     return method, changes
+
+
+def _check_seeds(name: str, seeds: list[int]) -> None:
+    if not seeds:
+        raise CommandError(f"{name} is empty. List at least one integer.")
+    for seed in seeds:
+        # The range of NumPy's global generator, which Trainer seeds.
+        if not 0 <= seed < 2**32:
+            raise CommandError(f"{name}: {seed!r} is invalid; a seed must be an integer from 0 to 2^32-1.")
+        if seeds.count(seed) > 1:
+            raise CommandError(f"{name}: {seed} is listed twice. Remove the duplicate.")
 
 
 def _check_disjoint(changes: Mapping[str, Any], more: Mapping[str, Any], prefix: str, path: str = "") -> None:
