@@ -13,7 +13,7 @@ import pytest
 from doc_blocks import CODE_PAGES, ROOT, Block, blocks, blocks_of
 
 from hf_federated.cli.main import build_parser
-from hf_federated.experiments.benchmark.grid import plan_runs, read_section
+from hf_federated.experiments.benchmark.recipe_grid import read_grid
 from hf_federated.experiments.recipe.recipe import load_recipe, parse_recipe, partitioner_has_seed
 from hf_federated.experiments.recipe.yaml_file import parse_yaml
 
@@ -119,7 +119,8 @@ def test_recipes_are_valid(block) -> None:
     values = {"model": {"name_or_path": "model"}, "data": {"path": "data"}, **values}
     parse_recipe(values)
     if "benchmark" in values:
-        for planned in plan_runs(values, read_section(values), partitioner_has_seed):
+        grid = read_grid(block.page, values, None, Path("out"), partitioner_has_seed)
+        for planned in [*grid.runs, *(grid.trials.runs if grid.trials else [])]:
             parse_recipe(planned.values)
 
 
