@@ -19,7 +19,7 @@ from typing import Any
 import hf_federated
 from hf_federated.experiments.benchmark.comparison import main_metric
 from hf_federated.experiments.benchmark.grid import PlannedRun
-from hf_federated.experiments.benchmark.prediction_files import copy_predictions, relative_path
+from hf_federated.experiments.benchmark.prediction_files import copy_predictions, examples_of, relative_path
 from hf_federated.experiments.benchmark.recipe_grid import RecipeGrid, prefix_errors, read_grid
 from hf_federated.experiments.benchmark.report import benchmark_report, curve_panel
 from hf_federated.experiments.benchmark.run_log import LOG_NAME, FinishedRuns, RunLog, find_finished, read_records
@@ -330,7 +330,7 @@ def _finish(grids: Sequence[RecipeGrid], results: Sequence[FinishedRuns], echo: 
             echo(f"No finished runs of {grid.name} to report.")
             continue
         with prefix_errors(grid.path), command_errors(f"{grid.folder / LOG_NAME}: a record is incomplete"):
-            report = benchmark_report(records, grid.section, grid.name)
+            report = benchmark_report(records, grid.section, grid.name, examples_of(records, grid.folder))
             report = "\n\n".join([report.rstrip(), *grid.selection]) + "\n"
             panel = curve_panel(records, grid.section, grid.name)
         echo(f"\n{report.rstrip()}\n")

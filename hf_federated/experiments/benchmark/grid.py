@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_federated.experiments.benchmark.sweep import FORBIDDEN_CHARACTERS, SWEEP, check_sweep, trials_of
+from hf_federated.experiments.benchmark.claims import Claim, parse_claim
+from hf_federated.experiments.benchmark.sweep import FORBIDDEN_CHARACTERS, SWEEP, SelectSection, check_sweep, trials_of
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.recipe.schema import check_section, dataclass_fields, documented
 from hf_federated.experiments.recipe.yaml_file import apply_changes, merge_mappings
@@ -26,22 +27,6 @@ RESERVED_FIELDS = ("training.seed", "training.output_dir")
 # Fields of `data` that choose the test examples.
 TEST_FIELDS = ("test_path", "test_split", "test_examples", "test_clients")
 FIXED_SEED_FIELDS = ("training.data_seed", "federation.federation_seed")
-
-
-@dataclass
-class SelectSection:
-    """
-    The field `select` of the section `benchmark`.
-
-    Args:
-        metric (`str`, *optional*):
-            The metric on validation examples. Defaults to `benchmark.metric`.
-        seeds (`list[int]`, *optional*, defaults to `[0]`):
-            The seeds of the trials. They do not depend on `--seeds`.
-    """
-
-    metric: str | None = documented("The metric on validation examples. Defaults to benchmark.metric.")
-    seeds: list[int] = documented("The seeds of the trials.", lambda: [0])
 
 
 @dataclass
@@ -76,11 +61,16 @@ class BenchmarkSection:
             With a sweep, execute each combination on validation examples under `select.seeds` (default `[0]`), and
             each run on the test examples with the combination that has the best `select.metric`.
         claims (`list[str]`, *optional*):
-            Claims to check, each of the form `"A > B"`: run A is better than run B.
+            Claims to check, such as `"A > B"`: run A is better than run B. The module
+            [`~hf_federated.experiments.benchmark.claims`] lists all forms.
+        former_claims (`list[str]`, *optional*):
+            Claims that were changed or dropped after a run. The report keeps their rows, marked as former.
+        margin (`float`, *optional*):
+            The margin of claims of equality, `"A = B"`, that name neither a margin nor another metric.
 
     Raises:
-        CommandError: If the name of a run is not a valid folder name, or a published result or a claim names a run
-            that does not exist.
+        CommandError: If the name of a run is not a valid folder name, a published result names a run that does not
+            exist, or a claim is invalid.
 
     Example:
 
@@ -89,8 +79,8 @@ class BenchmarkSection:
 
     >>> runs = {"FedAvg": {}, "central": {"method": "centralized"}}
     >>> section = BenchmarkSection(runs, claims=["central > FedAvg"])
-    >>> section.orderings, section.seeds
-    ([('central', 'FedAvg')], [0, 1, 2])
+    >>> section.parsed_claims()[0].first, section.seeds
+    ('central', [0, 1, 2])
 
     ```
     """
@@ -116,7 +106,13 @@ class BenchmarkSection:
     select: dict[str, Any] | None = documented(
         "Choose the best values of sweep for each run on validation examples: {metric: accuracy, seeds: [0]}."
     )
-    claims: list[str] = documented("Claims to check over the seeds: 'A > B' means that run A is better.", list)
+    claims: list[str] = documented(
+        "Claims to check over the seeds, such as 'A > B' (run A is better) or 'A = B within 0.01'.", list
+    )
+    former_claims: list[str] = documented(
+        "Claims that were changed or dropped after a run; the report keeps them.", list
+    )
+    margin: float | None = documented("Margin of claims of equality, 'A = B', that do not name one.")
 
     def __post_init__(self) -> None:
         self._check_runs()
@@ -132,22 +128,21 @@ class BenchmarkSection:
             self._check_run_exists("paper", name)
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
                 raise CommandError(f"benchmark.paper: {name!r} is {number!r}; it must be a finite number.")
-        for better, worse in self.orderings:
-            self._check_run_exists("claims", better)
-            self._check_run_exists("claims", worse)
+        if self.margin is not None and (isinstance(self.margin, bool) or not 0 < self.margin < math.inf):
+            raise CommandError(f"benchmark.margin is {self.margin!r}; it must be a positive number.")
+        self.parsed_claims()
 
-    @property
-    def orderings(self) -> list[tuple[str, str]]:
-        """The claims as pairs of run names: the better run, then the worse run."""
-        pairs = []
-        for claim in self.claims:
-            names = [name.strip() for name in claim.split(">")]
-            if len(names) != 2 or names[0] == names[1]:
-                raise CommandError(
-                    f"benchmark.claims: {claim!r} is invalid; it must be of the form 'A > B' with two run names."
-                )
-            pairs.append((names[0], names[1]))
-        return pairs
+    def parsed_claims(self) -> list[Claim]:
+        """The claims and the former claims, in the order of the recipe."""
+        parsed: list[Claim] = []
+        for name, texts in (("claims", self.claims), ("former_claims", self.former_claims)):
+            for text in texts:
+                with command_errors(f"benchmark.{name}"):
+                    claim = parse_claim(text, self.runs, self.margin)
+                if claim in parsed:
+                    raise CommandError(f"benchmark.{name}: {text!r} is listed twice. Remove the duplicate.")
+                parsed.append(claim)
+        return parsed
 
     @property
     def selection(self) -> SelectSection:

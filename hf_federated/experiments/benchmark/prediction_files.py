@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_federated.experiments.predictions import PREDICTIONS_NAME, read_predictions, write_predictions
+from hf_federated.experiments.benchmark.verdicts import ReadExamples
+from hf_federated.experiments.predictions import MAIN_TEST, PREDICTIONS_NAME, read_predictions, write_predictions
 
 
 def relative_path(path: str | None, folder: Path) -> str | None:
@@ -45,3 +46,28 @@ def copy_predictions(record: Mapping[str, Any], source: Path, target: Path, run_
     copied = target / run_folder / PREDICTIONS_NAME
     write_predictions(copied, predictions)
     return relative_path(str(copied), target)
+
+
+def examples_of(records: Sequence[Mapping[str, Any]], folder: Path) -> ReadExamples:
+    """
+    Return a function that reads the predictions of a run for the test examples.
+
+    Args:
+        records (`Sequence[Mapping]`): The records of finished runs.
+        folder (`pathlib.Path`): The folder of `runs.jsonl`.
+
+    Returns:
+        `Callable`: Called with the name and the seed of a run, as in
+        [`~hf_federated.experiments.benchmark.verdicts.evaluate_claims`]. Files that are missing have no predictions.
+    """
+    paths = {(record["run"], record["seed"]): record.get("predictions") for record in records}
+    cache: dict[tuple[str, int], Mapping[str, tuple[float, float]] | None] = {}
+
+    def read(run: str, seed: int) -> Mapping[str, tuple[float, float]] | None:
+        path = paths.get((run, seed))
+        if (run, seed) not in cache:
+            stored = read_predictions(folder / path) if isinstance(path, str) else {}
+            cache[run, seed] = stored[MAIN_TEST].by_row() if MAIN_TEST in stored else None
+        return cache[run, seed]
+
+    return read

@@ -1,8 +1,7 @@
 """Reports of a benchmark: tables of results next to published results, and checks of claims.
 
 All values are computed from the records of finished runs. A spread is the sample standard deviation over seeds (`n -
-1` in the denominator). With few seeds the spread is only a rough estimate, and the report contains no significance
-test. `comparison.py` compares the values of two runs.
+1` in the denominator). `claims_table.py` writes the table of claims.
 """
 
 from __future__ import annotations
@@ -14,23 +13,28 @@ from typing import Any
 import numpy as np
 
 from hf_federated.data.markdown_table import markdown_table
+from hf_federated.experiments.benchmark.claims_table import claims_report
 from hf_federated.experiments.benchmark.comparison import (
     Record,
-    compare,
     is_lower_better,
     main_metric,
     step_names,
     values_by_run,
 )
 from hf_federated.experiments.benchmark.grid import BenchmarkSection
+from hf_federated.experiments.benchmark.verdicts import ReadExamples, number
 from hf_federated.reporting.learning_curves import CurvePanel
 
 
 # Maximum number of clients for a table with one column per client.
 MAX_CLIENT_COLUMNS = 12
+# Metrics that the table of results shows after the score and the further metrics, if the runs have them.
+LOSSES = ("loss", "calibrated_loss")
 
 
-def benchmark_report(records: Sequence[Record], section: BenchmarkSection, name: str) -> str:
+def benchmark_report(
+    records: Sequence[Record], section: BenchmarkSection, name: str, read_examples: ReadExamples | None = None
+) -> str:
     """
     The report of a benchmark as Markdown, with aligned tables that are also readable in a terminal.
 
@@ -41,6 +45,10 @@ def benchmark_report(records: Sequence[Record], section: BenchmarkSection, name:
             The section `benchmark`.
         name (`str`):
             File name of the recipe.
+        read_examples (`Callable`, *optional*):
+            Reads the predictions of a run, as in
+            [`~hf_federated.experiments.benchmark.verdicts.evaluate_claims`]. With the predictions, the table of claims
+            has an interval over test examples.
 
     Raises:
         CommandError: If [`main_metric`] cannot determine the metric.
@@ -59,13 +67,7 @@ def benchmark_report(records: Sequence[Record], section: BenchmarkSection, name:
     parts.append(_results_table(records, section, metric, values))
     parts += _notes(records, metric, values)
     parts += _further_tables(records, section, metric)
-    if section.claims:
-        parts.append(_claims_table(section, values, lower_is_better))
-        parts.append(
-            "A difference is positive if the first run of a claim is better. The measured difference is paired by"
-            " seed, as mean ± sample standard deviation. A claim holds if the first run is better on average and under"
-            " every seed. This is not a test of significance."
-        )
+    parts += claims_report(records, section, read_examples)
     if records and (section.paper or section.paper_setting):
         parts.append(comparability_note(records))
     return "\n\n".join(parts) + "\n"
@@ -119,6 +121,10 @@ def _results_table(
     metric: str,
     values: Mapping[str, Mapping[int, float | None]],
 ) -> str:
+    recorded = {name for record in records for name in record["metrics"]}
+    # The loss accompanies the score in every report.
+    losses = [name for name in LOSSES if name in recorded and name not in (metric, *section.further_metrics)]
+    further = [*section.further_metrics, *losses]
     rows = []
     for run, by_seed in values.items():
         own_records = [record for record in records if record["run"] == run]
@@ -129,20 +135,17 @@ def _results_table(
             [
                 run,
                 f"{_mean_and_spread(finite)} ({count})" if finite else "-",
-                *(
-                    _mean_and_spread(record["metrics"][name] for record in own_records)
-                    for name in section.further_metrics
-                ),
-                _number(section.paper[run]) if run in section.paper else "-",
+                *(_mean_and_spread(record["metrics"].get(name) for record in own_records) for name in further),
+                number(section.paper[run]) if run in section.paper else "-",
                 _mean(own_records, "num_epochs", ".2f"),
-                _mean(own_records, "bytes_up", ".1f", unit=1e6),
+                *(_megabytes(own_records, name) for name in ("bytes_up", "bytes_down")),
                 _mean(own_records, "num_rounds", "g"),
                 _mean(own_records, "seconds", ".0f"),
             ]
         )
     steps = " or ".join(f"{name}s" for name in step_names(records))
-    metrics = [name.replace("|", r"\|") for name in (metric, *section.further_metrics)]
-    header = ["run", *metrics, "paper", "epochs", "MB up", steps, "seconds"]
+    metrics = [name.replace("|", r"\|") for name in (metric, *further)]
+    header = ["run", *metrics, "paper", "epochs", "MB up", "MB down", steps, "seconds"]
     return markdown_table(header, rows, text_columns={0})
 
 
@@ -201,31 +204,6 @@ def _columns_table(values: _RunValues, columns: Sequence[str]) -> str:
     return markdown_table(["run", *(name.replace("|", r"\|") for name in columns)], rows, text_columns={0})
 
 
-def _claims_table(
-    section: BenchmarkSection, values: Mapping[str, Mapping[int, float | None]], lower_is_better: bool
-) -> str:
-    rows = []
-    for better, worse in section.orderings:
-        comparison = compare(values[better], values[worse], lower_is_better)
-        paper = "-"
-        if better in section.paper and worse in section.paper:
-            difference = section.paper[better] - section.paper[worse]
-            paper = _number(-difference if lower_is_better else difference, signed=True)
-        missing = len(section.seeds) - len(comparison.differences)
-        rows.append(
-            [
-                f"{better} > {worse}",
-                paper,
-                _mean_and_spread(comparison.differences, signed=True),
-                f"{comparison.num_agreeing} of {len(comparison.differences)}"
-                + (f", {missing} missing" if missing else ""),
-                comparison.verdict + (" so far" if missing and comparison.differences else ""),
-            ]
-        )
-    header = ["claim", "published difference", "measured difference", "seeds in agreement", "verdict"]
-    return markdown_table(header, rows, text_columns={0, 3, 4})
-
-
 def _notes(records: Sequence[Record], metric: str, values: Mapping[str, Mapping[int, float | None]]) -> list[str]:
     """Notes on runs that limit the interpretation of the table."""
     notes = []
@@ -265,15 +243,21 @@ def _mean(records: Sequence[Record], name: str, spec: str, unit: float = 1.0) ->
     return "-" if not values or None in values else format(float(np.mean(values)) / unit, spec)
 
 
-def _mean_and_spread(values: Iterable[float | None], signed: bool = False) -> str:
+def _megabytes(records: Sequence[Record], name: str) -> str:
+    """The mean of the finished runs in MB with three significant digits, or `-`."""
+    values = [record.get(name) for record in records]
+    given = [value for value in values if value is not None]
+    if not given or len(given) < len(values):
+        return "-"
+    mean = float(np.mean(given)) / 1e6
+    rounded = format(mean, "#.3g").rstrip(".")
+    return rounded if mean < 999.5 else f"{float(rounded):.0f}"
+
+
+def _mean_and_spread(values: Iterable[float | None]) -> str:
     """The mean and the spread of the finite values, or `-` if there are none."""
     finite = [value for value in values if value is not None]
     if not finite:
         return "-"
-    spread = f" ± {_number(float(np.std(finite, ddof=1)))}" if len(finite) > 1 else ""
-    return f"{_number(float(np.mean(finite)), signed)}{spread}"
-
-
-def _number(value: float, signed: bool = False) -> str:
-    """Format with four decimals (accuracies), or with two decimals from 10 on (percentages and perplexities)."""
-    return format(value, ("+" if signed else "") + (".4f" if abs(value) < 10 else ".2f"))
+    spread = f" ± {number(float(np.std(finite, ddof=1)))}" if len(finite) > 1 else ""
+    return f"{number(float(np.mean(finite)))}{spread}"

@@ -66,6 +66,7 @@ def trial_section(section: BenchmarkSection) -> BenchmarkSection:
         paper={},
         paper_setting=None,
         claims=[],
+        former_claims=[],
     )
 
 

@@ -9,12 +9,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_federated.experiments.errors import CommandError
+from hf_federated.experiments.recipe.schema import documented
 
 
 # The key of a run's changes that replaces `benchmark.sweep`.
 SWEEP = "sweep"
 # Characters that some operating system forbids in file names. `>` also separates the names of a claim.
 FORBIDDEN_CHARACTERS = re.compile(r'[/\\<>:"|?*\x00-\x1f\x7f]')
+
+
+@dataclass
+class SelectSection:
+    """
+    The field `select` of the section `benchmark`.
+
+    Args:
+        metric (`str`, *optional*):
+            The metric on validation examples. Defaults to `benchmark.metric`.
+        seeds (`list[int]`, *optional*, defaults to `[0]`):
+            The seeds of the trials. They do not depend on `--seeds`.
+    """
+
+    metric: str | None = documented("The metric on validation examples. Defaults to benchmark.metric.")
+    seeds: list[int] = documented("The seeds of the trials.", lambda: [0])
 
 
 @dataclass(frozen=True)

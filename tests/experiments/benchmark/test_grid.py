@@ -201,12 +201,24 @@ def test_digest_depends_only_on_values_that_determine_the_result():
         ({"runs": {"a": {}}, "paper": {"a": "0.5"}}, r"benchmark.paper: 'a' is '0.5'; it must be a finite"),
         ({"runs": {"a": {}}, "paper": {"a": float("nan")}}, r"benchmark.paper: 'a' is nan; it must be a finite"),
         ({"runs": {"a": {}}, "claims": "a > b"}, r"benchmark.claims is 'a > b' \(str\); it must be list of str"),
-        ({"runs": {"a": {}}, "claims": ["a > c"]}, r"benchmark.claims: 'c' is not a run"),
+        (
+            {"runs": {"a": {}}, "claims": ["a > c"]},
+            r"benchmark.claims: 'a > c' is invalid: 'c' on the right is not a run",
+        ),
         (
             {"runs": {"a": {}}, "claims": ["a beats b"]},
-            r"benchmark.claims: 'a beats b' is invalid; it must be of the form",
+            r"benchmark.claims: 'a beats b' is invalid: it must be of the form",
         ),
-        ({"runs": {"a": {}}, "claims": ["a > a"]}, r"benchmark.claims: 'a > a' is invalid; it must be of the form"),
+        (
+            {"runs": {"a": {}}, "claims": ["a > a"]},
+            r"benchmark.claims: 'a > a' is invalid: it compares 'a' with itself",
+        ),
+        ({"runs": {"a": {}}, "margin": 0}, r"benchmark.margin is 0; it must be a positive number"),
+        ({"runs": {"a": {}, "b": {}}, "claims": ["a = b"]}, r"a claim of equality needs a margin"),
+        (
+            {"runs": {"a": {}, "b": {}}, "claims": ["a > b"], "former_claims": ["a > b"]},
+            r"benchmark.former_claims: 'a > b' is listed twice",
+        ),
         ({"runs": {"a": {}}, "claims": [3]}, r"benchmark.claims is \[3\] \(list\); it must be list of str"),
         (
             {"runs": {"a": {}}, "claim": []},
@@ -246,5 +258,5 @@ def test_section_parses_claims_and_sets_defaults():
     section = read_section(
         {"benchmark": {"runs": {"FedOpt": None, "local only": {}}, "claims": ["FedOpt>local only"]}}
     )
-    assert section.orderings == [("FedOpt", "local only")]
+    assert [(claim.first, claim.second) for claim in section.parsed_claims()] == [("FedOpt", "local only")]
     assert section.seeds == [0, 1, 2] and section.title is None and not section.lower_is_better

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from hf_federated.experiments.benchmark.comparison import compare, main_metric
+from hf_federated.experiments.benchmark.comparison import main_metric
 from hf_federated.experiments.benchmark.grid import BenchmarkSection
 from hf_federated.experiments.benchmark.report import benchmark_report, comparability_note, curve_panel
 from hf_federated.experiments.errors import CommandError
@@ -34,6 +34,7 @@ def record(run, seed, value, method="federated", **more):
         "num_rounds": 22,
         "num_epochs": 2.25,
         "bytes_up": 3_000_000,
+        "bytes_down": 1_234_567_890,
         "seconds": 60.0,
         **more,
     }
@@ -42,7 +43,7 @@ def record(run, seed, value, method="federated", **more):
 def records():
     result = [record("FedAvg", seed, value) for seed, value in enumerate(FEDAVG)]
     result += [record("FedOpt", seed, value, seconds=30.0 * seed) for seed, value in enumerate(FEDOPT)]
-    return [*result, record("central", 1, 0.7, "centralized", num_rounds=None, bytes_up=None)]
+    return [*result, record("central", 1, 0.7, "centralized", num_rounds=None, bytes_up=None, bytes_down=None)]
 
 
 def cells(report: str, first: str) -> list[str]:
@@ -64,11 +65,14 @@ def test_results_table_shows_mean_spread_and_cost_of_each_run():
     report = benchmark_report(records(), SECTION, "text.yaml")
     expected = f"{mean(FEDAVG):.4f} ± {sample_deviation(FEDAVG):.4f} (3)"
     assert expected == "0.5400 ± 0.0400 (3)"
-    assert cells(report, "FedAvg") == ["FedAvg", expected, "0.5142", "2.25", "3.0", "22", "60"]
+    loss = f"0.4600 ± {sample_deviation(FEDAVG):.4f}"
+    assert cells(report, "FedAvg") == ["FedAvg", expected, loss, "0.5142", "2.25", "3.00", "1230", "22", "60"]
     expected = f"{mean(FEDOPT):.4f} ± {sample_deviation(FEDOPT):.4f} (3)"
     assert cells(report, "FedOpt")[1] == expected and cells(report, "FedOpt")[-1] == "30"
-    assert cells(report, "central") == ["central", "0.7000 (1 of 3)", "-", "2.25", "-", "-", "60"]
-    assert cells(report, "never") == ["never", "-", "-", "-", "-", "-", "-"]
+    assert cells(report, "central") == [
+        *("central", "0.7000 (1 of 3)", "0.3000", "-", "2.25", "-", "-", "-", "60"),
+    ]
+    assert cells(report, "never") == ["never", *"--------"]
 
 
 def test_table_columns_are_aligned():
@@ -81,50 +85,46 @@ def test_table_columns_are_aligned():
 
 def test_claims_table_shows_paired_difference_and_verdict():
     report = benchmark_report(records(), SECTION, "text.yaml")
-    differences = [first - second for first, second in zip(FEDOPT, FEDAVG, strict=True)]
-    measured = f"{mean(differences):+.4f} ± {sample_deviation(differences):.4f}"
-    assert cells(report, "FedOpt > FedAvg")[1:] == ["+0.0207", measured, "3 of 3", "holds"]
-    assert cells(report, "FedAvg > central")[1:] == [
-        "-",
-        f"{0.54 - 0.7:+.4f}",
-        "0 of 1, 2 missing",
-        "does not hold so far",
-    ]
-    assert cells(report, "never > FedAvg")[1:] == ["-", "-", "0 of 0, 3 missing", "not measured"]
-    assert "not a test of significance" in " ".join(report.split())
-    assert "signific" not in report.replace("not a test of significance", "")
-
-
-def test_verdict_depends_on_every_seed_and_not_only_on_the_mean():
-    # The mean is much better, but one of three seeds disagrees.
-    assert compare({0: 0.9, 1: 0.9, 2: 0.1}, {0: 0.1, 1: 0.1, 2: 0.2}).verdict == "mixed"
-    assert compare({0: 0.5, 1: 0.6}, {0: 0.5, 1: 0.5}).verdict == "mixed"  # equal is not better
-    assert compare({0: 0.5}, {0: 0.5}).verdict == "does not hold"
-    assert compare({0: 0.5}, {1: 0.1}).verdict == "not measured"
-    assert compare({}, {}).verdict == "not measured"
+    # The differences are 0.05, 0.02 and 0.08. Their mean is 0.05, and their deviation is 0.03.
+    error, half = 0.03 / math.sqrt(3), 4.30265 * 0.03 / math.sqrt(3)
+    interval = f"{0.05 - half:+.4f} to {0.05 + half:+.4f}"
+    visible = f"{(4.30265 + 1.06066) * error:.4f}"
+    assert cells(report, "FedOpt > FedAvg")[1:5] == ["+0.0207", "+0.0500", f"{error:.4f}", interval]
+    assert cells(report, "FedOpt > FedAvg")[6:8] == ["3 of 3", visible]
+    assert cells(report, "FedOpt > FedAvg")[-1] == f"cannot be told, differences below {visible} are not visible"
+    assert cells(report, "FedAvg > central")[2:5] == [f"{0.54 - 0.7:+.4f}", "-", "-"]
+    assert cells(report, "FedAvg > central")[-1] == "cannot be told so far: one seed has no spread"
+    assert cells(report, "never > FedAvg")[1:5] == ["-"] * 4
+    assert cells(report, "never > FedAvg")[-1] == "not measured: no finished runs of never under seed 0"
+    assert "adjusted with Holm's correction for the 1 tested claim of this recipe." in " ".join(report.split())
 
 
 def test_lower_is_better_flips_the_comparison():
-    low, high = {0: 1.0, 1: 2.0}, {0: 1.5, 1: 2.25}
-    assert compare(low, high, lower_is_better=True).differences == [0.5, 0.25]
-    assert compare(low, high, lower_is_better=True).verdict == "holds"
-    assert compare(low, high).verdict == "does not hold"
     section = BenchmarkSection(
-        {"a": {}, "b": {}}, lower_is_better=True, paper={"a": 3.0, "b": 5.5}, claims=["a > b"], seeds=[0]
+        {"a": {}, "b": {}}, lower_is_better=True, paper={"a": 3.0, "b": 5.5}, claims=["a > b"], seeds=[0, 1]
     )
-    report = benchmark_report([record("a", 0, 12.25), record("b", 0, 30.5)], section, "x.yaml")
-    assert cells(report, "a > b") == ["a > b", "+2.5000", "+18.25", "1 of 1", "holds"]
-    assert "lower is better" in report
+    runs = [record("a", seed, 12.25 + seed) for seed in (0, 1)] + [record("b", seed, 30.5) for seed in (0, 1)]
+    report = benchmark_report(runs, section, "x.yaml")
+    assert cells(report, "a > b")[1:3] == ["+2.5000", "+17.75"] and "lower is better" in report
 
 
-def test_run_without_a_finite_value_is_listed_and_prevents_the_verdict_holds():
+def test_run_without_a_finite_value_is_listed_and_prevents_a_verdict():
     run_records = records()
     run_records[4] = record("FedOpt", 1, None)
     report = benchmark_report(run_records, SECTION, "text.yaml")
     assert cells(report, "FedOpt")[1] == f"{mean([0.55, 0.66]):.4f} ± {sample_deviation([0.55, 0.66]):.4f} (2 of 3)"
     assert "Runs without a finite accuracy, which are excluded from the means: FedOpt, seed 1." in report
-    assert cells(report, "FedOpt > FedAvg")[3:] == ["2 of 3", "mixed"]
-    assert compare({0: None}, {0: 0.5}).verdict == "not measured"
+    assert cells(report, "FedOpt > FedAvg")[-1] == "cannot be told: no finite accuracy under 1 seed"
+
+
+def test_former_claims_keep_their_rows():
+    section = BenchmarkSection(
+        SECTION.runs, claims=["FedOpt > FedAvg by 0.01"], former_claims=["FedOpt > FedAvg", "central > FedAvg"]
+    )
+    report = benchmark_report(records(), section, "text.yaml")
+    assert cells(report, "FedOpt > FedAvg (former)")[2] == "+0.0500"
+    assert cells(report, "FedOpt > FedAvg by 0.01")[2] == "+0.0500"
+    assert "for the 2 tested claims of this recipe, including 2 former claims" in " ".join(report.split())
 
 
 def test_metric_of_the_section_is_read_from_the_same_records():
