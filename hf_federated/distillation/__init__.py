@@ -27,6 +27,7 @@ from .client_weights import (
 from .codec import PredictionCodec
 from .cohort import Ask, Cohort, RunOnMain
 from .cronus import Cronus
+from .digit_weighting import DigitWeighting, candidate_scoring
 from .dsfl import DSFL
 from .encoding import Encoding
 from .fedaux import FedAUX
@@ -112,6 +113,7 @@ __all__ = [
     "ClientReport",
     "Cohort",
     "Cronus",
+    "DigitWeighting",
     "Distillation",
     "DistillationClient",
     "DistillationPart",
@@ -133,6 +135,7 @@ __all__ = [
     "Teachers",
     "Weighting",
     "build_distillation",
+    "candidate_scoring",
     "chain_rule_feedback",
     "chain_rule_surrogate",
     "class_count_weights",

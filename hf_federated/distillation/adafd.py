@@ -23,6 +23,7 @@ from .client import DistillationPart
 from .client_reports import ClientReport, reports
 from .client_weights import WEIGHTINGS, Weighting, enwc, weighted_mean
 from .cohort import Cohort
+from .digit_weighting import DigitWeighting, Score, candidate_scoring
 from .epoch_losses import EpochLosses
 from .llm_weighting import LLMWeighting, text_generation
 from .losses import mean_squared_error
@@ -31,6 +32,7 @@ from .server import DistillationServer
 
 
 LLM = "llm"
+LOSSES = ("squared_error", "kl")
 # Recipient of the prompt, for the model card.
 LANGUAGE_MODEL = "the user's function or language model"
 
@@ -77,29 +79,40 @@ class AdaFD(Distillation):
     |---|---|
     | RNWC, equation 6: `w_k ∝ 1 / l_k` | `weighting="rnwc"` |
     | ENWC, equation 7: `w_k ∝ exp(−β l_k)` | `weighting="enwc"`, `beta` |
-    | LLMWC, section V-A: a language model chooses `w_k` | `weighting="llm"`, `generate` |
+    | LLMWC, section V-A: a language model chooses `w_k` | `weighting="llm"`, `generate` or `score` |
+    | equation 10, the limit `τ → ∞` of the KL divergence | `loss="squared_error"` |
+    | equations 3 and 4, the baseline that the paper calls FedAvg | `weighting="uniform"`, `loss="kl"` |
 
     Args:
         weighting (`str`, *optional*, defaults to `"enwc"`):
             `"rnwc"`, `"enwc"` or `"llm"` as in the table, `"size"` for the number of examples, or `"uniform"`.
         beta (`float`, *optional*, defaults to `5.0`):
             `β` of ENWC. `"llm"` also uses it if the language model returns no valid weights.
+        loss (`str`, *optional*, defaults to `"squared_error"`):
+            The server's loss on the weighted mean of the logits: `"squared_error"`, or the KL divergence `"kl"` with
+            `temperature`.
         center (`bool`, *optional*, defaults to `False`):
-            Whether to center the logits before computing the squared error. KL divergence approaches the centered
-            error as its temperature grows. Equation 10 uses the logits without centering.
+            For `"squared_error"`: whether to center the logits before computing the squared error. KL divergence
+            approaches the centered error as its temperature grows. Equation 10 uses the logits without centering.
         generate (`Callable[[str], str]` or `str`, *optional*):
             For `"llm"`: a function that maps a prompt to an answer, or the Hub id or directory of a language model.
             The model is loaded when it is first needed. [`text_generation`] makes a function from a pipeline. With
             several processes, only the main process asks the model.
+        score (`Callable[[str, str, Sequence[str]], Sequence[float]]` or `str`, *optional*):
+            For `"llm"`, instead of `generate`: the Hub id or directory of a language model that chooses among the
+            digits 1 to 9 for each client, or a function as in [`DigitWeighting`]. Every model then gives valid
+            weights, also a small model that cannot write a list of numbers.
         clients_evaluate (`bool`, *optional*, defaults to `False`):
             For `"llm"`: whether clients evaluate their models on their evaluation examples. The prompt then contains
             their F1. `eval_dataset` must be a [`FederatedDataset`]. The prompt has the first of the metrics `f1`,
             `f1_weighted`, `f1_macro` and `span_f1` that exists.
-        kwargs (*optional*): As in [`Distillation`]. `temperature` applies to the clients' loss.
+        kwargs (*optional*): As in [`Distillation`]. `temperature` applies to the clients' loss, and to the server's
+            loss `"kl"`.
 
     Raises:
-        ValueError: If the weighting is unknown, or `generate` or another setting does not apply to it. When a trainer
-            is built, if `weighting="llm"` is used for token prediction, or no model named `generate` is found.
+        ValueError: If the weighting or the loss is unknown, or `generate` or another setting does not apply to it.
+            When a trainer is built, if `weighting="llm"` is used for token prediction, or no model named `generate` or
+            `score` is found.
 
     Requirements:
         - Data: the same unlabeled public examples on the server and all clients. `train_on_labeled=True` also needs
@@ -133,8 +146,10 @@ class AdaFD(Distillation):
 
     weighting: str = "enwc"
     beta: float = 5.0
+    loss: str = "squared_error"
     center: bool = False
     generate: Callable[[str], str] | str | None = None
+    score: Score | str | None = None
     clients_evaluate: bool = False
     # Weight of each client in the last round.
     weights: dict[str, float] = field(default_factory=dict, init=False)
@@ -142,18 +157,24 @@ class AdaFD(Distillation):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_one_of("weighting", (*WEIGHTINGS, LLM))
-        self._require(
-            ("generate",),
-            lambda value: isinstance(value, str) or callable(value),
-            "a function that maps a prompt to an answer, or the Hub id or directory of a model",
-            optional=True,
-        )
+        self._require_one_of("loss", LOSSES)
+        if self.loss == "kl":
+            self._refuse_without_effect("center", given="loss='kl'")
+        for name, purpose in (("generate", "maps a prompt to an answer"), ("score", "scores continuations")):
+            self._require(
+                (name,),
+                lambda value: isinstance(value, str) or callable(value),
+                f"a function that {purpose}, or the Hub id or directory of a model",
+                optional=True,
+            )
         if self.weighting != LLM:
-            self._refuse_without_effect("clients_evaluate", "generate", given=f"weighting={self.weighting!r}")
-        elif self.generate is None:
+            self._refuse_without_effect("clients_evaluate", "generate", "score", given=f"weighting={self.weighting!r}")
+        elif (self.generate is None) == (self.score is None):
+            state = "are both None" if self.score is None else "are both set"
             raise ValueError(
-                "weighting='llm' needs a language model, but `generate` is None. Set it to a function that maps a "
-                "prompt to an answer, or to the Hub id or directory of a model."
+                f"weighting='llm' needs one language model, but `generate` and `score` {state}. Set `generate` to a "
+                "function that maps a prompt to an answer, or to the Hub id or directory of a model. For a small "
+                "model, set `score` to its Hub id or directory instead."
             )
         if self.weighting not in ("enwc", LLM):
             self._refuse_without_effect("beta", given=f"weighting={self.weighting!r}")
@@ -191,16 +212,17 @@ class AdaFD(Distillation):
             )
 
     def check_model(self, model: Any) -> None:
-        if not isinstance(self.generate, str):
-            return
-        try:
-            AutoConfig.from_pretrained(self.generate)
-        except (OSError, ValueError) as error:  # checked before the clients start to train
-            raise ValueError(
-                f"`generate` is {self.generate!r}, but there is no model with this name: {error} Set `generate` to a "
-                "Hub id or a directory. If the value is the name of a function in a saved configuration, pass the "
-                "function itself."
-            ) from error
+        for field_name, name in (("generate", self.generate), ("score", self.score)):
+            if not isinstance(name, str):
+                continue
+            try:
+                AutoConfig.from_pretrained(name)
+            except (OSError, ValueError) as error:  # checked before the clients start to train
+                raise ValueError(
+                    f"`{field_name}` is {name!r}, but there is no model with this name: {error} Set `{field_name}` to "
+                    "a Hub id or a directory. If the value is the name of a function in a saved configuration, pass "
+                    "the function itself."
+                ) from error
 
     def check_report(self, metrics: Mapping[str, float], num_classes: int) -> None:
         loss = metrics.get("min_epoch_loss")
@@ -229,10 +251,11 @@ class AdaFD(Distillation):
 
     @cached_property
     def _llm(self) -> LLMWeighting:
-        generate: Any = self.generate
-        if isinstance(generate, str):
-            generate = text_generation(pipeline("text-generation", generate))
-        return LLMWeighting(generate, beta=self.beta)
+        given: Any = self.generate if self.score is None else self.score
+        loaded = pipeline("text-generation", given) if isinstance(given, str) else None
+        if self.score is None:
+            return LLMWeighting(text_generation(loaded) if loaded else given, beta=self.beta)
+        return DigitWeighting(candidate_scoring(loaded) if loaded else given, beta=self.beta)
 
     def _ask_model(self, client_reports: list[ClientReport], cohort: Cohort) -> dict[str, float]:
         """
@@ -261,4 +284,6 @@ class AdaFD(Distillation):
         return weighted_mean({client_id: predictions[client_id] for client_id in self.weights}, self.weights)
 
     def server_loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self.loss == "kl":
+            return super().server_loss(logits, targets)
         return mean_squared_error(logits, targets, center=self.center)
