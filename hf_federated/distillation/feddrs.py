@@ -24,6 +24,7 @@ from .cohort import Cohort
 from .pseudo_sampler import PseudoSampler, Samples
 from .pseudo_samples import ADVERSARIES, IGNORED, INITIALIZATIONS, KINDS, check_takes_embeddings, word_embeddings
 from .requirements import Requirements
+from .sample_descent import STEP_SIZE_SCHEDULES
 from .server import DistillationServer
 from .teachers import Teachers
 
@@ -115,9 +116,13 @@ class FedDRS(Distillation):
         sample_length (`int`, *optional*, defaults to `64`):
             Number of positions of a sample.
         step_size (`float`, *optional*, defaults to `0.1`):
-            Step size of the gradient descent on samples. The loss is summed over the samples.
-        num_steps (`int`, *optional*, defaults to `100`):
-            Number of steps of the gradient descent.
+            Size of the (shortest) step of the gradient descent on samples. The loss is summed over the samples.
+        num_steps (`int`, *optional*, defaults to `100`): Length of the descent, in steps of `step_size`.
+        step_size_schedule (`str`, *optional*, defaults to `"constant"`):
+            `"constant"` as in the paper. `"growing"`: while the gradient of a sample changes little, one step replaces
+            several steps. With `tolerance=0.1`, nearly the same samples need a sixth of the passes.
+        tolerance (`float`, *optional*, defaults to `0.0`):
+            A sample stops when the rest of its descent would add at most this fraction to the decrease of its loss.
         initialization (`str`, *optional*, defaults to `"averaged"`):
             Start of the samples: rows of the `"averaged"` word embeddings, rows of the `"client"`'s word embeddings,
             or `"gaussian"` noise with the mean and standard deviation of the averaged word embeddings.
@@ -179,6 +184,8 @@ class FedDRS(Distillation):
     sample_length: int = 64
     step_size: float = 0.1
     num_steps: int = 100
+    step_size_schedule: str = "constant"
+    tolerance: float = 0.0
     initialization: str = "averaged"
     pin_cls: bool = False
     label_texts: Sequence[str] | None = None
@@ -200,6 +207,8 @@ class FedDRS(Distillation):
         weights = ("adversarial_weight", "post_adversarial_weight")
         self._require(weights, lambda value: 0 <= value < float("inf"), "finite and at least 0", optional=True)
         self._require(("step_size",), lambda value: 0 < value < float("inf"), "positive and finite")
+        self._require(("tolerance",), lambda value: 0 <= value < float("inf"), "finite and at least 0")
+        self._require_one_of("step_size_schedule", STEP_SIZE_SCHEDULES)
         self._require_one_of("adversary", ADVERSARIES)
         self._require_one_of("initialization", INITIALIZATIONS)
         if self.post_only and self.post_num_iterations == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol
 
@@ -16,14 +16,15 @@ from .feedback import evaluation_mode
 from .losses import kl_divergence
 from .pseudo_samples import (
     IGNORED,
+    Logits,
     adversarial_loss,
-    descend,
     draw_labels,
     initial_embeddings,
     labeled_positions,
     token_embeddings,
     word_embeddings,
 )
+from .sample_descent import descend
 from .server import DistillationServer
 from .teachers import Teachers
 
@@ -43,6 +44,8 @@ class SamplingSettings(Protocol):
     adversary: str
     num_steps: int
     step_size: float
+    step_size_schedule: str
+    tolerance: float
     pin_cls: bool
     keeps_samples: bool
     samples: dict[str, Samples]
@@ -89,7 +92,7 @@ class PseudoSampler:
         if algorithm.pin_cls and self._cls is None:
             raise ValueError("pin_cls=True needs a `processing_class` with a [CLS] token.")
 
-    def _logits(self, model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def _logits(self, model: nn.Module) -> Logits:
         def logits(embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             mask = torch.ones(embeddings.shape[:2], dtype=torch.long, device=embeddings.device)
             inputs = {"inputs_embeds": embeddings.to(word_embeddings(model).dtype), "attention_mask": mask}
@@ -184,16 +187,8 @@ class PseudoSampler:
                 labels = labels.to(self._student.device)
                 starts = embeddings = self._begin(teacher, generator)
                 if kind != "random":
-                    loss = functools.partial(
-                        adversarial_loss,
-                        labels=labels,
-                        teacher=teacher_logits,
-                        student=student_logits,
-                        weight=weight if kind == "adversarial" else 0.0,
-                        adversary=algorithm.adversary,
-                    )
-                    num_pinned = 0 if self._cls is None else 1
-                    embeddings = descend(starts, loss, algorithm.num_steps, algorithm.step_size, num_pinned)
+                    models = {"teacher": teacher_logits, "student": student_logits}
+                    embeddings = self._descend(starts, labels, weight if kind == "adversarial" else 0.0, models)
                 with torch.no_grad():
                     logits = teacher_logits(embeddings, labels)
                 if not bool(logits.isfinite().all()) or not bool(embeddings.isfinite().all()):
@@ -204,6 +199,24 @@ class PseudoSampler:
                     part["starts"] = starts
                 parts.append({name: value.cpu() for name, value in part.items()})
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _descend(
+        self, starts: torch.Tensor, labels: torch.Tensor, weight: float, models: dict[str, Logits]
+    ) -> torch.Tensor:
+        algorithm = self._algorithm
+
+        def losses(embeddings: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            return adversarial_loss(embeddings, labels[rows], **models, weight=weight, adversary=algorithm.adversary)
+
+        return descend(
+            starts,
+            losses,
+            algorithm.num_steps,
+            algorithm.step_size,
+            num_pinned=0 if self._cls is None else 1,
+            tolerance=algorithm.tolerance,
+            schedule=algorithm.step_size_schedule,
+        )
 
     def _begin(self, teacher: nn.Module, generator: torch.Generator) -> torch.Tensor:
         algorithm = self._algorithm

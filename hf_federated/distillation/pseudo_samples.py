@@ -1,7 +1,8 @@
 """Pseudo-samples: input embeddings that are drawn from a model's word embeddings and moved by gradient descent.
 
 FedDRS (Text-Free Federated Transformers Knowledge Distillation Without GAN, section 4) distills on pseudo-samples
-instead of text. This module makes the samples of one client. `feddrs.py` has the algorithm.
+instead of text. This module makes the samples of one client. `sample_descent.py` moves them, and `feddrs.py` has the
+algorithm.
 
 | kind | samples | minimized loss |
 |---|---|---|
@@ -23,7 +24,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from .feedback import evaluation_mode
-from .losses import kl_divergence
 
 
 KINDS = ("random", "target", "adversarial")
@@ -167,14 +167,18 @@ def initial_embeddings(
 
 def label_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """
-    Cross-entropy with the pseudo-labels, summed over samples and over the positions that have a label.
+    Cross-entropy of each sample with its pseudo-label, summed over the positions that have a label.
 
     Args:
         logits (`torch.Tensor`): Logits of shape `(samples, classes)` or `(samples, tokens, vocabulary)`.
         labels (`torch.Tensor`): Labels of shape `(samples,)` or `(samples, tokens)`.
+
+    Returns:
+        `torch.Tensor`: Losses of shape `(samples,)`.
     """
     flat = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    losses = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view(len(labels), -1).sum(1)
 
 
 def labeled_positions(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -191,7 +195,7 @@ def adversarial_loss(
     adversary: str = "ce",
 ) -> torch.Tensor:
     """
-    Loss of adversarial samples, `Σ CE(teacher(θ), γ) − λ CE(student(θ), γ)` (FedDRS, equation 7).
+    Loss of each adversarial sample, `CE(teacher(θ), γ) − λ CE(student(θ), γ)` (FedDRS, equation 7).
 
     With `adversary="kl"`, the second term is `−λ KL(teacher(θ) ‖ student(θ))`. The paper tried this term and found it
     unstable.
@@ -205,7 +209,7 @@ def adversarial_loss(
         adversary (`str`, *optional*, defaults to `"ce"`): `"ce"` or `"kl"`.
 
     Returns:
-        `torch.Tensor`: A scalar.
+        `torch.Tensor`: Losses of shape `(samples,)`.
     """
     logits = teacher(embeddings, labels)
     loss = label_loss(logits, labels)
@@ -214,35 +218,7 @@ def adversarial_loss(
     student_logits = student(embeddings, labels)
     if adversary == "ce":
         return loss - weight * label_loss(student_logits, labels)
-    logits, student_logits = labeled_positions(logits, labels), labeled_positions(student_logits, labels)
-    return loss - weight * kl_divergence(student_logits, logits) * len(logits)
-
-
-def descend(
-    embeddings: torch.Tensor,
-    loss: Callable[[torch.Tensor], torch.Tensor],
-    num_steps: int,
-    step_size: float,
-    num_pinned: int = 0,
-) -> torch.Tensor:
-    """
-    Move pseudo-samples by gradient descent, `θ ← θ − β ∇θ L`. Parameters of models receive no gradients.
-
-    Args:
-        embeddings (`torch.Tensor`): `θ`, of shape `(samples, positions, hidden)`. This tensor is not changed.
-        loss (`Callable`): `L(θ)`, a scalar.
-        num_steps (`int`): Number of steps.
-        step_size (`float`): `β`.
-        num_pinned (`int`, *optional*, defaults to `0`): Number of positions at the beginning that are not moved.
-
-    Returns:
-        `torch.Tensor`: The moved samples, of the same shape.
-    """
-    moved = embeddings.detach().clone()
-    with torch.enable_grad():
-        for _ in range(num_steps):
-            moved.requires_grad_()
-            (gradient,) = torch.autograd.grad(loss(moved), moved)
-            moved = moved.detach()
-            moved[:, num_pinned:] -= step_size * gradient[:, num_pinned:]
-    return moved
+    teacher_log, student_log = (labeled_positions(item, labels).log_softmax(-1) for item in (logits, student_logits))
+    divergences = F.kl_div(student_log, teacher_log, reduction="none", log_target=True).sum(-1)
+    sample_of = (labels.view(len(labels), -1) != IGNORED).nonzero()[:, 0]
+    return loss - weight * torch.zeros_like(loss).index_add(0, sample_of, divergences)

@@ -25,7 +25,8 @@ import torch
 
 from hf_federated.cards.tables import table
 from hf_federated.distillation import pseudo_sampler
-from hf_federated.distillation.pseudo_samples import Logits, adversarial_loss, descend, label_loss
+from hf_federated.distillation.pseudo_samples import Logits, adversarial_loss, label_loss
+from hf_federated.distillation.sample_descent import descend
 from hf_federated.experiments.execution import build_run
 from hf_federated.experiments.recipe.recipe import load_recipe
 from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_curves
@@ -73,15 +74,15 @@ def descent(
     def record_loss(index: int, model: Logits) -> Logits:
         def logits(moved: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             out = model(moved, labels)
-            losses[index] = float(label_loss(out.detach(), labels)) / len(labels)
+            losses[index] = float(label_loss(out.detach(), labels).mean())
             return out
 
         return logits
 
     models = record_loss(0, teacher), record_loss(1, student)
 
-    def loss(moved: torch.Tensor) -> torch.Tensor:
-        return adversarial_loss(moved, labels, *models, weight, kind)
+    def loss(moved: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return adversarial_loss(moved, labels[rows], *models, weight, kind)
 
     for step in range(num_steps + 1):
         losses.clear()

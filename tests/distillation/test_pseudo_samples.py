@@ -30,7 +30,6 @@ from hf_federated.distillation.pseudo_samples import (
     IGNORED,
     adversarial_loss,
     check_takes_embeddings,
-    descend,
     draw_labels,
     initial_embeddings,
     label_loss,
@@ -38,6 +37,7 @@ from hf_federated.distillation.pseudo_samples import (
     token_embeddings,
     word_embeddings,
 )
+from hf_federated.distillation.sample_descent import descend
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -91,16 +91,6 @@ def test_invalid_label_histogram_is_rejected(counts):
         draw_labels(counts, 4, generator())
 
 
-def test_descend_is_plain_gradient_descent_on_the_summed_loss():
-    start = torch.randn(3, 4, 2, generator=generator(), dtype=torch.float64)
-    # The gradient of Σ θ² / 2 is θ itself.
-    moved = descend(start, lambda theta: theta.square().sum() / 2, num_steps=3, step_size=0.1)
-    torch.testing.assert_close(moved, start * 0.9**3)
-    assert not moved.requires_grad
-    pinned = descend(start, lambda theta: theta.square().sum() / 2, num_steps=3, step_size=0.1, num_pinned=1)
-    assert torch.equal(pinned[:, 0], start[:, 0]) and torch.equal(pinned[:, 1:], moved[:, 1:])
-
-
 def test_descent_lowers_the_loss_and_changes_no_parameter():
     teacher, student = tiny_model(seed=1, initializer_range=0.3), tiny_model(seed=2, initializer_range=0.3)
     before = [parameter.clone() for model in (teacher, student) for parameter in model.parameters()]
@@ -110,16 +100,20 @@ def test_descent_lowers_the_loss_and_changes_no_parameter():
     moved = {
         weight: descend(
             start,
-            lambda theta, w=weight: adversarial_loss(theta, labels, teacher_logits, student_logits, w),
+            lambda theta, rows, w=weight: adversarial_loss(theta, labels[rows], teacher_logits, student_logits, w),
             num_steps=100,
             step_size=0.1,
         )
         for weight in (0.0, 0.1)
     }
     with torch.no_grad():
-        teacher_loss = {weight: label_loss(teacher_logits(theta, labels), labels) for weight, theta in moved.items()}
-        student_loss = {weight: label_loss(student_logits(theta, labels), labels) for weight, theta in moved.items()}
-        assert max(teacher_loss.values()) < 0.5 * label_loss(teacher_logits(start, labels), labels)
+        teacher_loss = {
+            weight: label_loss(teacher_logits(theta, labels), labels).sum() for weight, theta in moved.items()
+        }
+        student_loss = {
+            weight: label_loss(student_logits(theta, labels), labels).sum() for weight, theta in moved.items()
+        }
+        assert max(teacher_loss.values()) < 0.5 * label_loss(teacher_logits(start, labels), labels).sum()
     # With the adversary, the student has a higher loss on the samples.
     assert student_loss[0.1] > student_loss[0.0]
     after = [parameter for model in (teacher, student) for parameter in model.parameters()]
@@ -134,7 +128,7 @@ def test_adversarial_loss_with_weight_zero_is_the_target_loss():
     def never(embeddings, labels):
         raise AssertionError("The student is not called.")
 
-    target = F.cross_entropy(logits_of(teacher)(theta, labels), labels, reduction="sum")
+    target = F.cross_entropy(logits_of(teacher)(theta, labels), labels, reduction="none")
     torch.testing.assert_close(adversarial_loss(theta, labels, logits_of(teacher), never, 0.0), target)
 
 
@@ -144,12 +138,12 @@ def test_adversarial_loss_matches_equation_7(adversary):
     labels = draw_labels([1, 1], 5, generator())
     theta = initial_embeddings(word_embeddings(teacher), (5, 6), generator())
     teacher_logits, student_logits = logits_of(teacher)(theta, labels), logits_of(student)(theta, labels)
-    adversary_loss = F.cross_entropy(student_logits, labels, reduction="sum")
+    adversary_loss = F.cross_entropy(student_logits, labels, reduction="none")
     if adversary == "kl":
         adversary_loss = F.kl_div(
-            student_logits.log_softmax(-1), teacher_logits.log_softmax(-1), reduction="sum", log_target=True
-        )
-    expected = F.cross_entropy(teacher_logits, labels, reduction="sum") - 0.3 * adversary_loss
+            student_logits.log_softmax(-1), teacher_logits.log_softmax(-1), reduction="none", log_target=True
+        ).sum(-1)
+    expected = F.cross_entropy(teacher_logits, labels, reduction="none") - 0.3 * adversary_loss
     logits = adversarial_loss(theta, labels, logits_of(teacher), logits_of(student), 0.3, adversary)
     torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
 
@@ -159,9 +153,8 @@ def test_positions_without_a_label_are_ignored():
     labels = torch.tensor([[1, IGNORED, IGNORED], [0, 4, IGNORED]])
     kept = torch.stack([logits[0, 0], logits[1, 0], logits[1, 1]])
     assert torch.equal(labeled_positions(logits, labels), kept)
-    torch.testing.assert_close(
-        label_loss(logits, labels), F.cross_entropy(kept, torch.tensor([1, 0, 4]), reduction="sum")
-    )
+    first, second, third = F.cross_entropy(kept, torch.tensor([1, 0, 4]), reduction="none")
+    torch.testing.assert_close(label_loss(logits, labels), torch.stack([first, second + third]))
 
 
 def tiny_t5(seed: int = 0) -> T5ForConditionalGeneration:
@@ -313,3 +306,14 @@ def test_model_without_inputs_embeds_is_rejected(model):
     name = "Linear" if isinstance(model, nn.Linear) else "TokensAlone"
     with pytest.raises(ValueError, match=rf"{name} does not accept them.*inputs_embeds"):
         check_takes_embeddings(model, length=7)
+
+
+def test_adversary_of_tagging_is_summed_over_the_labeled_positions():
+    logits, labels = torch.randn(2, 3, 5, generator=generator()).double(), torch.tensor([[1, 2, IGNORED], [0, 4, 3]])
+    student = torch.randn(2, 3, 5, generator=generator(1)).double()
+    found = adversarial_loss(logits, labels, lambda theta, _: theta, lambda theta, _: student, 0.5, "kl")
+    for row, length in enumerate((2, 3)):
+        a, b = logits[row, :length], student[row, :length]
+        divergence = F.kl_div(b.log_softmax(-1), a.log_softmax(-1), reduction="sum", log_target=True)
+        expected = F.cross_entropy(a, labels[row, :length], reduction="sum") - 0.5 * divergence
+        torch.testing.assert_close(found[row], expected)
