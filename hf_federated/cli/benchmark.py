@@ -58,16 +58,24 @@ def benchmark(arguments: argparse.Namespace) -> int:
     try:
         from hf_federated.experiments.benchmark.benchmark import BenchmarkOptions, run_benchmark
         from hf_federated.experiments.benchmark.measured_run import measure_run
+        from hf_federated.experiments.benchmark.run_inputs import hash_inputs
         from hf_federated.experiments.recipe.recipe import parse_recipe, partitioner_has_seed
         from hf_federated.experiments.recipe.yaml_file import read_values
 
         def execute(planned: PlannedRun, folder: Path) -> dict[str, Any]:
-            # The digest in the path separates the files of the run from files of the run with different settings.
-            return measure_run(planned.values, planned.method, folder / planned.digest[:12])
+            # The digest in the path separates the files of runs with different settings, data or models.
+            return measure_run(planned.values, planned.method, folder / planned.full_digest[:12])
 
         make_current_folder_importable()
         options = build_from_options(BenchmarkOptions, arguments)
-        return run_benchmark(options, read_values, parse_recipe, execute, partitioner_has_seed)
+        return run_benchmark(
+            options,
+            read_values,
+            parse_recipe,
+            execute,
+            partitioner_has_seed,
+            inputs_of=lambda planned: hash_inputs(planned.values),
+        )
     except KeyboardInterrupt:
         print(
             "\nhf-federated: interrupted. Finished runs are kept. Repeat the command to continue; a run with "

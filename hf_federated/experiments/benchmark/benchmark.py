@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +19,18 @@ from typing import Any
 import hf_federated
 from hf_federated.experiments.benchmark.comparison import main_metric
 from hf_federated.experiments.benchmark.grid import PlannedRun
+from hf_federated.experiments.benchmark.identity import INPUT_FIELDS
 from hf_federated.experiments.benchmark.prediction_files import copy_predictions, examples_of, relative_path
 from hf_federated.experiments.benchmark.recipe_grid import RecipeGrid, prefix_errors, read_grid
 from hf_federated.experiments.benchmark.report import benchmark_report, curve_panel
-from hf_federated.experiments.benchmark.run_log import LOG_NAME, FinishedRuns, RunLog, find_finished, read_records
+from hf_federated.experiments.benchmark.run_log import (
+    LOG_NAME,
+    FinishedRuns,
+    RunLog,
+    find_finished,
+    find_record,
+    read_records,
+)
 from hf_federated.experiments.benchmark.selection import trial_names
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.text import plural
@@ -48,13 +56,15 @@ RESULT_FIELDS = (
     "num_failed",
     "bytes_up",
     "bytes_down",
-    "train_rows",
-    "test_rows",
-    "further_rows",
+    *INPUT_FIELDS,
     "test_source",
     "clients",
     "further_tests",
 )
+
+
+# Hashes what a planned run would read.
+InputsOf = Callable[[PlannedRun], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +101,7 @@ def run_benchmark(
     execute: Callable[[PlannedRun, Path], dict[str, Any]],
     partition_has_seed: bool | Callable[[dict[str, Any]], bool] = True,
     echo: Callable[[str], None] = print,
+    inputs_of: InputsOf | None = None,
 ) -> int:
     """
     Execute the benchmark. Finished runs are not repeated, and the other runs continue if a run fails.
@@ -112,9 +123,9 @@ def run_benchmark(
             - `history`: metrics by round, `[{"round": 1, "accuracy": 0.5}, ...]`;
             - `step_name`: the unit of the steps in `history`, if it is not the round;
             - `scale`, `num_rounds`, `num_epochs`, `num_clients`, `num_failed` (failed updates), `bytes_up`,
-              `bytes_down`, `lower_is_better`, `test_source` (number and source of the test examples), `train_rows` and
-              `test_rows` (hashes of the examples), `predictions` (path of the file with the predictions for the test
-              examples, within the folder): `None` if a method does not have the result;
+              `bytes_down`, `lower_is_better`, `test_source` (number and source of the test examples), the hashes of
+              `inputs_of`, `predictions` (path of the file with the predictions for the test examples, within the
+              folder): `None` if a method does not have the result;
             - `seconds`: duration of the run. Defaults to the duration of the call. `None` if the duration of the whole
               run is unknown.
 
@@ -124,6 +135,10 @@ def run_benchmark(
             As in [`~hf_federated.experiments.benchmark.grid.plan_runs`].
         echo (`Callable`, *optional*):
             Prints a line.
+        inputs_of (`Callable`, *optional*):
+            Called with a planned run that has a record with other locations of data and models. Returns the hashes of
+            what the run would read, as in [`~hf_federated.experiments.benchmark.run_inputs.hash_inputs`]. The record
+            counts if it has the same hashes. Reports do not call the function.
 
     Returns:
         `int`: The exit code: `0`, or `1` if a run failed.
@@ -144,15 +159,16 @@ def run_benchmark(
         for run in [*(grid.trials.runs if grid.trials else []), *grid.runs]:
             with prefix_errors(f"{grid.path}, run {run.name!r}"):
                 check(run.values)
+    inputs_of = _once_per_run(inputs_of) if inputs_of else None
     if options.dry_run:
         for grid in grids:
             if grid.trials is not None:
-                found = find_finished(read_records(grid.trials.folder), grid.trials.runs)
+                found = find_finished(read_records(grid.trials.folder), grid.trials.runs, inputs_of)
                 _list_runs(grid.trials, found, trial_names(grid.section, options.only), echo)
-                grid = grid.with_chosen(read_records(grid.trials.folder))
-            _list_runs(grid, find_finished(read_records(grid.folder), grid.runs), options.only, echo)
+                grid = grid.with_chosen(list(found.records.values()))
+            _list_runs(grid, find_finished(read_records(grid.folder), grid.runs, inputs_of), options.only, echo)
         return 0
-    failures = _run_grids(grids, options, execute, echo)
+    failures = _run_grids(grids, options, execute, echo, inputs_of)
     if failures:
         echo(f"\n{plural(len(failures), 'run')} failed. Repeat the command to execute only the failed runs:")
         for failure in failures:
@@ -186,6 +202,7 @@ def _run_grids(
     options: BenchmarkOptions,
     execute: Callable[[PlannedRun, Path], dict[str, Any]],
     echo: Callable[[str], None],
+    inputs_of: InputsOf | None,
 ) -> list[str]:
     """Execute or reuse the runs of all grids, and report them. Return one line per failed run."""
     reusable = [Path(folder) for folder in options.reuse]
@@ -201,12 +218,29 @@ def _run_grids(
             if grid.trials is not None:
                 trial_log = stack.enter_context(RunLog(grid.trials.folder))
                 names = trial_names(grid.section, options.only)
-                failures += _run_grid(grid.trials, trial_log, names, execute, echo, reusable)
-                grid = grid.with_chosen(trial_log.records)
+                failures += _run_grid(grid.trials, trial_log, names, execute, echo, reusable, inputs_of)
+                found = find_finished(trial_log.records, grid.trials.runs, inputs_of)
+                grid = grid.with_chosen(list(found.records.values()))
             ready.append(grid)
-            failures += _run_grid(grid, log, options.only, execute, echo, reusable)
-        _finish(ready, [find_finished(log.records, grid.runs) for grid, log in zip(ready, logs, strict=True)], echo)
+            failures += _run_grid(grid, log, options.only, execute, echo, reusable, inputs_of)
+        done = [find_finished(log.records, grid.runs, inputs_of) for grid, log in zip(ready, logs, strict=True)]
+        _finish(ready, done, echo)
     return failures
+
+
+def _once_per_run(inputs_of: InputsOf) -> InputsOf:
+    """Call a function once for each run. A run whose examples cannot be loaded has inputs that no record has."""
+    known: dict[str, Mapping[str, Any]] = {}
+
+    def hash_once(run: PlannedRun) -> Mapping[str, Any]:
+        if run.full_digest not in known:
+            try:
+                known[run.full_digest] = inputs_of(run)
+            except Exception:  # the run itself reports the error
+                known[run.full_digest] = {"train_rows": "unknown"}
+        return known[run.full_digest]
+
+    return hash_once
 
 
 def _run_grid(
@@ -216,9 +250,10 @@ def _run_grid(
     execute: Callable[[PlannedRun, Path], dict[str, Any]],
     echo: Callable[[str], None],
     reusable: Sequence[Path],
+    inputs_of: InputsOf | None,
 ) -> list[str]:
     """Execute or reuse the runs that are not finished. Return one line per failed run."""
-    done = find_finished(log.records, grid.runs)
+    done = find_finished(log.records, grid.runs, inputs_of)
     selected = [run for run in grid.runs if only is None or run.name in only]
     pending = [run for run in selected if run.key not in done.records]
     echo(_heading(grid, selected, done))
@@ -227,7 +262,7 @@ def _run_grid(
     failures = []
     for position, run in enumerate(pending, start=len(selected) - len(pending) + 1):
         label = f"[{position}/{len(selected)}] {run}"
-        reused = _find_reusable_record(run, reusable, grid.folder)
+        reused = _find_reusable_record(run, reusable, grid.folder, inputs_of)
         if reused is not None:
             with command_errors(str(grid.folder)):
                 log.append({**reused, "benchmark": grid.title, "recipe": grid.name, "run": run.name})
@@ -263,20 +298,23 @@ def _run_grid(
     return failures
 
 
-def _find_reusable_record(run: PlannedRun, folders: Sequence[Path], target: Path) -> dict[str, Any] | None:
+def _find_reusable_record(
+    run: PlannedRun, folders: Sequence[Path], target: Path, inputs_of: InputsOf | None
+) -> dict[str, Any] | None:
     """
     Find a record with the settings of the run, and add the recipe and run that it originates from.
 
     The predictions of the record are copied to the folder `target`.
     """
     for folder in folders:
-        for record in reversed(read_records(folder)):  # the last record of a run counts
-            if record["digest"] == run.digest:
-                run_folder = f"runs/{run.name}/seed-{run.seed}/{run.digest[:12]}"
-                with command_errors(str(folder)):
-                    copied = copy_predictions(record, folder, target, run_folder)
-                origin = f"{record['recipe']}: {record['run']}"
-                return {"taken_from": origin, **record, "predictions": copied}
+        record = find_record(read_records(folder), run, inputs_of)
+        if record is not None:
+            run_folder = f"runs/{run.name}/seed-{run.seed}/{run.full_digest[:12]}"
+            with command_errors(str(folder)):
+                copied = copy_predictions(record, folder, target, run_folder)
+            origin = f"{record['recipe']}: {record['run']}"
+            digests = {"digest": run.digest, "full_digest": run.full_digest}
+            return {"taken_from": origin, **record, **digests, "predictions": copied}
     return None
 
 
@@ -288,6 +326,7 @@ def _record(grid: RecipeGrid, run: PlannedRun, result: dict[str, Any], seconds: 
         "seed": run.seed,
         "method": run.method,
         "digest": run.digest,
+        "full_digest": run.full_digest,
         "scale": result.get("scale"),
         "metric": result["metric"],
         "value": result["metrics"].get(result["metric"]),

@@ -1,20 +1,19 @@
 """The grid of a benchmark: named variants of one recipe, each executed under several seeds.
 
 `hf-federated benchmark` executes one run per name and seed of the section `benchmark`. A [`PlannedRun`] holds all
-values that determine the result of a run, and a digest of these values. The digest distinguishes records of the
-current recipe from records that were made before the recipe changed.
+values that determine the result of a run, and digests of these values. The digests distinguish records of the current
+recipe from records that were made before the recipe changed.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_federated.experiments.benchmark.claims import Claim, parse_claim
+from hf_federated.experiments.benchmark.identity import full_digest, settings_digest
 from hf_federated.experiments.benchmark.sweep import FORBIDDEN_CHARACTERS, SWEEP, SelectSection, check_sweep, trials_of
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.recipe.schema import check_section, dataclass_fields, documented
@@ -24,8 +23,6 @@ from hf_federated.experiments.recipe.yaml_file import apply_changes, merge_mappi
 METHODS = ("federated", "centralized", "local")
 # Fields that the grid sets itself, and fields that would fix a part of the randomness for all seeds.
 RESERVED_FIELDS = ("training.seed", "training.output_dir")
-# Fields of `data` that choose the test examples.
-TEST_FIELDS = ("test_path", "test_split", "test_examples", "test_clients")
 FIXED_SEED_FIELDS = ("training.data_seed", "federation.federation_seed")
 
 
@@ -191,7 +188,9 @@ class PlannedRun:
         seed (`int`): Seed for partitioning, sampling and training.
         method (`str`): `"federated"`, `"centralized"` or `"local"`.
         values (`dict`): The recipe as read from YAML, with the run's changes and the seed.
-        digest (`str`): SHA-256 of method and values, in hexadecimal, without `benchmark` and `training.output_dir`.
+        digest (`str`): SHA-256 of method and values, in hexadecimal, without `benchmark`, `training.output_dir` and
+            the locations of data and models.
+        full_digest (`str`): The same with the locations.
     """
 
     name: str
@@ -199,6 +198,7 @@ class PlannedRun:
     method: str
     values: dict[str, Any]
     digest: str
+    full_digest: str
 
     @property
     def key(self) -> tuple[str, int]:
@@ -304,7 +304,7 @@ def _plan_run(
     if isinstance(partition, dict) and _look_up(changes, "partition.seed") is None:
         if partition_has_seed(partition) if callable(partition_has_seed) else partition_has_seed:
             partition["seed"] = seed
-    return PlannedRun(name, seed, method, values, _digest(method, values))
+    return PlannedRun(name, seed, method, values, settings_digest(method, values), full_digest(method, values))
 
 
 def _method_and_changes(name: str, given: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
@@ -361,30 +361,3 @@ def _look_up(values: Mapping[str, Any], path: str) -> Any:
     for part in path.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     return found
-
-
-def _digest(method: str, values: Mapping[str, Any]) -> str:
-    included = {name: value for name, value in values.items() if name != "benchmark"}
-    included["training"] = {name: value for name, value in values["training"].items() if name != "output_dir"}
-    if isinstance(included.get("data"), dict):
-        included["data"] = _with_test_default(included["data"])
-    content = {"method": method, "recipe": included}
-    with command_errors("keys of the recipe must be strings"):
-        # `default` converts dates, which YAML has and JSON does not have.
-        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _with_test_default(data: dict[str, Any]) -> dict[str, Any]:
-    """
-    Make the default of the test examples part of the digest.
-
-    In version 0.1, the default was `test_clients: 0.2`. Records of that default have none of the fields, and belong to
-    recipes that now name the old default.
-    """
-    given = {name: data[name] for name in TEST_FIELDS if data.get(name) is not None}
-    if not given:
-        return {**data, "test": "default"}
-    if given == {"test_clients": 0.2}:
-        return {name: value for name, value in data.items() if name != "test_clients"}
-    return data

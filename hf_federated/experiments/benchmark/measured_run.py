@@ -10,8 +10,8 @@ from typing import Any
 from transformers import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_federated.data.source import content_hash
 from hf_federated.experiments.baselines import metrics_of
+from hf_federated.experiments.benchmark.run_inputs import hash_examples, hash_weights
 from hf_federated.experiments.execution import Run, build_run, run_baseline, run_federated
 from hf_federated.experiments.model_loading import without_head_warnings
 from hf_federated.experiments.predictions import PREDICTIONS_NAME, write_predictions
@@ -84,9 +84,8 @@ def measure_run(values: dict[str, Any], method: str, folder: Path) -> dict[str, 
         "lower_is_better": run.data.task.lower_is_better,
         "scale": recipe.scale,
         "test_source": f"{len(run.data.raw.test)} examples{run.data.raw.test_source}",
-        "train_rows": content_hash(run.data.raw.train.to_dataset()),
-        "test_rows": content_hash(run.data.raw.test),
-        "further_rows": {split: content_hash(rows) for split, rows in run.data.raw.further_tests.items()},
+        **hash_examples(run.data.raw),
+        "weights": hash_weights(values),
     }
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_federated.experiments.benchmark.grid import PlannedRun
+from hf_federated.experiments.benchmark.identity import has_inputs
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.strict_json import to_strict_json
 from hf_federated.utils.file_lock import FileLock, FileLockedError
@@ -68,19 +69,50 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     return [_record(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def find_finished(records: Sequence[Mapping[str, Any]], plan: Sequence[PlannedRun]) -> FinishedRuns:
+def find_finished(
+    records: Sequence[Mapping[str, Any]],
+    plan: Sequence[PlannedRun],
+    inputs_of: Callable[[PlannedRun], Mapping[str, Any]] | None = None,
+) -> FinishedRuns:
     """
-    Find the records of planned runs, by name, seed and digest. The last record of a run counts.
+    Find the records of planned runs, by name, seed and settings. The last record of a run counts.
 
     Args:
         records (`Sequence[Mapping]`): The records of a log, in the order of writing.
         plan (`Sequence[PlannedRun]`): The runs of a grid.
+        inputs_of (`Callable`, *optional*): Returns the hashes of the examples and the weights that a run reads. It is
+            called for runs whose records have other locations of data and models, and the hashes must be those of the
+            record. By default, the record of the same settings counts wherever its data and models were.
     """
-    by_identity = {(record["run"], record["seed"], record["digest"]): dict(record) for record in records}
-    logged_keys = {(record["run"], record["seed"]) for record in records}
-    planned = {run.key: (run.name, run.seed, run.digest) for run in plan}
-    found = {key: by_identity[identity] for key, identity in planned.items() if identity in by_identity}
-    return FinishedRuns(found, [run for run in plan if run.key in logged_keys and run.key not in found])
+    by_key: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for record in records:
+        by_key.setdefault((record["run"], record["seed"]), []).append(record)
+    found = {}
+    for run in plan:
+        last = find_record(by_key.get(run.key, ()), run, inputs_of)
+        if last is not None:
+            found[run.key] = dict(last)
+    return FinishedRuns(found, [run for run in plan if run.key in by_key and run.key not in found])
+
+
+def find_record(
+    records: Sequence[Mapping[str, Any]],
+    run: PlannedRun,
+    inputs_of: Callable[[PlannedRun], Mapping[str, Any]] | None = None,
+) -> Mapping[str, Any] | None:
+    """
+    The last record of the settings of a run. The arguments are those of [`find_finished`].
+
+    A record of the same locations comes before a record of other locations.
+    """
+    for record in reversed(records):
+        if run.full_digest in (record.get("full_digest"), record["digest"]):  # old records have only the full digest
+            return record
+    similar = [record for record in records if record["digest"] == run.digest]
+    if not similar or inputs_of is None:
+        return similar[-1] if similar else None
+    inputs = inputs_of(run)
+    return next((record for record in reversed(similar) if has_inputs(record, inputs)), None)
 
 
 class RunLog:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_federated.experiments.benchmark.grid import TEST_FIELDS, BenchmarkSection, plan_runs, read_section
+from hf_federated.experiments.benchmark.grid import BenchmarkSection, plan_runs, read_section
+from hf_federated.experiments.benchmark.identity import TEST_FIELDS
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.recipe.yaml_file import read_values
 
@@ -120,16 +121,16 @@ def digest_of_version_0_1(run, **changes) -> str:
 )
 def test_records_of_recipes_that_name_their_test_examples_are_recognized(data):
     run = plan_single({}, {**RECIPE, "data": {"path": "d", **data}})
-    assert run.digest == digest_of_version_0_1(run)
+    assert run.full_digest == digest_of_version_0_1(run)
 
 
 def test_records_of_the_former_default_belong_to_recipes_that_name_it():
     """Before, a recipe without test examples held out 20 % of the clients."""
     unnamed = plan_single({}, {**RECIPE, "data": {"path": "d"}})
     former = digest_of_version_0_1(unnamed)
-    assert plan_single({}, {**RECIPE, "data": {"path": "d", "test_clients": 0.2}}).digest == former
-    assert unnamed.digest != former
-    assert plan_single({}, {**RECIPE, "data": {"path": "d", "test_clients": None}}).digest != former
+    assert plan_single({}, {**RECIPE, "data": {"path": "d", "test_clients": 0.2}}).full_digest == former
+    assert unnamed.full_digest != former
+    assert plan_single({}, {**RECIPE, "data": {"path": "d", "test_clients": None}}).full_digest != former
 
 
 def test_every_shipped_benchmark_names_its_test_examples():
@@ -153,7 +154,7 @@ def test_digest_depends_only_on_values_that_determine_the_result():
         plan_single({"plots": True}),
     ]
     assert len({run.digest for run in [base, *variants]}) == 5
-    assert plan_single({"data.revision": datetime.date(2024, 1, 2)}).digest != base.digest
+    assert plan_single({"data.version": datetime.date(2024, 1, 2)}).digest != base.digest
 
 
 @pytest.mark.parametrize(

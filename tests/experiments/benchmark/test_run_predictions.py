@@ -177,7 +177,7 @@ def test_records_name_their_predictions_and_another_benchmark_copies_them(values
     command = ["benchmark", str(tmp_path / "first.yaml"), "--output-dir", str(folder)]
     assert main(command) == 0
     (record,) = map(json.loads, (folder / "first" / "runs.jsonl").read_text().splitlines())
-    assert record["predictions"] == f"runs/FedAvg/seed-3/{record['digest'][:12]}/predictions.npz"
+    assert record["predictions"] == f"runs/FedAvg/seed-3/{record['full_digest'][:12]}/predictions.npz"
     moved = tmp_path / "moved"
     os.rename(folder / "first", moved)  # records travel
     examples = read_predictions(moved / record["predictions"])[""].by_row()

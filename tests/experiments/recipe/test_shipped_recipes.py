@@ -10,6 +10,7 @@ import yaml
 
 from hf_federated.experiments.benchmark.grid import plan_runs, read_section
 from hf_federated.experiments.benchmark.measured_run import measure_run
+from hf_federated.experiments.benchmark.selection import selected_section, trial_section
 from hf_federated.experiments.recipe.recipe import load_recipe, parse_recipe, partitioner_has_seed
 from hf_federated.experiments.recipe.yaml_file import read_values
 from hf_federated.experiments.train_recipe import train_recipe
@@ -38,6 +39,15 @@ def name_has_seed(name):
 def has_seed(partition):
     """`partitioner_has_seed`, which reads the source of all partitioners in each call."""
     return name_has_seed(partition.get("name"))
+
+
+def planned_runs(values):
+    """The runs of a recipe. With a selection, its trials and the runs with the settings of the recipe."""
+    section = read_section(values)
+    if section.select is None:
+        return plan_runs(values, section, has_seed)
+    sections = (selected_section(section, {}), trial_section(section))
+    return [run for each in sections for run in plan_runs(values, each, has_seed)]
 
 
 def tiny_split_overrides(values, llama_dir, cloze_dir, phrases_dir, texts_dir):
@@ -96,8 +106,8 @@ def test_train_recipes_run_one_round_on_a_tiny_model(path, model_dir, texts_dir,
 @pytest.mark.parametrize(("path", "scale"), SCALES, ids=lambda item: getattr(item, "stem", item))
 def test_benchmark_runs_are_valid_at_every_scale(path, scale):
     values = read_values(path, [f"scale={scale}"])
-    runs = plan_runs(values, read_section(values), has_seed)
-    assert len({run.digest for run in runs}) == len(runs) >= 4
+    runs = planned_runs(values)
+    assert len({run.full_digest for run in runs}) == len(runs) >= 4
     for run in runs:
         if run.seed == runs[0].seed:  # runs with other seeds differ only in their seed
             parse_recipe(run.values)
@@ -120,8 +130,7 @@ def test_benchmark_recipes_run_one_round_on_a_tiny_model(
     if path.parent.name == "lora":
         settings += [f"model.name_or_path={llama_dir}", "partition.column=speaker"]
     values = read_values(path, settings)
-    runs = plan_runs(values, read_section(values), has_seed)
-    run = next(run for run in runs if run.method == "federated")
+    run = next(run for run in planned_runs(values) if run.method == "federated")
     result = measure_run(run.values, run.method, tmp_path)
     assert result["metric"] in result["history"][0] and result["bytes_up"] > 0
 
@@ -129,7 +138,7 @@ def test_benchmark_recipes_run_one_round_on_a_tiny_model(
 def test_history_contains_client_weights_of_adafd(model_dir, texts_dir, superglue_dir, tmp_path):
     path = FOLDER / "adafd" / "table1_homogeneous.yaml"
     values = read_values(path, tiny_overrides(read_values(path), model_dir, texts_dir, superglue_dir))
-    run = next(run for run in plan_runs(values, read_section(values), has_seed) if run.name == "AdaFD ENWC")
+    run = next(run for run in planned_runs(values) if run.name == "AdaFD ENWC")
     result = measure_run(run.values, run.method, tmp_path)
     weights = {name: value for name, value in result["history"][0].items() if name.startswith("weight/")}
     assert len(weights) == 2 and sum(weights.values()) == pytest.approx(1)  # two clients per round
@@ -142,7 +151,7 @@ def test_history_contains_feedback_ratio_of_fedid(model_dir, texts_dir, superglu
         path,
         [*tiny_overrides(read_values(path), model_dir, texts_dir, superglue_dir), "task.metric=matthews_correlation"],
     )
-    run = next(run for run in plan_runs(values, read_section(values), has_seed) if run.name == "FedID")
+    run = next(run for run in planned_runs(values) if run.name == "FedID")
     result = measure_run(run.values, run.method, tmp_path)
     assert result["history"][0]["feedback_ratio"] > 0
     assert result["metric"] == "matthews_correlation" and -1 <= result["history"][0]["matthews_correlation"] <= 1
@@ -162,7 +171,7 @@ def test_methods_in_the_feddrs_tables_train_on_all_tasks(name, run_name, model_d
     settings = tiny_overrides(read_values(path), model_dir, None, superglue_dir)
     settings.append(f"benchmark.runs.MutualKD.client_models=[{{name_or_path: {model_dir}}}]")
     values = read_values(path, settings if name == "table1_encoder" else settings[:-1])
-    run = next(run for run in plan_runs(values, read_section(values), has_seed) if run.name == run_name)
+    run = next(run for run in planned_runs(values) if run.name == run_name)
     for size, value in (("num_samples", 3), ("sample_length", 4), ("num_steps", 2)):
         if size in run.values["federation"].get("distillation_kwargs", {}):
             run.values["federation"]["distillation_kwargs"][size] = value
