@@ -1,16 +1,16 @@
 """The baselines of FedID as in its published code, for comparison with the methods of their own papers.
 
-The code that was published with FedID (Ma et al., EMNLP 2023) trains its baselines on hard labels, and DS-FL and MHAT
-differ from their papers there:
+The code that was published with FedID (Ma et al., EMNLP 2023) trains its baselines on hard labels:
 
-| baseline | its paper, in `hf_federated` | published code of FedID, here |
-|---|---|---|
-| DS-FL | sharpened mean of probabilities | argmax of the mean of logits, weighted by size, on the server and the clients |
-| MHAT | weighted mean of probabilities; clients learn the server's logits | argmax of each client; argmax of the server's logits |
-| FedKD | KL divergence, weights by class counts | squared error, weights by size, three local and three distillation epochs |
+- DS-FL: the server and the clients learn the argmax of the mean of the clients' logits, weighted by size. In its own
+  paper, and in `hf_federated`, they learn the sharpened mean of probabilities.
+- MHAT: the server learns the argmax of each client, and the clients learn the argmax of the server's logits. In
+  `hf_federated`, the server learns the mean of probabilities, and the clients learn the server's logits.
+- FedKD: squared error on the mean of logits, weighted by size, in three local and three distillation epochs. In its
+  own paper, and in `hf_federated`, the loss is the KL divergence, and the weights follow the class counts.
 
-A recipe names a class as `federation.distillation: recipes.fedid.published:PublishedDSFL`, in a command that is started
-in the folder that contains `recipes`.
+A recipe names a class as `federation.distillation: recipes.fedid.published:PublishedDSFL`. The command must start in
+the folder that contains `recipes`.
 """
 
 from __future__ import annotations

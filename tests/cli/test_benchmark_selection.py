@@ -41,7 +41,7 @@ def execute(run, folder):
     rate, examples = run.values["training"].get("learning_rate"), run.values["data"].get("evaluate_on", "test")
     best = 0.1 if rate is None else BEST[examples][run.values["federation"]["aggregation"]]
     score = 1 - abs((rate or best) - best) + 0.01 * run.seed
-    return {"metric": "accuracy", "metrics": {"accuracy": score, "error": 1 - score}}
+    return {"metric": "accuracy", "metrics": {"accuracy": score, "error": 1 - score, "loss": -score}}
 
 
 class Benchmark:
@@ -107,13 +107,27 @@ def test_seeds_and_only_change_no_finished_trial(benchmark):
     assert benchmark.executed == [*fedopt, "FedOpt, seed 5 on test", "local, seed 5 on test"]
 
 
-def test_lower_metric_is_chosen_if_lower_is_better(benchmark):
-    benchmark({"benchmark": {"select": {"metric": "error"}, "lower_is_better": True}})
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"select": {"metric": "loss"}},
+        {"metric": "loss", "select": {}},
+        {"metric": "error", "lower_is_better": True, "select": {}},
+        {"metric": "accuracy", "lower_is_better": False, "select": {"metric": "loss"}},
+    ],
+)
+def test_lower_metric_is_chosen_if_lower_is_better(benchmark, section):
+    benchmark({"benchmark": section})
     assert "FedAvg, learning_rate=0.2 " in benchmark.report
     assert [line.count("yes") for line in benchmark.report.splitlines() if "learning_rate=" in line] == [
         *(0, 1, 0, 0),
         *(0, 0, 1, 0),
     ]
+
+
+def test_negative_scores_keep_their_sign(benchmark):
+    benchmark({"benchmark": {"select": {"metric": "loss", "seeds": [0]}}})
+    assert "| FedAvg, learning_rate=0.2 |         -1.0000 | yes    |" in benchmark.report
 
 
 def test_trial_that_diverges_is_worse_than_any_other_trial(benchmark):
@@ -165,9 +179,15 @@ def test_each_combination_is_a_run_without_a_selection(benchmark):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": {"path": "texts", "test_split": "test"}}, "needs validation examples. Set data.validation_examples"),
+        (
+            {"data": {"path": "texts", "test_split": "test"}},
+            "needs validation examples, but the run 'FedAvg' has none",
+        ),
         ({"data": {"path": "texts", "validation_examples": 0.1}}, "needs data.test_split or data.test_path"),
-        ({"data": {**RECIPE["data"], "evaluate_on": "test"}}, "evaluate_on is set together with benchmark.select"),
+        (
+            {"data": {**RECIPE["data"], "evaluate_on": "test"}},
+            "evaluate_on is set in the run 'FedAvg' together with benchmark.select",
+        ),
         ({"benchmark": {"sweep": {}}}, "select is set without a sweep"),
         ({"benchmark": {"sweep": {"partition.alpha": [1, 5]}}}, "varies partition.alpha, which changes the examples"),
         ({"benchmark": {"sweep": {"training.learning_rate": 0.1}}}, "is 0.1; it must be a list of values"),
@@ -177,6 +197,17 @@ def test_each_combination_is_a_run_without_a_selection(benchmark):
         ({"benchmark": {"sweep": {"federation.aggregation": ["fedprox"]}}}, "federation.aggregation is also among"),
         ({"benchmark": {"select": {"seeds": []}}}, "benchmark.select.seeds is empty"),
         ({"benchmark": {"select": {"metrics": "loss"}}}, "metrics"),
+        ({"benchmark": {"runs": {"a": 3}, "claims": []}}, "'a' is 3; it must be a mapping"),
+        ({"benchmark": {"runs": {"a": {"data.validation_examples": None}}, "claims": []}}, "the run 'a' has none"),
+        ({"benchmark": {"runs": {"a": {"data.test_split": None}}, "claims": []}}, "the run 'a' has neither"),
+        (
+            {"benchmark": {"runs": {"a": {"training.load_best_model_at_end": True}}, "claims": []}},
+            "choose a checkpoint by its score on the test examples",
+        ),
+        (
+            {"benchmark": {"sweep": {"training.learning_rate": [0.1, "0.1"]}}},
+            "make two runs named 'FedAvg, learning_rate=0.1'",
+        ),
         (
             {"benchmark": {"runs": {"a": {}, "b": {"sweep": {"training.learning_rate": [1]}}}, "claims": []}},
             "different numbers of trials: a 4, b 1",

@@ -225,7 +225,9 @@ def read_section(values: Mapping[str, Any]) -> BenchmarkSection:
             "benchmark: the recipe has no such section. Add the section, or run the recipe with `hf-federated train`."
         )
     fields = check_section("benchmark", given, dataclass_fields(BenchmarkSection))
-    has_sweep = "sweep" in fields or any(SWEEP in (changes or {}) for changes in fields["runs"].values())
+    has_sweep = "sweep" in fields or any(
+        isinstance(changes, dict) and SWEEP in changes for changes in fields["runs"].values()
+    )
     if has_sweep and fields.get("select") is None:
         # Without a selection, each trial is a run, which claims can name.
         trials = trials_of(fields["runs"], fields.pop("sweep", {}))

@@ -107,8 +107,9 @@ def read_grid(
         plan = partial(plan_runs, values, partition_has_seed=partition_has_seed)
         if section.select is None:
             return RecipeGrid(path=path, folder=folder, section=section, runs=plan(section), plan=plan)
-        check_selection(values)
         tried = trial_section(section)
+        for run in plan(selected_section(section, {})):
+            check_selection(run)
         trials = RecipeGrid(
             path=path, folder=folder / TRIALS_NAME, section=tried, runs=plan(tried), plan=plan, is_trial=True
         )

@@ -8,6 +8,7 @@ example.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from hf_federated.data.markdown_table import markdown_table
 from hf_federated.experiments.benchmark.comparison import Record, is_lower_better, main_metric
-from hf_federated.experiments.benchmark.grid import BenchmarkSection
+from hf_federated.experiments.benchmark.grid import BenchmarkSection, PlannedRun
 from hf_federated.experiments.benchmark.sweep import Trial, trials_of
 from hf_federated.experiments.errors import CommandError
 from hf_federated.experiments.text import plural
@@ -54,11 +55,13 @@ def trial_section(section: BenchmarkSection) -> BenchmarkSection:
                     " examples cannot be compared; vary fields of training, federation, model or split."
                 )
     runs = {trial.name: {**trial.changes, **_ON_VALIDATION} for trial in trials}
+    metric = section.selection.metric or section.metric
     return dataclasses.replace(
         section,
         runs=runs,
         seeds=section.selection.seeds,
-        metric=section.selection.metric or section.metric,
+        metric=metric,
+        lower_is_better=section.lower_is_better if metric == section.metric else None,
         title=f"Trials of {section.title}" if section.title else "Trials",
         sweep={},
         select=None,
@@ -70,30 +73,38 @@ def trial_section(section: BenchmarkSection) -> BenchmarkSection:
     )
 
 
-def check_selection(values: Mapping[str, Any]) -> None:
+def check_selection(run: PlannedRun) -> None:
     """
-    Check that trials can be evaluated on other examples than the test examples of all seeds.
+    Check that the settings of a run can be chosen on other examples than the test examples of all seeds.
 
     Args:
-        values (`Mapping[str, Any]`): The recipe as read from YAML, with `benchmark.select`.
+        run ([`~hf_federated.experiments.benchmark.grid.PlannedRun`]): A run of a recipe with `benchmark.select`.
 
     Raises:
-        CommandError: If the recipe has no validation examples or no test split.
+        CommandError: If the run has no validation examples or no test split, or chooses a checkpoint by its score on
+            the test examples.
     """
-    data = values.get("data") or {}
+    data = _mapping(run.values.get("data"))
     if data.get("validation_split") is None and data.get("validation_examples") is None:
         raise CommandError(
-            "benchmark.select needs validation examples. Set data.validation_examples to a share such as 0.1, or"
-            " data.validation_split to a split."
+            f"benchmark.select needs validation examples, but the run {run.name!r} has none. Set"
+            " data.validation_examples to a share such as 0.1, or data.validation_split to a split."
         )
     if data.get("evaluate_on") is not None:
         raise CommandError(
-            "data.evaluate_on is set together with benchmark.select, which sets it for the trials. Remove it."
+            f"data.evaluate_on is set in the run {run.name!r} together with benchmark.select, which sets it for the"
+            " trials. Remove it."
         )
     if data.get("test_split") is None and data.get("test_path") is None:
         raise CommandError(
-            "benchmark.select needs data.test_split or data.test_path. Test examples that are held out of the training"
-            " examples depend on the seed, so the training examples of a trial can be test examples of another seed."
+            f"benchmark.select needs data.test_split or data.test_path, but the run {run.name!r} has neither. Test"
+            " examples that are held out of the training examples depend on the seed, so the training examples of a"
+            " trial can be test examples of another seed."
+        )
+    if _mapping(run.values.get("training")).get("load_best_model_at_end"):
+        raise CommandError(
+            f"training.load_best_model_at_end is set in the run {run.name!r} together with benchmark.select. It would"
+            " choose a checkpoint by its score on the test examples. Remove it."
         )
 
 
@@ -101,7 +112,8 @@ def choose(section: BenchmarkSection, records: Sequence[Record]) -> dict[str, Tr
     """
     The trial with the best mean over the seeds of the selection, for each run whose trials are all finished.
 
-    A trial that diverged is worse than any other trial. The first one of equal trials is chosen.
+    A trial that diverged is worse than any other trial. The first one of equal trials is chosen, also if all trials of
+    a run diverged.
 
     Args:
         section ([`BenchmarkSection`]): The section `benchmark`, with `select`.
@@ -110,12 +122,19 @@ def choose(section: BenchmarkSection, records: Sequence[Record]) -> dict[str, Tr
     Returns:
         `dict[str, Trial]`: The chosen trial by the name of the run.
     """
-    scores = trial_scores(section, records)
+    scores, trials = trial_scores(section, records), trial_section(section)
+    converged = _converged(records)
+    sign = -1.0 if converged and is_lower_better(converged, trials) else 1.0
+
+    def rank(trial: Trial) -> float:
+        score = scores[trial.name]
+        return -math.inf if score is None else sign * score
+
     chosen: dict[str, Trial] = {}
     for trial in _tuned(section):
         own = [each for each in _tuned(section) if each.run == trial.run]
         if all(each.name in scores for each in own):
-            chosen[trial.run] = max(own, key=lambda each: scores[each.name])
+            chosen[trial.run] = max(own, key=rank)
     return chosen
 
 
@@ -142,24 +161,22 @@ def trial_names(section: BenchmarkSection, only: Sequence[str] | None) -> list[s
     return None if only is None else [trial.name for trial in _tuned(section) if trial.run in only]
 
 
-def trial_scores(section: BenchmarkSection, records: Sequence[Record]) -> dict[str, float]:
+def trial_scores(section: BenchmarkSection, records: Sequence[Record]) -> dict[str, float | None]:
     """
-    The mean score of each trial that is finished under all seeds of the selection. Larger is better.
+    The mean score of each trial that is finished under all seeds of the selection, or `None` if it diverged.
 
     Args:
         section ([`BenchmarkSection`]): The section `benchmark`, with `select`.
         records (`Sequence[Mapping]`): The records of finished trials.
     """
     trials = trial_section(section)
-    finite = [record for record in records if not record.get("diverged")]
-    metric = main_metric(finite, trials)
-    sign = -1.0 if finite and is_lower_better(finite, trials) else 1.0
-    scores = {}
+    metric = main_metric(_converged(records), trials)
+    scores: dict[str, float | None] = {}
     for name in trials.runs:
         own = {record["seed"]: record["metrics"].get(metric) for record in records if record["run"] == name}
         if set(trials.seeds) <= own.keys():
             values = [own[seed] for seed in trials.seeds]
-            scores[name] = -np.inf if None in values else sign * float(np.mean(values))
+            scores[name] = None if None in values else float(np.mean(values))
     return scores
 
 
@@ -173,11 +190,11 @@ def selection_report(section: BenchmarkSection, records: Sequence[Record]) -> li
     """
     scores, chosen = trial_scores(section, records), choose(section, records)
     trials = trial_section(section)
-    metric = main_metric([record for record in records if not record.get("diverged")], trials)
+    metric = main_metric(_converged(records), trials)
     rows = []
     for trial in _tuned(section):
         score = scores.get(trial.name)
-        shown = "-" if score is None else "diverged" if np.isinf(score) else f"{abs(score):.4f}"
+        shown = f"{score:.4f}" if score is not None else "diverged" if trial.name in scores else "-"
         is_chosen = trial.run in chosen and chosen[trial.run] == trial
         rows.append([trial.name.replace("|", r"\|"), shown, "yes" if is_chosen else ""])
     per_run = len(_tuned(section)) // len({trial.run for trial in _tuned(section)})
@@ -192,3 +209,12 @@ def selection_report(section: BenchmarkSection, records: Sequence[Record]) -> li
 def _tuned(section: BenchmarkSection) -> list[Trial]:
     """The trials of the runs that have a sweep."""
     return [trial for trial in trials_of(section.runs, section.sweep) if trial.setting]
+
+
+def _converged(records: Sequence[Record]) -> list[Record]:
+    """The records of trials that did not diverge."""
+    return [record for record in records if not record.get("diverged")]
+
+
+def _mapping(section: Any) -> Mapping[str, Any]:
+    return section if isinstance(section, Mapping) else {}

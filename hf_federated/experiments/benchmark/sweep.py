@@ -68,7 +68,7 @@ def trials_of(runs: Mapping[str, Any], sweep: Any) -> list[Trial]:
         sweep (`Mapping[str, list]`): The values by dotted names of fields, for the other runs.
 
     Raises:
-        CommandError: If a sweep is invalid, or a run changes a swept field.
+        CommandError: If a sweep is invalid, a run changes a swept field, or two trials have the same name.
 
     Example:
 
@@ -93,6 +93,10 @@ def trials_of(runs: Mapping[str, Any], sweep: Any) -> list[Trial]:
         for values in itertools.product(*own.values()):
             setting = dict(zip(own, values, strict=True))
             trials.append(Trial(run, setting, {**changes, **setting}))
+    names = [trial.name for trial in trials]
+    for name in names:
+        if names.count(name) > 1:
+            raise CommandError(f"benchmark.runs and benchmark.sweep make two runs named {name!r}. Rename a run.")
     return trials
 
 
