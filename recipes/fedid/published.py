@@ -1,4 +1,4 @@
-"""The baselines of FedID as in its published code, for comparison with the methods of their own papers.
+"""The baselines of FedID as in its published code, for comparison with the methods of their papers.
 
 The code that was published with FedID (Ma et al., EMNLP 2023) trains its baselines on hard labels:
 

@@ -35,7 +35,7 @@ def test_every_folder_of_results_belongs_to_a_recipe():
 )
 def test_report_is_that_of_the_records(results, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "_plot_curves", lambda panels, path, echo: bool(panels))
-    monkeypatch.chdir(FOLDER.parent)  # recipes name classes of their own folder
+    monkeypatch.chdir(FOLDER.parent)  # a recipe names classes of the folder recipes
     shutil.copytree(results, tmp_path / results.name)
     (tmp_path / results.name / "report.md").unlink()
     assert main(["benchmark", str(recipe_of(results)), "--report", "--output-dir", str(tmp_path)]) == 0
