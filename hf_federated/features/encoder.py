@@ -110,8 +110,16 @@ class CachedEncoder(TextEncoder):
         max_length: int | None = None,
         return_attention_mask: bool = True,
     ) -> dict[str, Any]:
-        """Return the column `features`, an array of shape `(rows, feature_size)`. See [`TextEncoder`]."""
-        features = self.fetch(texts, max_length)
+        """Return the columns with the features of each row. See [`TextEncoder`]."""
+        return self.to_columns(self.fetch(texts, max_length))
+
+    def to_columns(self, features: list[np.ndarray]) -> dict[str, Any]:
+        """
+        The columns of an encoded dataset: by default `features`, an array of shape `(rows, feature_size)`.
+
+        Args:
+            features (`list[np.ndarray]`): An array of shape `(vectors, feature_size)` for each row.
+        """
         return {"features": np.concatenate(features) if features else np.empty((0, self.feature_size), self.dtype)}
 
     def data_collator(self) -> Any:

@@ -93,15 +93,9 @@ class FrozenLayers(PretrainedEncoder):
         """The hidden states of the tokens of each text, of shape `(tokens, hidden_size)`."""
         return [states[positions] for states, positions in zip(hidden, mask.bool(), strict=True)]
 
-    def __call__(
-        self,
-        *texts: Sequence[str],
-        truncation: bool = True,
-        max_length: int | None = None,
-        return_attention_mask: bool = True,
-    ) -> dict[str, Any]:
-        """Return the column `inputs_embeds` with the bytes of the hidden states of each text. See [`TextEncoder`]."""
-        return {HIDDEN_COLUMN: [np.ascontiguousarray(each).tobytes() for each in self.fetch(texts, max_length)]}
+    def to_columns(self, features: list[np.ndarray]) -> dict[str, Any]:
+        """The column `inputs_embeds` with the bytes of the hidden states of each row, see [`CachedEncoder`]."""
+        return {HIDDEN_COLUMN: [np.ascontiguousarray(each).tobytes() for each in features]}
 
     def data_collator(self) -> HiddenStatesCollator:
         """Pad hidden states to shape `(batch, length, hidden_size)`."""
