@@ -146,6 +146,7 @@ def test_no_samples_and_no_steps():
 
 
 def test_feddrs_makes_nearly_the_same_samples_with_growing_steps(tmp_path):
+    """The samples start equally, and their losses by the clients' models end equally, with a fifth of the passes."""
     samples, passes = {}, {}
     for schedule, tolerance in (("constant", 0.0), ("growing", 0.1)):
         kwargs = {**SMALL, "num_steps": 100, "step_size_schedule": schedule, "tolerance": tolerance}
@@ -154,8 +155,18 @@ def test_feddrs_makes_nearly_the_same_samples_with_growing_steps(tmp_path):
         count = Counter(trainer.model)
         trainer.train()
         samples[schedule], passes[schedule] = trainer.distillation.samples, count.passes
-    assert passes["growing"] < passes["constant"]
+    assert passes["growing"] * 5 < passes["constant"]
     assert samples["growing"].keys() == samples["constant"].keys()
+    for client_id, constant in samples["constant"].items():
+        growing = samples["growing"][client_id]
+        assert torch.equal(growing["starts"], constant["starts"]) and torch.equal(
+            growing["labels"], constant["labels"]
+        )
+        losses = [
+            float(nn.functional.cross_entropy(part["logits"], part["labels"].flatten()))
+            for part in (constant, growing)
+        ]
+        assert losses[1] == pytest.approx(losses[0], abs=0.005), client_id
 
 
 class Counter:
