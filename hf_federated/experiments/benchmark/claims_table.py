@@ -42,12 +42,12 @@ def _row(result: ClaimResult, records: Sequence[Record], section: BenchmarkSecti
     missing = result.num_seeds - result.num_compared
     cells = [
         result.claim.text + (" (former)" if result.is_former else ""),
-        _published_difference(result, records, section),
+        published_difference(result, records, section),
         number(differences.mean, signed=True) if differences else "-",
         number(differences.standard_error) if differences else "-",
-        _interval(differences.interval if differences else None),
+        interval_text(differences.interval if differences else None),
     ]
-    cells += [_interval(result.example_interval)] if with_examples else []
+    cells += [interval_text(result.example_interval)] if with_examples else []
     return [
         *cells,
         "-" if result.adjusted_p is None else "< 0.001" if result.adjusted_p < 0.001 else f"{result.adjusted_p:.3f}",
@@ -58,7 +58,15 @@ def _row(result: ClaimResult, records: Sequence[Record], section: BenchmarkSecti
     ]
 
 
-def _published_difference(result: ClaimResult, records: Sequence[Record], section: BenchmarkSection) -> str:
+def published_difference(result: ClaimResult, records: Sequence[Record], section: BenchmarkSection) -> str:
+    """
+    The difference of the published results of a claim, positive if the first run is better, or `-`.
+
+    Args:
+        result (`ClaimResult`): The claim.
+        records (`Sequence[Mapping]`): The records of finished runs.
+        section ([`BenchmarkSection`]): The section `benchmark`.
+    """
     claim = result.claim
     if not claim.is_about_results or claim.first not in section.paper or claim.second not in section.paper:
         return "-"
@@ -66,7 +74,8 @@ def _published_difference(result: ClaimResult, records: Sequence[Record], sectio
     return number(-difference if is_lower_better(records, section) else difference, signed=True)
 
 
-def _interval(bounds: tuple[float, float] | None) -> str:
+def interval_text(bounds: tuple[float, float] | None) -> str:
+    """Format the bounds of an interval, or `-`."""
     return "-" if bounds is None else f"{number(bounds[0], signed=True)} to {number(bounds[1], signed=True)}"
 
 
@@ -74,7 +83,7 @@ def _loss(differences: PairedDifferences | None) -> str:
     if differences is None:
         return "-"
     mean = number(differences.mean, signed=True)
-    return mean if differences.interval is None else f"{mean} ({_interval(differences.interval)})"
+    return mean if differences.interval is None else f"{mean} ({interval_text(differences.interval)})"
 
 
 def _explanation(results: Sequence[ClaimResult], with_examples: bool) -> str:
