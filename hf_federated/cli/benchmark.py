@@ -38,6 +38,13 @@ def add_arguments(parser: CommandParser, argv: Sequence[str] = ()) -> None:
         help="output folders of other recipes, with a runs.jsonl; finished runs with the same settings and seed are"
         " reused, also under a different name",
     )
+    parser.add_argument(
+        "--jobs",
+        metavar="N",
+        type=int,
+        default=1,
+        help="number of runs at a time, each in its own process with its share of the CPU cores (default: 1)",
+    )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--report", action="store_true", help="report the finished runs without executing any run")
     instead.add_argument(
@@ -57,16 +64,23 @@ def benchmark(arguments: argparse.Namespace) -> int:
     """
     try:
         from hf_federated.experiments.benchmark.benchmark import BenchmarkOptions, run_benchmark
+        from hf_federated.experiments.benchmark.jobs import execute_in_process
         from hf_federated.experiments.benchmark.measured_run import measure_run
         from hf_federated.experiments.benchmark.run_inputs import hash_inputs
+        from hf_federated.experiments.errors import CommandError
         from hf_federated.experiments.recipe.recipe import parse_recipe, partitioner_has_seed
         from hf_federated.experiments.recipe.yaml_file import read_values
 
         def execute(planned: PlannedRun, folder: Path) -> dict[str, Any]:
             # The digest in the path separates the files of runs with different settings, data or models.
-            return measure_run(planned.values, planned.method, folder / planned.full_digest[:12])
+            folder = folder / planned.full_digest[:12]
+            if options.jobs > 1:
+                return execute_in_process(planned, folder, options.jobs)
+            return measure_run(planned.values, planned.method, folder)
 
         make_current_folder_importable()
+        if arguments.jobs < 1:
+            raise CommandError(f"--jobs is {arguments.jobs}; it must be at least 1.")
         options = build_from_options(BenchmarkOptions, arguments)
         return run_benchmark(
             options,

@@ -8,10 +8,10 @@ writes its own files to `runs/<name>/seed-<seed>` in this folder, such as the pr
 from __future__ import annotations
 
 import importlib.metadata
-import time
+import itertools
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ import hf_federated
 from hf_federated.experiments.benchmark.comparison import main_metric
 from hf_federated.experiments.benchmark.grid import PlannedRun
 from hf_federated.experiments.benchmark.identity import INPUT_FIELDS
-from hf_federated.experiments.benchmark.prediction_files import copy_predictions, examples_of, relative_path
+from hf_federated.experiments.benchmark.jobs import execute_runs
+from hf_federated.experiments.benchmark.prediction_files import copy_predictions, relative_path
 from hf_federated.experiments.benchmark.recipe_grid import RecipeGrid, prefix_errors, read_grid
-from hf_federated.experiments.benchmark.report import benchmark_report, curve_panel
+from hf_federated.experiments.benchmark.report_files import write_reports
 from hf_federated.experiments.benchmark.run_log import (
     LOG_NAME,
     FinishedRuns,
@@ -34,13 +35,10 @@ from hf_federated.experiments.benchmark.run_log import (
 from hf_federated.experiments.benchmark.selection import trial_names
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.text import plural
-from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_curves
 from hf_federated.utils.errors import RoundFailedError
 
 
 DEFAULT_DIR = Path("outputs") / "benchmarks"
-REPORT_NAME = "report.md"
-CURVES_NAME = "learning_curves.png"
 # Errors of a training that diverges: a loss that is not finite, or updates that the server rejects.
 DIVERGED = (FloatingPointError, RoundFailedError)
 # Errors that a run can raise in normal use: incompatible values, out of memory, no remaining clients, a loss that is
@@ -80,6 +78,7 @@ class BenchmarkOptions:
         output_dir (`str`, *optional*, defaults to `"outputs/benchmarks"`): Parent folder of the output folders.
         reuse (`Sequence[str]`, *optional*): Output folders of other recipes whose finished runs are reused if they
             have the same settings and the same seed.
+        jobs (`int`, *optional*, defaults to 1): Number of runs at a time. With several, threads call `execute`.
         report (`bool`, *optional*, defaults to `False`): Report the finished runs without executing any run.
         dry_run (`bool`, *optional*, defaults to `False`): List the runs without executing any run.
     """
@@ -90,6 +89,7 @@ class BenchmarkOptions:
     only: Sequence[str] | None = None
     output_dir: str | None = None
     reuse: Sequence[str] = ()
+    jobs: int = 1
     report: bool = False
     dry_run: bool = False
 
@@ -153,7 +153,7 @@ def run_benchmark(
         done = [find_finished(read_records(grid.folder), grid.runs) for grid in grids]
         for grid, found in zip(grids, done, strict=True):
             echo(_heading(grid, grid.runs, found))
-        _finish(grids, done, echo)
+        write_reports(grids, done, echo)
         return 0
     for grid in grids:
         for run in [*(grid.trials.runs if grid.trials else []), *grid.runs]:
@@ -218,13 +218,13 @@ def _run_grids(
             if grid.trials is not None:
                 trial_log = stack.enter_context(RunLog(grid.trials.folder))
                 names = trial_names(grid.section, options.only)
-                failures += _run_grid(grid.trials, trial_log, names, execute, echo, reusable, inputs_of)
+                failures += _run_grid(grid.trials, trial_log, names, execute, echo, reusable, inputs_of, options.jobs)
                 found = find_finished(trial_log.records, grid.trials.runs, inputs_of)
                 grid = grid.with_chosen(list(found.records.values()))
             ready.append(grid)
-            failures += _run_grid(grid, log, options.only, execute, echo, reusable, inputs_of)
+            failures += _run_grid(grid, log, options.only, execute, echo, reusable, inputs_of, options.jobs)
         done = [find_finished(log.records, grid.runs, inputs_of) for grid, log in zip(ready, logs, strict=True)]
-        _finish(ready, done, echo)
+        write_reports(ready, done, echo)
     return failures
 
 
@@ -251,6 +251,7 @@ def _run_grid(
     echo: Callable[[str], None],
     reusable: Sequence[Path],
     inputs_of: InputsOf | None,
+    jobs: int,
 ) -> list[str]:
     """Execute or reuse the runs that are not finished. Return one line per failed run."""
     done = find_finished(log.records, grid.runs, inputs_of)
@@ -259,43 +260,64 @@ def _run_grid(
     echo(_heading(grid, selected, done))
     with prefix_errors(grid.path):
         main_metric([record for record in done.records.values() if not record.get("diverged")], grid.section)
-    failures = []
-    for position, run in enumerate(pending, start=len(selected) - len(pending) + 1):
-        label = f"[{position}/{len(selected)}] {run}"
+    position = itertools.count(len(selected) - len(pending) + 1)
+    to_execute = []
+    for run in pending:
         reused = _find_reusable_record(run, reusable, grid.folder, inputs_of)
-        if reused is not None:
-            with command_errors(str(grid.folder)):
-                log.append({**reused, "benchmark": grid.title, "recipe": grid.name, "run": run.name})
-            echo(f"{label}: reused from {reused['taken_from']}")
-            continue
-        start = time.perf_counter()
-        try:
-            result = execute(run, grid.folder / "runs" / run.name / f"seed-{run.seed}")
-        except Exception as error:  # the other runs continue after any error
-            reason = " ".join(str(error).split()) or type(error).__name__
-            if grid.is_trial and isinstance(error, DIVERGED):
-                result = {"metric": grid.section.metric or "value", "metrics": {}}
-                with command_errors(str(grid.folder)):
-                    log.append({**_record(grid, run, result, time.perf_counter() - start), "diverged": reason})
-                echo(f"{label}: diverged: {reason}")
-                continue
-            if not isinstance(error, EXPECTED_ERRORS):
-                reason = f"{type(error).__name__}: {reason}"
-                traceback.print_exc()
-            failures.append(f"{grid.name}: {run}: {reason}")
-            echo(f"{label}: failed: {reason}")
+        if reused is None:
+            to_execute.append(run)
             continue
         with command_errors(str(grid.folder)):
-            log.append(_record(grid, run, result, time.perf_counter() - start))
-        record = log.records[-1]
-        with prefix_errors(grid.path):
-            metric = main_metric([record], grid.section)  # raises on a missing metric, before the next run
-        value = record["metrics"][metric]
-        shown = "not finite" if value is None else f"{value:.3f}"
-        seconds = "" if record["seconds"] is None else f" ({record['seconds']:.0f} s)"
-        tested_on = "" if record["test_source"] is None else f", tested on {record['test_source']}"
-        echo(f"{label}: {metric} {shown}{seconds}{tested_on}")
+            log.append({**reused, "benchmark": grid.title, "recipe": grid.name, "run": run.name})
+        echo(f"[{next(position)}/{len(selected)}] {run}: reused from {reused['taken_from']}")
+    failures = []
+    outcomes = execute_runs(
+        to_execute, lambda run: execute(run, grid.folder / "runs" / run.name / f"seed-{run.seed}"), jobs
+    )
+    with closing(outcomes):
+        for run, outcome, seconds in outcomes:
+            label = f"[{next(position)}/{len(selected)}] {run}"
+            if isinstance(outcome, Exception):
+                failures += _handle_error(grid, log, run, outcome, seconds, label, echo)
+            else:
+                with command_errors(str(grid.folder)):
+                    log.append(_record(grid, run, outcome, seconds))
+                echo(f"{label}: {_result_line(grid, log.records[-1])}")
     return failures
+
+
+def _result_line(grid: RecipeGrid, record: Mapping[str, Any]) -> str:
+    with prefix_errors(grid.path):
+        metric = main_metric([record], grid.section)  # raises on a missing metric, before the next run
+    value = record["metrics"][metric]
+    shown = "not finite" if value is None else f"{value:.3f}"
+    duration = "" if record["seconds"] is None else f" ({record['seconds']:.0f} s)"
+    tested_on = "" if record["test_source"] is None else f", tested on {record['test_source']}"
+    return f"{metric} {shown}{duration}{tested_on}"
+
+
+def _handle_error(
+    grid: RecipeGrid,
+    log: RunLog,
+    run: PlannedRun,
+    error: Exception,
+    seconds: float,
+    label: str,
+    echo: Callable[[str], None],
+) -> list[str]:
+    """Record a trial that diverged. Print any other error, and return its line for the list of failed runs."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    if grid.is_trial and isinstance(error, DIVERGED):
+        result = {"metric": grid.section.metric or "value", "metrics": {}}
+        with command_errors(str(grid.folder)):
+            log.append({**_record(grid, run, result, seconds), "diverged": reason})
+        echo(f"{label}: diverged: {reason}")
+        return []
+    if not isinstance(error, EXPECTED_ERRORS):
+        reason = f"{type(error).__name__}: {reason}"
+        traceback.print_exception(error)
+    echo(f"{label}: failed: {reason}")
+    return [f"{grid.name}: {run}: {reason}"]
 
 
 def _find_reusable_record(
@@ -358,41 +380,3 @@ def _list_runs(grid: RecipeGrid, done: FinishedRuns, only: Sequence[str] | None,
     echo(_heading(grid, selected, done))
     for run in selected:
         echo(f"  {'finished' if run.key in done.records else 'pending '}  {run} ({run.method})")
-
-
-def _finish(grids: Sequence[RecipeGrid], results: Sequence[FinishedRuns], echo: Callable[[str], None]) -> None:
-    """Print and write the reports. For several recipes, also plot all learning curves in one figure."""
-    panels = []
-    for grid, done in zip(grids, results, strict=True):
-        records = list(done.records.values())
-        if not records:
-            echo(f"No finished runs of {grid.name} to report.")
-            continue
-        with prefix_errors(grid.path), command_errors(f"{grid.folder / LOG_NAME}: a record is incomplete"):
-            report = benchmark_report(records, grid.section, grid.name, examples_of(records, grid.folder))
-            report = "\n\n".join([report.rstrip(), *grid.selection]) + "\n"
-            panel = curve_panel(records, grid.section, grid.name)
-        echo(f"\n{report.rstrip()}\n")
-        plotted = _plot_curves([panel] if panel else [], grid.folder / CURVES_NAME, echo)
-        figure = f"\n![Learning curves]({CURVES_NAME})\n" if plotted else ""
-        with command_errors(str(grid.folder)):
-            (grid.folder / REPORT_NAME).write_text(report + figure, encoding="utf-8")
-        echo(f"{f'{REPORT_NAME} and {CURVES_NAME} are' if plotted else f'{REPORT_NAME} is'} in {grid.folder}.")
-        panels += [panel] if panel else []
-    if len(panels) > 1:
-        path = grids[0].folder.parent / CURVES_NAME
-        if _plot_curves(panels, path, echo):
-            echo(f"The learning curves of all {len(panels)} recipes are in {path}.")
-
-
-def _plot_curves(panels: Sequence[CurvePanel], path: Path, echo: Callable[[str], None]) -> bool:
-    """Plot learning curves. Return whether the plot was written; if not, print the reason."""
-    if not panels:
-        echo(f"No {path.name}: no federated run logged metrics of a round.")
-        return False
-    try:
-        plot_learning_curves(panels, path)
-    except (ImportError, ValueError, OSError) as error:
-        echo(f"No {path.name}: {error}")
-        return False
-    return True
