@@ -1,6 +1,6 @@
-"""Execute the runs of a benchmark one after the other, or several at a time in processes of their own.
+"""Execute the runs of a benchmark one after the other, or several at a time in separate processes.
 
-A run in a process of its own is `python -m hf_federated.experiments.benchmark.jobs FOLDER`. It reads the recipe of the
+A run in a separate process is `python -m hf_federated.experiments.benchmark.jobs FOLDER`. It reads the recipe of the
 run as YAML from its standard input, and writes its results, or its error, to `result.json` in the folder.
 """
 
@@ -33,7 +33,7 @@ Execute = Callable[[PlannedRun], dict[str, Any]]
 
 
 class RunProcessError(RuntimeError):
-    """A run in a process of its own failed, or its process was killed."""
+    """A run in a separate process failed, or its process was killed."""
 
 
 def execute_runs(
@@ -73,7 +73,7 @@ def execute_runs(
 
 def execute_in_process(run: PlannedRun, folder: Path, jobs: int) -> dict[str, Any]:
     """
-    Execute a run in a process of its own.
+    Execute a run in a separate process.
 
     Each process has its share of the threads of the machine, unless `OMP_NUM_THREADS` is set.
 

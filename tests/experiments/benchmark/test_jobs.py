@@ -1,4 +1,4 @@
-"""Several runs at a time, each in a process of its own, give the records of runs one after the other."""
+"""Several runs at a time, each in a separate process, give the records of runs one after the other."""
 
 from __future__ import annotations
 
