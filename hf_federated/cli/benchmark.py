@@ -45,6 +45,12 @@ def add_arguments(parser: CommandParser, argv: Sequence[str] = ()) -> None:
         default=1,
         help="number of runs at a time, each in its own process with its share of the CPU cores (default: 1)",
     )
+    parser.add_argument(
+        "--format",
+        choices=("markdown", "csv", "latex"),
+        default="markdown",
+        help="also write the tables of the report as report.csv or report.tex (default: markdown, only report.md)",
+    )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--report", action="store_true", help="report the finished runs without executing any run")
     instead.add_argument(

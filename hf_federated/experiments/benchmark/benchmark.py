@@ -79,6 +79,7 @@ class BenchmarkOptions:
         reuse (`Sequence[str]`, *optional*): Output folders of other recipes whose finished runs are reused if they
             have the same settings and the same seed.
         jobs (`int`, *optional*, defaults to 1): Number of runs at a time. With several, threads call `execute`.
+        format (`str`, *optional*, defaults to `"markdown"`): A further format of the tables, `"csv"` or `"latex"`.
         report (`bool`, *optional*, defaults to `False`): Report the finished runs without executing any run.
         dry_run (`bool`, *optional*, defaults to `False`): List the runs without executing any run.
     """
@@ -90,6 +91,7 @@ class BenchmarkOptions:
     output_dir: str | None = None
     reuse: Sequence[str] = ()
     jobs: int = 1
+    format: str = "markdown"
     report: bool = False
     dry_run: bool = False
 
@@ -153,7 +155,7 @@ def run_benchmark(
         done = [find_finished(read_records(grid.folder), grid.runs) for grid in grids]
         for grid, found in zip(grids, done, strict=True):
             echo(_heading(grid, grid.runs, found))
-        write_reports(grids, done, echo)
+        write_reports(grids, done, echo, options.format)
         return 0
     for grid in grids:
         for run in [*(grid.trials.runs if grid.trials else []), *grid.runs]:
@@ -224,7 +226,7 @@ def _run_grids(
             ready.append(grid)
             failures += _run_grid(grid, log, options.only, execute, echo, reusable, inputs_of, options.jobs)
         done = [find_finished(log.records, grid.runs, inputs_of) for grid, log in zip(ready, logs, strict=True)]
-        write_reports(ready, done, echo)
+        write_reports(ready, done, echo, options.format)
     return failures
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from hf_federated.experiments.benchmark.prediction_files import examples_of
 from hf_federated.experiments.benchmark.recipe_grid import RecipeGrid, prefix_errors
 from hf_federated.experiments.benchmark.report import benchmark_report, curve_panel
+from hf_federated.experiments.benchmark.report_formats import SUFFIXES, convert
 from hf_federated.experiments.benchmark.run_log import LOG_NAME, FinishedRuns
 from hf_federated.experiments.errors import command_errors
 from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_curves
@@ -17,7 +18,12 @@ REPORT_NAME = "report.md"
 CURVES_NAME = "learning_curves.png"
 
 
-def write_reports(grids: Sequence[RecipeGrid], results: Sequence[FinishedRuns], echo: Callable[[str], None]) -> None:
+def write_reports(
+    grids: Sequence[RecipeGrid],
+    results: Sequence[FinishedRuns],
+    echo: Callable[[str], None],
+    format: str = "markdown",
+) -> None:
     """
     Print and write the reports. For several recipes, also plot all learning curves in one figure.
 
@@ -25,6 +31,7 @@ def write_reports(grids: Sequence[RecipeGrid], results: Sequence[FinishedRuns], 
         grids (`Sequence[RecipeGrid]`): The grids, in the order of the recipes.
         results (`Sequence[FinishedRuns]`): The finished runs of each grid.
         echo (`Callable`): Prints a line.
+        format (`str`, *optional*, defaults to `"markdown"`): A further format of the tables, `"csv"` or `"latex"`.
 
     Raises:
         CommandError: If a record is incomplete, or a file cannot be written.
@@ -44,6 +51,10 @@ def write_reports(grids: Sequence[RecipeGrid], results: Sequence[FinishedRuns], 
         figure = f"\n![Learning curves]({CURVES_NAME})\n" if plotted else ""
         with command_errors(str(grid.folder)):
             (grid.folder / REPORT_NAME).write_text(report + figure, encoding="utf-8")
+            if format != "markdown":
+                path = (grid.folder / REPORT_NAME).with_suffix(SUFFIXES[format])
+                path.write_text(convert(report, format), encoding="utf-8")
+                echo(f"The tables are in {path}.")
         echo(f"{f'{REPORT_NAME} and {CURVES_NAME} are' if plotted else f'{REPORT_NAME} is'} in {grid.folder}.")
         panels += [panel] if panel else []
     if len(panels) > 1:
