@@ -64,6 +64,8 @@ class BenchmarkSection:
             Claims that were changed or dropped after a run. The report keeps their rows, marked as former.
         margin (`float`, *optional*):
             The margin of claims of equality, `"A = B"`, that name neither a margin nor another metric.
+        target (`float`, *optional*):
+            A value of the metric. The report counts the rounds and the bytes until each run reaches it.
 
     Raises:
         CommandError: If the name of a run is not a valid folder name, a published result names a run that does not
@@ -110,6 +112,7 @@ class BenchmarkSection:
         "Claims that were changed or dropped after a run; the report keeps them.", list
     )
     margin: float | None = documented("Margin of claims of equality, 'A = B', that do not name one.")
+    target: float | None = documented("Value of the metric, to which the report counts rounds and bytes.")
 
     def __post_init__(self) -> None:
         self._check_runs()
@@ -127,6 +130,8 @@ class BenchmarkSection:
                 raise CommandError(f"benchmark.paper: {name!r} is {number!r}; it must be a finite number.")
         if self.margin is not None and (isinstance(self.margin, bool) or not 0 < self.margin < math.inf):
             raise CommandError(f"benchmark.margin is {self.margin!r}; it must be a positive number.")
+        if self.target is not None and (isinstance(self.target, bool) or not math.isfinite(self.target)):
+            raise CommandError(f"benchmark.target is {self.target!r}; it must be a finite number.")
         self.parsed_claims()
 
     def parsed_claims(self) -> list[Claim]:

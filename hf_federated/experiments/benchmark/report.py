@@ -14,6 +14,7 @@ import numpy as np
 
 from hf_federated.data.markdown_table import markdown_table
 from hf_federated.experiments.benchmark.claims_table import claims_report
+from hf_federated.experiments.benchmark.communication import communication_report
 from hf_federated.experiments.benchmark.comparison import (
     Record,
     is_lower_better,
@@ -68,6 +69,7 @@ def benchmark_report(
     parts += _notes(records, metric, values)
     parts += _further_tables(records, section, metric)
     parts += claims_report(records, section, read_examples)
+    parts += communication_report(records, section, metric)
     if records and (section.paper or section.paper_setting):
         parts.append(comparability_note(records))
     return "\n\n".join(parts) + "\n"

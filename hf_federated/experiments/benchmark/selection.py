@@ -68,6 +68,7 @@ def trial_section(section: BenchmarkSection) -> BenchmarkSection:
         further_metrics=[],
         paper={},
         paper_setting=None,
+        target=None,
         claims=[],
         former_claims=[],
     )
