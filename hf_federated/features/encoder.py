@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file
 
 from ..tasks.text_encoder import TextEncoder
 from ..utils.arguments import require_one_of
-from ..utils.file_hash import sha256_of_file
+from ..utils.file_hash import sha256_of_unchanged_file
 from ..utils.remote_code import code_arguments, load_repository_tokenizer
 from .pooling import POOLINGS, pool
 from .store import FeatureStore, cache_folder, row_key
@@ -326,11 +326,6 @@ class FrozenEncoder(PretrainedEncoder):
         return list(pool(hidden, mask, self.pooling).unsqueeze(1))
 
 
-@functools.lru_cache
-def _hash_file(path: str, size: int, modified: int) -> str:
-    return sha256_of_file(path)
-
-
 def _tokenizer_settings(tokenizer: Any) -> list[Any]:
     """The vocabulary and the settings of a tokenizer, without its path and its last truncation and padding."""
     content: Any = sorted(tokenizer.get_vocab().items())
@@ -360,6 +355,5 @@ def _hash_weights(name: str, revision: str | None) -> dict[str, str]:
                 f"{name} has no file {file_name}. Cached features need the weights as safetensors files: save the"
                 " model with save_pretrained."
             )
-        status = os.stat(path)
-        hashes[file_name] = _hash_file(path, status.st_size, status.st_mtime_ns)
+        hashes[file_name] = sha256_of_unchanged_file(path)
     return hashes

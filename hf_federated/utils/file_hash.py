@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 
@@ -18,3 +19,14 @@ def sha256_of_file(path: str | os.PathLike[str]) -> str:
         while num_bytes := file.readinto(buffer):
             digest.update(buffer[:num_bytes])
     return digest.hexdigest()
+
+
+def sha256_of_unchanged_file(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 digest of a file. A file of the same size and time of change is read once in a process."""
+    status = os.stat(path)
+    return _hash_once(os.fspath(path), status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache
+def _hash_once(path: str, size: int, modified: int) -> str:
+    return sha256_of_file(path)

@@ -47,9 +47,9 @@ def communication_report(records: Sequence[Record], section: BenchmarkSection, m
     header = ["run", "seeds that reach it", f"{unit}s", "MB", f"{metric} at {budget / _MEGABYTE:.3g} MB"]
     bound = "at most" if sign < 0 else "at least"
     text = (
-        f"The first evaluation at which {metric} is {bound} {section.target:g}, as a mean over the seeds that reach it,"
-        f" with the bytes in both directions until then. The last column is the last evaluation within the bytes of the"
-        f" run that sends the fewest. All {unit}s of a run count as equally large."
+        f"The first evaluation at which {metric} is {bound} {section.target:g}, as a mean over the seeds that reach"
+        " it, with the bytes in both directions until then. The last column is the last evaluation within the bytes of"
+        f" the run that sends the fewest. All {unit}s of a run count as equally large."
     )
     return ["### Communication", text, markdown_table(header, rows, {0, 1})]
 

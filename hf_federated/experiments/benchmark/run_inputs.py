@@ -15,7 +15,7 @@ from hf_federated.experiments.benchmark.identity import MODEL_FIELDS, locations
 from hf_federated.experiments.data.raw import RawData, load_raw_data
 from hf_federated.experiments.recipe.recipe import parse_recipe
 from hf_federated.features.tfidf import VOCABULARY_FILE
-from hf_federated.utils.file_hash import sha256_of_file
+from hf_federated.utils.file_hash import sha256_of_unchanged_file
 
 
 # Files with the weights of a model. The first pattern that a folder has counts.
@@ -80,7 +80,7 @@ def _hash_of_model(name_or_path: str, revision: str | None) -> str:
         config = try_to_load_from_cache(name_or_path, CONFIG_NAME, revision=revision)
         folder = Path(config).parent if isinstance(config, str) else folder
     for pattern in _WEIGHTS:
-        digests = [sha256_of_file(file) for file in sorted(folder.glob(pattern))]
+        digests = [sha256_of_unchanged_file(file) for file in sorted(folder.glob(pattern))]
         if digests:
             return "sha256:" + hashlib.sha256(" ".join(digests).encode()).hexdigest()
     return f"name:{name_or_path}"
