@@ -196,7 +196,7 @@ def test_defaults_of_the_training_arguments_are_always_due(recipe_path, tmp_path
     assert "save_steps=9 counts rounds, and the run has 1" in caplog.text
 
 
-RECIPES = sorted(Path(__file__).parents[3].glob("recipes/**/*.yaml"))
+RECIPES = sorted(Path(__file__).parents[3].glob("recipes/*/**/*.yaml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])

@@ -86,6 +86,8 @@ def tiny_overrides(values, model_dir, texts_dir, superglue_dir):
         settings += [f"partition.embedder={model_dir}", "partition.num_clusters=3"]
     if values["data"].get("test_split"):
         settings.append(f"data.test_split={'validation' if is_superglue else 'test'}")
+    if values["data"].get("validation_split"):
+        settings += ["data.validation_split=null", "data.validation_examples=0.2"]
     if values["task"].get("text_column") == "sentence":
         settings.append("task.text_column=text")
     if values.get("client_models"):
