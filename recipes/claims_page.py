@@ -49,7 +49,8 @@ papers, and the scores are not comparable. A verdict is about the setting of the
 
 Claims of a recipe were written before its run. Comparisons with {later} were written after the run. Their p-values
 are corrected for all comparisons of the recipe on this page, and their margins were chosen with the results in view. A
-claim counts as decided if one of its comparisons is decided.
+claim counts as decided if one of its comparisons is decided. Questions of the recipes, which no paper answers, are
+listed and not counted.
 """
 
 
@@ -146,7 +147,8 @@ def paper_table(paper: dict[str, Any]) -> tuple[str, Counter[str]]:
         if "missing" in claim:
             cells.append(["-", *["-"] * 5, f"{MISSING}: {claim['missing']}"])
             states.append(MISSING)
-        counts[next(state for state in (DECIDED, UNDECIDED, MISSING) if state in states)] += 1
+        if claim.get("is_counted", True):
+            counts[next(state for state in (DECIDED, UNDECIDED, MISSING) if state in states)] += 1
         rows += [[title if not number_ else "", *row] for number_, row in enumerate(cells)]
     escaped = [[cell.replace("|", r"\|") for cell in row] for row in rows]
     return markdown_table(HEADER, escaped, TEXT_COLUMNS), counts
@@ -157,9 +159,9 @@ def page() -> str:
     papers = yaml.safe_load((RECIPES / "claims.yaml").read_text(encoding="utf-8"))
     tables = {paper["paper"]: paper_table(paper) for paper in papers}
     total: Counter[str] = sum((counts for _, counts in tables.values()), Counter())
-    counts = f"{total[DECIDED]} are decided, {total[UNDECIDED]} cannot be told, and {total[MISSING]} are not measured"
+    counts = f"{total[DECIDED]} are decided, {total[UNDECIDED]} are undecided, and {total[MISSING]} are not measured"
     overview = markdown_table(
-        ["paper", "claims", DECIDED, UNDECIDED, MISSING],
+        ["paper", "claims", DECIDED, "undecided", MISSING],
         [
             [name, str(sum(each.values())), *(str(each[state]) for state in (DECIDED, UNDECIDED, MISSING))]
             for name, (_, each) in tables.items()

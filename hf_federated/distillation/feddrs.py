@@ -120,7 +120,7 @@ class FedDRS(Distillation):
         num_steps (`int`, *optional*, defaults to `100`): Length of the descent, in steps of `step_size`.
         step_size_schedule (`str`, *optional*, defaults to `"constant"`):
             `"constant"` as in the paper. `"growing"`: while the gradient of a sample changes little, one step replaces
-            several steps. With `tolerance=0.1`, it made nearly the same samples with 138 instead of 900 passes.
+            several steps. With `tolerance=0.1`, it makes nearly the same samples with fewer passes.
         tolerance (`float`, *optional*, defaults to `0.0`):
             A sample stops when the rest of its descent would add at most this fraction to the decrease of its loss.
         initialization (`str`, *optional*, defaults to `"averaged"`):

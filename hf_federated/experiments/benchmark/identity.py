@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hf_federated.experiments.errors import command_errors
@@ -48,11 +48,13 @@ def settings_digest(method: str, values: Mapping[str, Any]) -> str:
         CommandError: If a key of the recipe is not a string.
     """
     settings = copy.deepcopy(dict(values))
-    for section, name in locations(values):
+    for section, name in _fields(settings):
         place = settings
         for key in section:
             place = place[key]
-        if name in _PARTS_OF_LOCATIONS:
+        if not _is_location(place, name) and name not in _PARTS_OF_LOCATIONS:
+            continue
+        if name in _PARTS_OF_LOCATIONS:  # also if it is null, as in a recipe for a local copy
             del place[name]
         else:
             place[name] = "set"  # a recipe with a test_path, for example, differs from a recipe without
@@ -71,15 +73,31 @@ def locations(values: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], str]
     Args:
         values (`Mapping[str, Any]`): The recipe of a run.
     """
-    for section, names in _LOCATIONS.items():
-        yield from (((section,), name) for name in names if _is_location(values.get(section), name))
+    for section, name in _fields(values):
+        place: Any = values
+        for key in section:
+            place = place[key]
+        if _is_location(place, name):
+            yield section, name
+
+
+def _fields(values: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], str]]:
+    """The fields of locations that a recipe contains, also those that are null."""
+    places: dict[tuple[Any, ...], tuple[Any, Sequence[str]]] = {
+        (section,): (values.get(section), names) for section, names in _LOCATIONS.items()
+    }
     models = values.get("client_models")
     for index, model in enumerate(models if isinstance(models, list) else ()):
-        yield from ((("client_models", index), name) for name in _LOCATIONS["model"] if _is_location(model, name))
+        places["client_models", index] = (model, _LOCATIONS["model"])
     federation = values.get("federation")
     options = federation.get("distillation_kwargs") if isinstance(federation, Mapping) else None
-    place = ("federation", "distillation_kwargs")
-    yield from ((place, name) for name in _WEIGHING_MODELS if _is_location(options, name))
+    places["federation", "distillation_kwargs"] = (options, _WEIGHING_MODELS)
+    return [
+        (keys, name)
+        for keys, (section, names) in places.items()
+        for name in names
+        if isinstance(section, Mapping) and name in section
+    ]
 
 
 def has_inputs(record: Mapping[str, Any], inputs: Mapping[str, Any]) -> bool:
@@ -94,9 +112,8 @@ def has_inputs(record: Mapping[str, Any], inputs: Mapping[str, Any]) -> bool:
     return all((record.get(name) or None) == (inputs.get(name) or None) for name in INPUT_FIELDS)
 
 
-def _is_location(section: Any, name: str) -> bool:
-    value = section.get(name) if isinstance(section, Mapping) else None
-    return value is not None and value != TFIDF  # the value of TF-IDF names no place
+def _is_location(section: Mapping[str, Any], name: str) -> bool:
+    return section[name] is not None and section[name] != TFIDF  # the value of TF-IDF names no place
 
 
 def _sha256(method: str, values: Mapping[str, Any]) -> str:

@@ -27,7 +27,9 @@ from hf_federated.utils.errors import RoundFailedError
 
 RESULT_NAME = "result.json"
 # Errors that keep their class when they come from another process. Other errors become a `RunProcessError`.
-_KNOWN_ERRORS = {error.__name__: error for error in (FloatingPointError, RoundFailedError, CommandError, ValueError)}
+_KNOWN_ERRORS = {
+    error.__name__: error for error in (FloatingPointError, RoundFailedError, CommandError, ValueError, RuntimeError)
+}
 
 Execute = Callable[[PlannedRun], dict[str, Any]]
 
@@ -86,8 +88,8 @@ def execute_in_process(run: PlannedRun, folder: Path, jobs: int) -> dict[str, An
         `dict[str, Any]`: The results of [`~hf_federated.experiments.benchmark.measured_run.measure_run`].
 
     Raises:
-        RunProcessError: If the process was killed, or the run failed with an unexpected error. Other errors keep their
-            class.
+        RunProcessError: If the process was killed, or the run failed with an unexpected error, whose traceback is
+            printed. Other errors keep their class.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESULT_NAME
@@ -113,7 +115,10 @@ def execute_in_process(run: PlannedRun, folder: Path, jobs: int) -> dict[str, An
             path.unlink(missing_ok=True)
     if "error" in content:
         known = _KNOWN_ERRORS.get(content["class"])
-        raise RunProcessError(content["traceback"]) if known is None else known(content["error"])
+        if known is not None:
+            raise known(content["error"])
+        print(content["traceback"], file=sys.stderr)
+        raise RunProcessError(content["traceback"].strip().splitlines()[-1])
     results: dict[str, Any] = content["results"]
     return results
 
