@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -58,7 +59,7 @@ def write_reports(
         echo(f"{f'{REPORT_NAME} and {CURVES_NAME} are' if plotted else f'{REPORT_NAME} is'} in {grid.folder}.")
         panels += [panel] if panel else []
     if len(panels) > 1:
-        path = grids[0].folder.parent / CURVES_NAME
+        path = Path(os.path.commonpath([grid.folder.parent for grid in grids])) / CURVES_NAME
         if _plot_curves(panels, path, echo):
             echo(f"The learning curves of all {len(panels)} recipes are in {path}.")
 
