@@ -23,7 +23,7 @@ from hf_federated.experiments.benchmark.identity import INPUT_FIELDS
 from hf_federated.experiments.benchmark.jobs import execute_runs
 from hf_federated.experiments.benchmark.prediction_files import copy_predictions, relative_path
 from hf_federated.experiments.benchmark.recipe_grid import RecipeGrid, prefix_errors, read_grid
-from hf_federated.experiments.benchmark.report_files import write_reports
+from hf_federated.experiments.benchmark.reports.files import write_reports
 from hf_federated.experiments.benchmark.run_log import (
     LOG_NAME,
     FinishedRuns,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hf_federated.experiments.benchmark.prediction_files import examples_of
 from hf_federated.experiments.benchmark.recipe_grid import RecipeGrid, prefix_errors
-from hf_federated.experiments.benchmark.report import benchmark_report, curve_panel
-from hf_federated.experiments.benchmark.report_formats import SUFFIXES, convert
+from hf_federated.experiments.benchmark.reports.formats import SUFFIXES, convert
+from hf_federated.experiments.benchmark.reports.report import benchmark_report, curve_panel
 from hf_federated.experiments.benchmark.run_log import LOG_NAME, FinishedRuns
 from hf_federated.experiments.errors import command_errors
 from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_curves
