@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from hf_federated.data.markdown_table import markdown_table
-from hf_federated.experiments.benchmark.claims_table import interval_text, published_difference
 from hf_federated.experiments.benchmark.recipe_grid import read_grid
+from hf_federated.experiments.benchmark.reports.claims_table import interval_text, published_difference
+from hf_federated.experiments.benchmark.reports.verdicts import ClaimResult, evaluate_claims, number
 from hf_federated.experiments.benchmark.run_log import find_finished, read_records
-from hf_federated.experiments.benchmark.verdicts import ClaimResult, evaluate_claims, number
 from hf_federated.experiments.recipe.recipe import partitioner_has_seed
 from hf_federated.experiments.recipe.yaml_file import read_values
 

@@ -28,7 +28,8 @@ def add_arguments(parser: CommandParser, argv: Sequence[str] = ()) -> None:
     parser.add_argument(
         "--output-dir",
         metavar="DIR",
-        help="parent of the output folder of each recipe (default: outputs/benchmarks)",
+        help="parent of the output folder of each recipe (default: a folder in outputs/benchmarks with the name of the"
+        " recipe's folder)",
     )
     parser.add_argument(
         "--reuse",

@@ -29,8 +29,8 @@ def main() -> None:
     parser.add_argument("--data", default="stanfordnlp/sst2", help="SST-2 (default: %(default)s)")
     parser.add_argument("--public", required=True, help="data with the other public texts, in the split train")
     parser.add_argument("--public-column", default="text", help="its column of texts (default: %(default)s)")
-    parser.add_argument("--public-rows", type=int, default=6000, help="public texts of each kind (default: %(default)s)")
-    parser.add_argument("--server-rows", type=int, default=2000, help="examples of the server (default: %(default)s)")
+    parser.add_argument("--public-rows", type=int, default=6000, help="public texts of each kind (%(default)s)")
+    parser.add_argument("--server-rows", type=int, default=2000, help="labeled examples of the server (%(default)s)")
     parser.add_argument("--output-dir", type=Path, required=True)
     args = parser.parse_args()
 
@@ -38,7 +38,7 @@ def main() -> None:
     train = data["train"].select_columns([TEXT, LABEL]).shuffle(seed=0)
     first_private = args.public_rows + args.server_rows
     if len(train) <= first_private:
-        raise SystemExit(f"{args.data} has {len(train)} training examples, and {first_private} of them are not private.")
+        raise SystemExit(f"{args.data} has {len(train)} training examples. {first_private} of them are not private.")
     other = load_dataset(args.public)["train"].shuffle(seed=0)
     if len(other) < args.public_rows:
         raise SystemExit(f"{args.public} has {len(other)} texts. Set --public-rows to at most this number.")

@@ -284,6 +284,17 @@ def test_several_recipes_share_a_plot_but_not_a_folder(command, tmp_path):
         command(first, third)
 
 
+def test_recipes_of_one_file_name_have_two_default_folders(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = write_recipe(tmp_path, "one/targets.yaml"), write_recipe(tmp_path, "two/targets.yaml", seeds=[7])
+    options = BenchmarkOptions(recipes=[first, second])
+    assert run_benchmark(options, read=read, check=check, execute=execute, echo=lambda line: None) == 0
+    folders = [tmp_path / "outputs" / "benchmarks" / name / "targets" for name in ("one", "two")]
+    assert [{record["seed"] for record in read_records(folder)} for folder in folders] == [{0, 1}, {7}]
+    assert all((folder / "report.md").is_file() for folder in folders)
+    assert (tmp_path / "outputs" / "benchmarks" / "learning_curves.png").is_file()
+
+
 def test_folder_of_a_running_benchmark_is_rejected_before_the_first_run(command, tmp_path):
     first, second = write_recipe(tmp_path), write_recipe(tmp_path, "second.yaml")
     with RunLog(command.folder / "second"):

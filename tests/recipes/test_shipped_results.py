@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hf_federated.cli.main import main
-from hf_federated.experiments.benchmark import report_files
+from hf_federated.experiments.benchmark.reports import files
 
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -34,7 +34,7 @@ def test_every_folder_of_results_belongs_to_a_recipe():
     [pytest.param(results, id=results.name) for results in RESULTS if results.name not in WITHOUT_RECIPE],
 )
 def test_report_is_that_of_the_records(results, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report_files, "_plot_curves", lambda panels, path, echo: bool(panels))
+    monkeypatch.setattr(files, "_plot_curves", lambda panels, path, echo: bool(panels))
     monkeypatch.chdir(FOLDER.parent)  # a recipe names classes of the folder recipes
     shutil.copytree(results, tmp_path / results.name)
     (tmp_path / results.name / "report.md").unlink()

@@ -23,7 +23,7 @@ from hf_federated.experiments.benchmark.identity import INPUT_FIELDS
 from hf_federated.experiments.benchmark.jobs import execute_runs
 from hf_federated.experiments.benchmark.prediction_files import copy_predictions, relative_path
 from hf_federated.experiments.benchmark.recipe_grid import RecipeGrid, prefix_errors, read_grid
-from hf_federated.experiments.benchmark.report_files import write_reports
+from hf_federated.experiments.benchmark.reports.files import write_reports
 from hf_federated.experiments.benchmark.run_log import (
     LOG_NAME,
     FinishedRuns,
@@ -75,7 +75,9 @@ class BenchmarkOptions:
         overrides (`Sequence[str]`, *optional*): Changes of the form `section.field=value`, applied to all recipes.
         seeds (`Sequence[int]`, *optional*): Seeds that replace `benchmark.seeds` of the recipes.
         only (`Sequence[str]`, *optional*): Names of the runs to execute. Defaults to all runs.
-        output_dir (`str`, *optional*, defaults to `"outputs/benchmarks"`): Parent folder of the output folders.
+        output_dir (`str`, *optional*):
+            Parent of the output folder of each recipe. By default, the parent is a folder in `outputs/benchmarks` with
+            the name of the recipe's folder, so that two recipes of one file name have two output folders.
         reuse (`Sequence[str]`, *optional*): Output folders of other recipes whose finished runs are reused if they
             have the same settings and the same seed.
         jobs (`int`, *optional*, defaults to 1): Number of runs at a time. With several, threads call `execute`.
@@ -185,7 +187,8 @@ def _read_grids(
 ) -> list[RecipeGrid]:
     grids: dict[Path, RecipeGrid] = {}
     for path in options.recipes:
-        folder = Path(options.output_dir or DEFAULT_DIR) / Path(path).stem
+        parent = Path(options.output_dir or DEFAULT_DIR / Path(path).resolve().parent.name)
+        folder = parent / Path(path).stem
         if folder in grids:
             raise CommandError(
                 f"{grids[folder].path} and {path} would both write to {folder}. Use a different --output-dir for each."

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_federated.experiments.benchmark.verdicts import ReadExamples
 from hf_federated.experiments.predictions import MAIN_TEST, PREDICTIONS_NAME, read_predictions, write_predictions
+
+
+# The predictions of a run on its test examples: whether the prediction is correct (1 or 0, or a share of models), and
+# the log-probability of the label, by the hash of the row. `None` if the run did not store them.
+Examples = Mapping[str, tuple[float, float]]
+ReadExamples = Callable[[str, int], "Examples | None"]
 
 
 def relative_path(path: str | None, folder: Path) -> str | None:
@@ -58,7 +63,8 @@ def examples_of(records: Sequence[Mapping[str, Any]], folder: Path) -> ReadExamp
 
     Returns:
         `Callable`: Called with the name and the seed of a run, as in
-        [`~hf_federated.experiments.benchmark.verdicts.evaluate_claims`]. Files that are missing have no predictions.
+        [`~hf_federated.experiments.benchmark.reports.verdicts.evaluate_claims`]. Files that are missing have no
+            predictions.
     """
     paths = {(record["run"], record["seed"]): record.get("predictions") for record in records}
     cache: dict[tuple[str, int], Mapping[str, tuple[float, float]] | None] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +23,10 @@ from hf_federated.experiments.benchmark.paired_statistics import (
     bootstrap_interval,
     holm,
 )
+from hf_federated.experiments.benchmark.prediction_files import ReadExamples
 from hf_federated.experiments.text import plural
 
 
-# The predictions of a run on its test examples: whether the prediction is correct (1 or 0, or a share of models), and
-# the log-probability of the label, by the hash of the row. `None` if the run did not store them.
-Examples = Mapping[str, tuple[float, float]]
-ReadExamples = Callable[[str, int], "Examples | None"]
 # The metrics that are means over test examples, with the position of their value in the predictions of an example.
 EXAMPLE_METRICS = {"accuracy": 0, "loss": 1}
 # Number of recorded names that the reason of a claim without a measurement lists.
@@ -144,7 +141,7 @@ def evaluate_claims(
 
     ```python
     >>> from hf_federated.experiments.benchmark.grid import BenchmarkSection
-    >>> from hf_federated.experiments.benchmark.verdicts import evaluate_claims
+    >>> from hf_federated.experiments.benchmark.reports.verdicts import evaluate_claims
 
     >>> section = BenchmarkSection({"A": {}, "B": {}}, claims=["A > B", "A > B by 0.07"])
     >>> values = {"A": (0.70, 0.72, 0.71), "B": (0.62, 0.65, 0.62)}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_federated.cli.main import main
-from hf_federated.experiments.benchmark.report_formats import convert
+from hf_federated.experiments.benchmark.reports.formats import convert
 
 
 REPORT = """# Title
@@ -41,7 +41,7 @@ def test_latex_escapes_the_cells():
 
 @pytest.mark.parametrize(("name", "suffix"), [("csv", "csv"), ("latex", "tex")])
 def test_command_writes_the_tables_of_a_shipped_report(name, suffix, tmp_path):
-    recipes = Path(__file__).parents[3] / "recipes" / "fednlp"
+    recipes = Path(__file__).parents[4] / "recipes" / "fednlp"
     shutil.copytree(recipes / "results" / "figure7_models", tmp_path / "figure7_models")
     command = ["benchmark", str(recipes / "figure7_models.yaml"), "--report", "--output-dir", str(tmp_path)]
     assert main([*command, "--format", name]) == 0

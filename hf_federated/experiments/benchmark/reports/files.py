@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hf_federated.experiments.benchmark.prediction_files import examples_of
 from hf_federated.experiments.benchmark.recipe_grid import RecipeGrid, prefix_errors
-from hf_federated.experiments.benchmark.report import benchmark_report, curve_panel
-from hf_federated.experiments.benchmark.report_formats import SUFFIXES, convert
+from hf_federated.experiments.benchmark.reports.formats import SUFFIXES, convert
+from hf_federated.experiments.benchmark.reports.report import benchmark_report, curve_panel
 from hf_federated.experiments.benchmark.run_log import LOG_NAME, FinishedRuns
 from hf_federated.experiments.errors import command_errors
 from hf_federated.reporting.learning_curves import CurvePanel, plot_learning_curves
@@ -58,7 +59,7 @@ def write_reports(
         echo(f"{f'{REPORT_NAME} and {CURVES_NAME} are' if plotted else f'{REPORT_NAME} is'} in {grid.folder}.")
         panels += [panel] if panel else []
     if len(panels) > 1:
-        path = grids[0].folder.parent / CURVES_NAME
+        path = Path(os.path.commonpath([grid.folder.parent for grid in grids])) / CURVES_NAME
         if _plot_curves(panels, path, echo):
             echo(f"The learning curves of all {len(panels)} recipes are in {path}.")
 

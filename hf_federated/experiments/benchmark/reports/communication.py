@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hf_federated.data.markdown_table import markdown_table
 from hf_federated.experiments.benchmark.comparison import Record, is_lower_better, step_names
 from hf_federated.experiments.benchmark.grid import BenchmarkSection
-from hf_federated.experiments.benchmark.verdicts import number
+from hf_federated.experiments.benchmark.reports.verdicts import number
 
 
 _MEGABYTE = 1e6

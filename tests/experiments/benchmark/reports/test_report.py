@@ -9,7 +9,7 @@ import pytest
 
 from hf_federated.experiments.benchmark.comparison import main_metric
 from hf_federated.experiments.benchmark.grid import BenchmarkSection
-from hf_federated.experiments.benchmark.report import benchmark_report, comparability_note, curve_panel
+from hf_federated.experiments.benchmark.reports.report import benchmark_report, comparability_note, curve_panel
 from hf_federated.experiments.errors import CommandError
 
 

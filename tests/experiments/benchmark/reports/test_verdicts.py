@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_federated.experiments.benchmark.grid import BenchmarkSection
-from hf_federated.experiments.benchmark.verdicts import evaluate_claims, number
+from hf_federated.experiments.benchmark.reports.verdicts import evaluate_claims, number
 
 
 def records(values, **more):

@@ -8,7 +8,7 @@ from hf_federated.data.markdown_table import markdown_table
 from hf_federated.experiments.benchmark.comparison import Record, is_lower_better
 from hf_federated.experiments.benchmark.grid import BenchmarkSection
 from hf_federated.experiments.benchmark.paired_statistics import PairedDifferences
-from hf_federated.experiments.benchmark.verdicts import ClaimResult, ReadExamples, evaluate_claims, number
+from hf_federated.experiments.benchmark.reports.verdicts import ClaimResult, ReadExamples, evaluate_claims, number
 from hf_federated.experiments.text import plural
 
 
@@ -22,7 +22,7 @@ def claims_report(
         records (`Sequence[Mapping]`): The records of finished runs.
         section ([`BenchmarkSection`]): The section `benchmark`.
         read_examples (`Callable`, *optional*): As in
-            [`~hf_federated.experiments.benchmark.verdicts.evaluate_claims`].
+            [`~hf_federated.experiments.benchmark.reports.verdicts.evaluate_claims`].
     """
     results = evaluate_claims(records, section, read_examples)
     if not results:

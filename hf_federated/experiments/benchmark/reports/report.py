@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 
 from hf_federated.data.markdown_table import markdown_table
-from hf_federated.experiments.benchmark.claims_table import claims_report
-from hf_federated.experiments.benchmark.communication import communication_report
 from hf_federated.experiments.benchmark.comparison import (
     Record,
     is_lower_better,
@@ -23,7 +21,9 @@ from hf_federated.experiments.benchmark.comparison import (
     values_by_run,
 )
 from hf_federated.experiments.benchmark.grid import BenchmarkSection
-from hf_federated.experiments.benchmark.verdicts import ReadExamples, number
+from hf_federated.experiments.benchmark.reports.claims_table import claims_report
+from hf_federated.experiments.benchmark.reports.communication import communication_report
+from hf_federated.experiments.benchmark.reports.verdicts import ReadExamples, number
 from hf_federated.reporting.learning_curves import CurvePanel
 
 
@@ -48,8 +48,8 @@ def benchmark_report(
             File name of the recipe.
         read_examples (`Callable`, *optional*):
             Reads the predictions of a run, as in
-            [`~hf_federated.experiments.benchmark.verdicts.evaluate_claims`]. With the predictions, the table of claims
-            has an interval over test examples.
+            [`~hf_federated.experiments.benchmark.reports.verdicts.evaluate_claims`]. With the predictions, the table
+            of claims has an interval over test examples.
 
     Raises:
         CommandError: If [`main_metric`] cannot determine the metric.

@@ -43,7 +43,7 @@ def convert(report: str, format: str) -> str:
     Example:
 
     ```python
-    >>> from hf_federated.experiments.benchmark.report_formats import convert
+    >>> from hf_federated.experiments.benchmark.reports.formats import convert
 
     >>> print(convert("# Title\\n\\n| run | score |\\n| --- | ----: |\\n| A_1 |  0.5 |\\n", "latex"))
     \\begin{tabular}{lr}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_federated.experiments.benchmark.grid import BenchmarkSection
-from hf_federated.experiments.benchmark.report import benchmark_report
+from hf_federated.experiments.benchmark.reports.report import benchmark_report
 from hf_federated.experiments.errors import CommandError
 
 

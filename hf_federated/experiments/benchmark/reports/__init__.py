@@ -1,0 +1,1 @@
+"""The report of a benchmark: tables of results and claims, and its files."""
