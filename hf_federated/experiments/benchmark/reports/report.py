@@ -39,6 +39,9 @@ def benchmark_report(
     """
     The report of a benchmark as Markdown, with aligned tables that are also readable in a terminal.
 
+    A run of [`~hf_federated.AdaFD`] whose language model returned no weights in any round is left out, because it has
+    the weights of another run.
+
     Args:
         records (`Sequence[Mapping]`):
             One record per finished run, as found by [`~hf_federated.experiments.benchmark.run_log.find_finished`].
@@ -54,6 +57,8 @@ def benchmark_report(
     Raises:
         CommandError: If [`main_metric`] cannot determine the metric.
     """
+    fallbacks = [record for record in records if _has_only_fallbacks(record)]
+    records = [record for record in records if record not in fallbacks]
     metric = main_metric(records, section)
     values = values_by_run(records, section, metric)
     lower_is_better = is_lower_better(records, section)
@@ -67,6 +72,9 @@ def benchmark_report(
     )
     parts.append(_results_table(records, section, metric, values))
     parts += _notes(records, metric, values)
+    if fallbacks:
+        names = "; ".join(f"{record['run']}, seed {record['seed']}" for record in fallbacks)
+        parts.append(f"Runs left out, because their language model returned no weights in any round: {names}.")
     parts += _further_tables(records, section, metric)
     parts += claims_report(records, section, read_examples)
     parts += communication_report(records, section, metric)
@@ -237,6 +245,12 @@ def _notes(records: Sequence[Record], metric: str, values: Mapping[str, Mapping[
         if len(versions) > 1:
             notes.append(f"The runs used different versions of {package}: {', '.join(versions)}.")
     return notes
+
+
+def _has_only_fallbacks(record: Record) -> bool:
+    """Whether each round had the weights of ENWC in place of those of a language model."""
+    fell_back = [entry["llm_fell_back"] for entry in record["history"] if "llm_fell_back" in entry]
+    return bool(fell_back) and all(fell_back)
 
 
 def _mean(records: Sequence[Record], name: str, spec: str, unit: float = 1.0) -> str:

@@ -75,6 +75,18 @@ def test_results_table_shows_mean_spread_and_cost_of_each_run():
     assert cells(report, "never") == ["never", *"--------"]
 
 
+def test_run_whose_language_model_never_answered_is_left_out():
+    rounds = [{"round": number, "llm_fell_back": 1.0} for number in (1, 2)]
+    some = [*rounds[:1], {"round": 2, "llm_fell_back": 0.0}]
+    finished = [*records(), *(record("never", seed, 0.9, history=rounds) for seed in range(3))]
+    report = benchmark_report(finished, SECTION, "text.yaml")
+    assert cells(report, "never") == ["never", *"--------"]
+    assert "no weights in any round: never, seed 0; never, seed 1; never, seed 2." in report
+    finished[-1] = record("never", 2, 0.9, history=some)
+    report = benchmark_report(finished, SECTION, "text.yaml")
+    assert cells(report, "never")[1] == "0.9000 (1 of 3)" and "never, seed 0; never, seed 1." in report
+
+
 def test_table_columns_are_aligned():
     blocks = benchmark_report(records(), SECTION, "text.yaml").split("\n\n")
     tables = [block.splitlines() for block in blocks if block.startswith("|")]
