@@ -7,6 +7,7 @@ moves towards the mean of the clients.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -282,6 +283,18 @@ def test_several_recipes_share_a_plot_but_not_a_folder(command, tmp_path):
     third = write_recipe(tmp_path, "other/targets.yaml")
     with pytest.raises(CommandError, match="targets.yaml and .*other/targets.yaml would both write to"):
         command(first, third)
+
+
+def test_records_contain_the_hash_of_the_script_that_prepared_the_examples(command, tmp_path):
+    recipe = write_recipe(tmp_path, prepared_by="prepare.py")
+    with pytest.raises(CommandError, match=r"targets.yaml: benchmark.prepared_by: .*prepare.py"):
+        command(recipe)
+    script = b"print('examples')\n"
+    (tmp_path / "prepare.py").write_bytes(script)
+    assert command(recipe) == 0
+    expected = f"prepare.py sha256:{hashlib.sha256(script).hexdigest()}"
+    assert {record["prepared_by"] for record in read_records(command.folder / "targets")} == {expected}
+    assert f"Scripts that prepared the examples: `{expected}`." in command.output
 
 
 def test_recipes_of_one_file_name_have_two_default_folders(command, tmp_path, monkeypatch):

@@ -361,6 +361,7 @@ def _record(grid: RecipeGrid, run: PlannedRun, result: dict[str, Any], seconds: 
         "history": result.get("history") or [],
         **{name: result.get(name) for name in RESULT_FIELDS},
         "predictions": relative_path(result.get("predictions"), grid.folder),
+        "prepared_by": grid.script,
         "seconds": result.get("seconds", seconds),
         "versions": {
             "hf_federated": hf_federated.__version__,

@@ -66,6 +66,8 @@ class BenchmarkSection:
             The margin of claims of equality, `"A = B"`, that name neither a margin nor another metric.
         target (`float`, *optional*):
             A value of the metric. The report counts the rounds and the bytes until each run reaches it.
+        prepared_by (`str`, *optional*):
+            Script that prepared the examples, relative to the folder of the recipe. Each record contains its SHA-256.
 
     Raises:
         CommandError: If the name of a run is not a valid folder name, a published result names a run that does not
@@ -113,6 +115,9 @@ class BenchmarkSection:
     )
     margin: float | None = documented("Margin of claims of equality, 'A = B', that do not name one.")
     target: float | None = documented("Value of the metric, to which the report counts rounds and bytes.")
+    prepared_by: str | None = documented(
+        "Script that prepared the examples, relative to the recipe; each record contains its hash."
+    )
 
     def __post_init__(self) -> None:
         self._check_runs()
@@ -120,7 +125,7 @@ class BenchmarkSection:
         check_sweep("benchmark.sweep", self.sweep)
         if self.select is not None:
             _check_seeds("benchmark.select.seeds", self.selection.seeds)
-        for name in ("title", "metric", "paper_setting"):
+        for name in ("title", "metric", "paper_setting", "prepared_by"):
             text = getattr(self, name)
             if text is not None and (not text.strip() or len(text.splitlines()) > 1):
                 raise CommandError(f"benchmark.{name}: {text!r} is invalid; it must be one line of text.")

@@ -20,7 +20,8 @@ from hf_federated.experiments.benchmark.selection import (
     trial_section,
     waiting_runs,
 )
-from hf_federated.experiments.errors import CommandError
+from hf_federated.experiments.errors import CommandError, command_errors
+from hf_federated.utils.file_hash import sha256_of_unchanged_file
 
 
 # The folder of the trials of a selection, in the output folder of the recipe.
@@ -41,6 +42,7 @@ class RecipeGrid:
         trials ([`RecipeGrid`], *optional*): With `benchmark.select`, the runs on validation examples.
         is_trial (`bool`, *optional*, defaults to `False`): Whether the runs are trials.
         selection (`Sequence[str]`, *optional*): The paragraphs of the report on the trials.
+        script (`str`, *optional*): The path and the SHA-256 of the script that prepared the examples.
     """
 
     path: str
@@ -51,6 +53,7 @@ class RecipeGrid:
     trials: RecipeGrid | None = None
     is_trial: bool = False
     selection: Sequence[str] = ()
+    script: str | None = None
 
     @property
     def name(self) -> str:
@@ -98,22 +101,36 @@ def read_grid(
         partition_has_seed (`bool` or `Callable`): As in [`~hf_federated.experiments.benchmark.grid.plan_runs`].
 
     Raises:
-        CommandError: If the section `benchmark` is invalid.
+        CommandError: If the section `benchmark` is invalid, or the script in `prepared_by` does not exist.
     """
     with prefix_errors(path):
         section = read_section(values)
         if seeds:
             section = dataclasses.replace(section, seeds=list(seeds))
         plan = partial(plan_runs, values, partition_has_seed=partition_has_seed)
+        script = _hash_script(Path(path).parent, section.prepared_by)
         if section.select is None:
-            return RecipeGrid(path=path, folder=folder, section=section, runs=plan(section), plan=plan)
+            return RecipeGrid(path=path, folder=folder, section=section, runs=plan(section), plan=plan, script=script)
         tried = trial_section(section)
         for run in plan(selected_section(section, {})):
             check_selection(run)
         trials = RecipeGrid(
-            path=path, folder=folder / TRIALS_NAME, section=tried, runs=plan(tried), plan=plan, is_trial=True
+            path=path,
+            folder=folder / TRIALS_NAME,
+            section=tried,
+            runs=plan(tried),
+            plan=plan,
+            is_trial=True,
+            script=script,
         )
-    return RecipeGrid(path=path, folder=folder, section=section, runs=[], plan=plan, trials=trials)
+    return RecipeGrid(path=path, folder=folder, section=section, runs=[], plan=plan, trials=trials, script=script)
+
+
+def _hash_script(folder: Path, name: str | None) -> str | None:
+    if name is None:
+        return None
+    with command_errors("benchmark.prepared_by"):
+        return f"{name} sha256:{sha256_of_unchanged_file(folder / name)}"
 
 
 @contextmanager

@@ -239,6 +239,9 @@ def _notes(records: Sequence[Record], metric: str, values: Mapping[str, Mapping[
             notes.append(
                 f"Under seed {seed} the runs were tested on different examples, so their differences mean little."
             )
+    scripts = list(dict.fromkeys(record["prepared_by"] for record in records if record.get("prepared_by")))
+    if scripts:
+        notes.append(f"Scripts that prepared the examples: {', '.join(f'`{script}`' for script in scripts)}.")
     packages = {name for record in records for name in record.get("versions", {})}
     for package in sorted(packages):
         versions = sorted({str(record.get("versions", {}).get(package, "unknown")) for record in records})
