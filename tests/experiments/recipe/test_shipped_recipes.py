@@ -90,6 +90,8 @@ def tiny_overrides(values, model_dir, texts_dir, superglue_dir):
         settings += ["data.validation_split=null", "data.validation_examples=0.2"]
     if values["task"].get("text_column") == "sentence":
         settings.append("task.text_column=text")
+    if (values.get("public") or {}).get("path"):
+        settings += [f"public.path={texts_dir}", f"public.server_path={texts_dir}"]
     if values.get("client_models"):
         settings.append(f"client_models=[{{name_or_path: {model_dir}}}]")
     if "min_size" in values["partition"]:
