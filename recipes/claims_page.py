@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from hf_federated.data.markdown_table import markdown_table
+from hf_federated.experiments.benchmark.comparison import has_only_fallbacks
 from hf_federated.experiments.benchmark.recipe_grid import read_grid
 from hf_federated.experiments.benchmark.reports.claims_table import interval_text, published_difference
 from hf_federated.experiments.benchmark.reports.verdicts import ClaimResult, evaluate_claims, number
@@ -71,7 +72,8 @@ def results_of(folder: str, recipe: str, later: tuple[str, ...]) -> tuple[list[C
     results = RECIPES / folder / "results" / recipe
     grid = read_grid(str(path), read_values(path), None, results, partitioner_has_seed)
     grid = grid.with_chosen(read_records(grid.trials.folder) if grid.trials else [])
-    records = list(find_finished(read_records(results), grid.runs).records.values())
+    finished = find_finished(read_records(results), grid.runs).records.values()
+    records = [record for record in finished if not has_only_fallbacks(record)]
     section = dataclasses.replace(grid.section, claims=[*grid.section.claims, *later])
     return evaluate_claims(records, section), section, records
 

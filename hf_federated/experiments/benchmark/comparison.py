@@ -85,6 +85,17 @@ def values_by_run(
     return values
 
 
+def has_only_fallbacks(record: Record) -> bool:
+    """
+    Whether a run of AdaFD had the weights of ENWC in each round, because its language model never returned weights.
+
+    Args:
+        record (`Mapping`): The record of a finished run.
+    """
+    fell_back = [entry["llm_fell_back"] for entry in record["history"] if "llm_fell_back" in entry]
+    return bool(fell_back) and all(fell_back)
+
+
 def step_names(records: Sequence[Record]) -> list[str]:
     """The units of the runs' steps: `"round"`, or `"optimizer step"` for split models. Old records have no unit."""
     names = [record.get("step_name") or "round" for record in records if record["method"] == "federated"]

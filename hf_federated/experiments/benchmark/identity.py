@@ -8,8 +8,10 @@ of the examples and the weights that the run would read.
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -48,15 +50,11 @@ def settings_digest(method: str, values: Mapping[str, Any]) -> str:
         CommandError: If a key of the recipe is not a string.
     """
     settings = copy.deepcopy(dict(values))
-    for section, name in _fields(settings):
-        place = settings
-        for key in section:
-            place = place[key]
-        if not _is_location(place, name) and name not in _PARTS_OF_LOCATIONS:
-            continue
+    for keys, name in _fields(settings):
+        place = section_at(settings, keys)
         if name in _PARTS_OF_LOCATIONS:  # also if it is null, as in a recipe for a local copy
             del place[name]
-        else:
+        elif _is_location(place, name):
             place[name] = "set"  # a recipe with a test_path, for example, differs from a recipe without
     return _sha256(method, settings)
 
@@ -73,12 +71,18 @@ def locations(values: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], str]
     Args:
         values (`Mapping[str, Any]`): The recipe of a run.
     """
-    for section, name in _fields(values):
-        place: Any = values
-        for key in section:
-            place = place[key]
-        if _is_location(place, name):
-            yield section, name
+    yield from ((keys, name) for keys, name in _fields(values) if _is_location(section_at(values, keys), name))
+
+
+def section_at(values: Mapping[str, Any], keys: Sequence[Any]) -> Any:
+    """
+    The part of a recipe that a sequence of keys leads to.
+
+    Args:
+        values (`Mapping[str, Any]`): The recipe.
+        keys (`Sequence`): Names of fields and positions in lists, from the outside to the inside.
+    """
+    return functools.reduce(operator.getitem, keys, values)
 
 
 def _fields(values: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], str]]:

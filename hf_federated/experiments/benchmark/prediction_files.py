@@ -64,7 +64,7 @@ def examples_of(records: Sequence[Mapping[str, Any]], folder: Path) -> ReadExamp
     Returns:
         `Callable`: Called with the name and the seed of a run, as in
         [`~hf_federated.experiments.benchmark.reports.verdicts.evaluate_claims`]. Files that are missing have no
-            predictions.
+        predictions.
     """
     paths = {(record["run"], record["seed"]): record.get("predictions") for record in records}
     cache: dict[tuple[str, int], Mapping[str, tuple[float, float]] | None] = {}

@@ -11,7 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers.utils import CONFIG_NAME
 
 from hf_federated.data.source import content_hash
-from hf_federated.experiments.benchmark.identity import MODEL_FIELDS, locations
+from hf_federated.experiments.benchmark.identity import MODEL_FIELDS, locations, section_at
 from hf_federated.experiments.data.raw import RawData, load_raw_data
 from hf_federated.experiments.recipe.recipe import parse_recipe
 from hf_federated.features.tfidf import VOCABULARY_FILE
@@ -66,9 +66,7 @@ def hash_weights(values: Mapping[str, Any]) -> dict[str, str]:
     hashes = {}
     for keys, name in locations(values):
         if name in MODEL_FIELDS:
-            section: Any = values
-            for key in keys:
-                section = section[key]
+            section = section_at(values, keys)
             field = ".".join(map(str, (*keys, name)))
             hashes[field] = _hash_of_model(str(section[name]), section.get("revision"))
     return hashes

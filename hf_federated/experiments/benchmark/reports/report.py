@@ -15,6 +15,7 @@ import numpy as np
 from hf_federated.data.markdown_table import markdown_table
 from hf_federated.experiments.benchmark.comparison import (
     Record,
+    has_only_fallbacks,
     is_lower_better,
     main_metric,
     step_names,
@@ -57,8 +58,8 @@ def benchmark_report(
     Raises:
         CommandError: If [`main_metric`] cannot determine the metric.
     """
-    fallbacks = [record for record in records if _has_only_fallbacks(record)]
-    records = [record for record in records if record not in fallbacks]
+    fallbacks = [record for record in records if has_only_fallbacks(record)]
+    records = [record for record in records if not has_only_fallbacks(record)]
     metric = main_metric(records, section)
     values = values_by_run(records, section, metric)
     lower_is_better = is_lower_better(records, section)
@@ -113,7 +114,7 @@ def curve_panel(records: Sequence[Record], section: BenchmarkSection, name: str)
     references: dict[str, list[float | None]] = {}
     for run in section.runs:
         for record in records:
-            if record["run"] != run:
+            if record["run"] != run or has_only_fallbacks(record):
                 continue
             if record["method"] != "federated":
                 references.setdefault(run, []).append(record["metrics"][metric])
@@ -248,12 +249,6 @@ def _notes(records: Sequence[Record], metric: str, values: Mapping[str, Mapping[
         if len(versions) > 1:
             notes.append(f"The runs used different versions of {package}: {', '.join(versions)}.")
     return notes
-
-
-def _has_only_fallbacks(record: Record) -> bool:
-    """Whether each round had the weights of ENWC in place of those of a language model."""
-    fell_back = [entry["llm_fell_back"] for entry in record["history"] if "llm_fell_back" in entry]
-    return bool(fell_back) and all(fell_back)
 
 
 def _mean(records: Sequence[Record], name: str, spec: str, unit: float = 1.0) -> str:

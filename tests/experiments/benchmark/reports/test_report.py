@@ -82,6 +82,13 @@ def test_run_whose_language_model_never_answered_is_left_out():
     report = benchmark_report(finished, SECTION, "text.yaml")
     assert cells(report, "never") == ["never", *"--------"]
     assert "no weights in any round: never, seed 0; never, seed 1; never, seed 2." in report
+    scored = [{"round": 1, "accuracy": 0.5, **entry} for entry in ({}, {"llm_fell_back": 1.0})]
+    panel = curve_panel(
+        [record(run, 0, 0.5, history=[entry]) for run, entry in zip(("FedAvg", "never"), scored, strict=True)],
+        SECTION,
+        "",
+    )
+    assert panel is not None and list(panel.curves) == ["FedAvg"]
     finished[-1] = record("never", 2, 0.9, history=some)
     report = benchmark_report(finished, SECTION, "text.yaml")
     assert cells(report, "never")[1] == "0.9000 (1 of 3)" and "never, seed 0; never, seed 1." in report
