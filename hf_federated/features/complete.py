@@ -91,22 +91,26 @@ class EncoderClassifier(PreTrainedModel):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         token_type_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
     ) -> SequenceClassifierOutput:
         """
         Compute the logits of texts, and the mean cross-entropy.
 
         Args:
-            input_ids (`torch.Tensor` of shape `(batch, length)`): Token ids.
+            input_ids (`torch.Tensor` of shape `(batch, length)`, *optional*): Token ids.
             attention_mask (`torch.Tensor` of shape `(batch, length)`, *optional*): 1 for tokens, 0 for padding.
             token_type_ids (`torch.Tensor` of shape `(batch, length)`, *optional*): As in the encoder.
+            inputs_embeds (`torch.Tensor` of shape `(batch, length, hidden_size)`, *optional*): Word embeddings, in
+                place of `input_ids`.
             labels (`torch.Tensor` of shape `(batch,)`, *optional*): Label ids.
         """
         types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
-        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask, **types)[0]
+        words = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
+        hidden = self.encoder(**words, attention_mask=attention_mask, **types)[0]
         output: SequenceClassifierOutput = self.head(pool(hidden, attention_mask, self.config.pooling), labels)
         return output
 
