@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from datasets import Dataset
+from tiny import arguments
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
+from hf_federated import FederatedConfig, FederatedTrainer
 from hf_federated.features import (
     FeatureClassifier,
     FeatureClassifierConfig,
@@ -44,3 +47,27 @@ def test_head_and_encoder_must_belong_together(model_dir):
         complete_model(head(8), FrozenEncoder(model_dir))
     with pytest.raises(ValueError, match="A FeatureClassifier does not belong to a FrozenLayers"):
         complete_model(head(), FrozenLayers(model_dir, "embeddings"))
+
+
+def test_word_embeddings_in_place_of_token_ids_give_the_same_logits(model_dir):
+    model = complete_model(head(), FrozenEncoder(model_dir))
+    inputs = AutoTokenizer.from_pretrained(model_dir)(TEXTS, padding=True, return_tensors="pt")
+    expected = model(**inputs).logits
+    words = model.get_input_embeddings()(inputs.pop("input_ids"))
+    torch.testing.assert_close(model(inputs_embeds=words, **inputs).logits, expected)
+
+
+def test_feddrs_trains_a_complete_model(model_dir, tmp_path):
+    encoder = FrozenEncoder(model_dir)
+    encoded = dict(encoder.tokenizer(TEXTS * 4, padding=True)) | {"labels": [0, 1, 1] * 4}
+    kwargs = {"num_samples": 4, "sample_length": 3, "num_steps": 2, "server_lr": 0.01}
+    trainer = FederatedTrainer(
+        model=complete_model(head(), encoder),
+        args=arguments(tmp_path, per_device_train_batch_size=4),
+        train_dataset={name: Dataset.from_dict(encoded) for name in "ab"},
+        processing_class=encoder.tokenizer,
+        federation=FederatedConfig(num_rounds=1, distillation="feddrs", distillation_kwargs=kwargs),
+    )
+    trainer.train()
+    name = "federated/post_num_clients"
+    assert [log[name] for log in trainer.state.log_history if name in log] == [2]

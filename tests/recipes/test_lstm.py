@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
+from tiny import arguments
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+
+from hf_federated import FederatedConfig, FederatedTrainer
 
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "fednlp"
@@ -70,3 +74,19 @@ def test_model_uses_torch_and_transformers_only():
     lines = (FOLDER / "lstm.py").read_text(encoding="utf-8").splitlines()
     imports = {line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))}
     assert imports == {"__future__", "typing", "torch", "transformers"}
+
+
+def test_averaging_trains_the_model(saved, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    encoded = dict(tokenizer(TEXTS * 4, padding=True)) | {"labels": [0, 1, 0] * 4}
+    trainer = FederatedTrainer(
+        model=AutoModelForSequenceClassification.from_pretrained(saved, trust_remote_code=True, num_labels=2),
+        args=arguments(tmp_path / "run", learning_rate=0.01, per_device_train_batch_size=4),
+        train_dataset={name: Dataset.from_dict(encoded) for name in "ab"},
+        eval_dataset=Dataset.from_dict(encoded),
+        processing_class=tokenizer,
+        federation=FederatedConfig(num_rounds=3, aggregation="fedavg"),
+    )
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before - 0.01
