@@ -1,11 +1,11 @@
-"""Write eight tasks that a small model learns, with a column `task`, and a small model, for the recipes `small_*.yaml`.
+"""Write eight tasks with a column `task`, and a small model that learns them, for the recipes `small_*.yaml`.
 
     python recipes/feddrs/prepare_small_tasks.py --newsgroups SetFit/20_newsgroups --sst2 stanfordnlp/sst2 \\
         --reviews DIR --encoder sentence-transformers/all-MiniLM-L6-v2 --output-dir outputs/feddrs-small
 
 Four tasks are groups of 20 Newsgroups (comp, rec, sci, talk), whose labels are the newsgroups. One is the sentiment of
-SST-2, and three are the sentiments of reviews: DIR contains `<domain>_<split>.jsonl.gz` for automotive, baby and health,
-as in `recipes/adafd/prepare_data.py`. The sentiments of all four are the same labels.
+SST-2, and three are the sentiments of reviews of automotive, baby and health products. DIR contains files
+`<domain>_<split>.jsonl.gz`, as in `recipes/adafd/prepare_data.py`. The sentiments of all four tasks are the same labels.
 
 The model is the mean of the word embeddings of --encoder, followed by a hidden layer (Iyyer et al., 2015, a deep
 averaging network). It is the encoder without its blocks and dropout, with its tokenizer, positions and layer

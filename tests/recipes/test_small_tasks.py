@@ -71,4 +71,4 @@ def test_model_is_a_classifier_of_the_mean_of_the_word_embeddings(prepared, mode
     mean = (states * mask).sum(1) / mask.sum(1)
     torch.testing.assert_close(model(**inputs).logits, model.head(features=mean).logits)
     torch.testing.assert_close(model.train()(**inputs).logits, model.eval()(**inputs).logits)  # without dropout
-    assert sorted(model.config.label2id) == list(model.config.label2id) and len(model.config.label2id) == 7
+    assert sorted(model.config.label2id) == list(model.config.label2id) and len(model.config.label2id) == 8
