@@ -5,7 +5,7 @@
 
 Four tasks are groups of 20 Newsgroups (comp, rec, sci, talk), whose labels are the newsgroups. One is the sentiment of
 SST-2, and three are the sentiments of reviews of automotive, baby and health products. DIR contains files
-`<domain>_<split>.jsonl.gz`, as in `recipes/adafd/prepare_data.py`. The sentiments of all four tasks are the same labels.
+`<domain>_<split>.jsonl.gz`, as in `recipes/adafd/prepare_data.py`. The four tasks have the same three labels.
 
 The model is the mean of the word embeddings of --encoder, followed by a hidden layer (Iyyer et al., 2015, a deep
 averaging network). It is the encoder without its blocks and dropout, with its tokenizer, positions and layer
