@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from hf_federated.data.markdown_table import markdown_table
-from hf_federated.experiments.benchmark.comparison import has_only_fallbacks
+from hf_federated.experiments.benchmark.comparison import has_only_fallbacks, is_lower_better
+from hf_federated.experiments.benchmark.paired_statistics import CONFIDENCE, PairedDifferences
 from hf_federated.experiments.benchmark.recipe_grid import read_grid
 from hf_federated.experiments.benchmark.reports.claims_table import interval_text, published_difference
 from hf_federated.experiments.benchmark.reports.verdicts import ClaimResult, evaluate_claims, number
@@ -30,6 +31,7 @@ PAGE = RECIPES.parent / "docs" / "papers" / "claims.md"
 LINK = "https://github.com/hf-federated/hf-federated/tree/main/recipes"
 DECIDED, UNDECIDED, MISSING = "decided", "cannot be told", "not measured"
 LATER = "†"
+FURTHER = ("later", "contrast")  # comparisons that were written after the run
 HEADER = ["claim", "comparison", "published", "measured", "95 % interval", "visible from", "seeds", "verdict"]
 TEXT_COLUMNS = {0, 1, 7}
 HEAD = """# Claims of the five papers
@@ -50,7 +52,8 @@ papers, and the scores are not comparable. A verdict is about the setting of the
 
 Claims of a recipe were written before its run. Comparisons with {later} were written after the run. Their p-values
 are corrected for all comparisons of the recipe on this page, and their margins were chosen with the results in view. A
-claim counts as decided if one of its comparisons is decided. Questions of the recipes, which no paper answers, are
+claim counts as decided if one of its comparisons is decided. A comparison of differences, such as `A − B > C − D`, is
+a sum over runs for each seed. Its p-value is multiplied by the number of comparisons of the recipe. Questions of the recipes, which no paper answers, are
 listed and not counted.
 """
 
@@ -105,6 +108,37 @@ def compare(paper: dict[str, Any], recipe: str, text: str, is_later: bool) -> Cl
     return own[section.claims.index(text)]
 
 
+def contrast_row(paper: dict[str, Any], recipe: str, text: str, factors: dict[str, float]) -> list[str]:
+    """
+    The cells of a comparison of differences, which was written after the run.
+
+    Args:
+        paper (`dict`): The entry of the paper in claims.yaml.
+        recipe (`str`): The name of the recipe.
+        text (`str`): The comparison, as a formula.
+        factors (`dict[str, float]`): The factor of each run in the sum that the comparison claims to be positive.
+    """
+    results, section, records = results_of(paper["folder"], recipe, ())
+    sign = -1 if is_lower_better(records, section) else 1
+    value_of = {(record["run"], record["seed"]): record["value"] for record in records}
+    seeds = [seed for seed in section.seeds if all((run, seed) in value_of for run in factors)]
+    sums = [sign * sum(factor * value_of[run, seed] for run, factor in factors.items()) for seed in seeds]
+    differences = PairedDifferences(tuple(sums))
+    further = sum(pair[0] == recipe for claim in paper["claims"] for kind in FURTHER for pair in claim.get(kind, ()))
+    p, interval = differences.p_value(), differences.interval
+    is_decided = p is not None and p * (len(results) + further) < 1 - CONFIDENCE
+    verdict = "holds" if differences.mean > 0 else "does not hold"
+    return [
+        f"[{recipe}][{paper['folder']}/{recipe}]: {text} {LATER}",
+        "-",
+        number(differences.mean, signed=True),
+        interval_text(interval),
+        number(differences.visible),
+        str(len(seeds)),
+        verdict if is_decided else UNDECIDED,
+    ]
+
+
 def state_of(verdict: str) -> str:
     """The kind of a verdict: decided, cannot be told or not measured."""
     kinds = [kind for kind in (UNDECIDED, MISSING) if verdict.startswith(kind)]
@@ -146,6 +180,9 @@ def paper_table(paper: dict[str, Any]) -> tuple[str, Counter[str]]:
                 else:
                     cells.append(row_of(paper, recipe, text, result, kind == "later"))
                 states.append(state_of(cells[-1][-1]))
+        for recipe, text, factors in claim.get("contrast", ()):
+            cells.append(contrast_row(paper, recipe, text, factors))
+            states.append(state_of(cells[-1][-1]))
         if "missing" in claim:
             cells.append(["-", *["-"] * 5, f"{MISSING}: {claim['missing']}"])
             states.append(MISSING)

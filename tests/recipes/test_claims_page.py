@@ -47,6 +47,21 @@ def test_page_lists_each_claim_of_each_recipe(paper):
         assert {(path.stem, text) for text in of_paper} <= listed, path.name
 
 
+def test_a_contrast_of_two_runs_is_their_comparison(claims_page):
+    paper = next(each for each in PAPERS if each["paper"] == "FedID")
+    factors = {"FedID": 1, "FedKD": -1}
+    found = claims_page.contrast_row(paper, "heads_table3", "formula", factors)
+    result = claims_page.compare(paper, "heads_table3", "FedID > FedKD", is_later=False)
+    expected = claims_page.row_of(paper, "heads_table3", "FedID > FedKD", result, is_later=False)
+    assert found[2:] == expected[2:] and found[0].endswith("formula †")
+    reverse = claims_page.contrast_row(paper, "heads_table3", "formula", {"FedID": -1, "FedKD": 1})
+    assert reverse[-1] == "does not hold"
+    # A loss counts with the opposite sign.
+    paper = next(each for each in PAPERS if each["paper"] == "FL-GLM")
+    row = claims_page.contrast_row(paper, "sst2_small_model", "formula", {"Centralized": 1, "One client": -1})
+    assert row[2].startswith("+") and row[-1] == "holds"
+
+
 def test_no_decided_row_has_an_interval_that_contains_zero_or_the_margin(page):
     decided = 0
     for line in page.splitlines():
