@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from hf_federated.data.markdown_table import markdown_table
-from hf_federated.experiments.benchmark.comparison import has_only_fallbacks, is_lower_better
+from hf_federated.experiments.benchmark.comparison import has_only_fallbacks, is_lower_better, main_metric
 from hf_federated.experiments.benchmark.paired_statistics import CONFIDENCE, PairedDifferences
 from hf_federated.experiments.benchmark.recipe_grid import read_grid
 from hf_federated.experiments.benchmark.reports.claims_table import interval_text, published_difference
@@ -53,8 +53,8 @@ papers, and the scores are not comparable. A verdict is about the setting of the
 Claims of a recipe were written before its run. Comparisons with {later} were written after the run. Their p-values
 are corrected for all comparisons of the recipe on this page, and their margins were chosen with the results in view. A
 claim counts as decided if one of its comparisons is decided. A comparison of differences, such as `A − B > C − D`, is
-a sum over runs for each seed. Its p-value is multiplied by the number of comparisons of the recipe. Questions of the recipes, which no paper answers, are
-listed and not counted.
+a sum over runs for each seed. Its p-value is multiplied by the number of comparisons of the recipe. Questions of the
+recipes, which no paper answers, are listed and not counted.
 """
 
 
@@ -120,7 +120,8 @@ def contrast_row(paper: dict[str, Any], recipe: str, text: str, factors: dict[st
     """
     results, section, records = results_of(paper["folder"], recipe, ())
     sign = -1 if is_lower_better(records, section) else 1
-    value_of = {(record["run"], record["seed"]): record["value"] for record in records}
+    metric = main_metric(records, section)
+    value_of = {(record["run"], record["seed"]): record["metrics"][metric] for record in records}
     seeds = [seed for seed in section.seeds if all((run, seed) in value_of for run in factors)]
     sums = [sign * sum(factor * value_of[run, seed] for run, factor in factors.items()) for seed in seeds]
     differences = PairedDifferences(tuple(sums))
