@@ -66,7 +66,8 @@ def tiny_split_overrides(values, llama_dir, cloze_dir, phrases_dir, texts_dir):
 
 def tiny_overrides(values, model_dir, texts_dir, superglue_dir):
     """Overrides that replace the models, data and sizes of a recipe by tiny ones."""
-    is_superglue = values["task"]["name"].startswith("superglue")
+    has_tasks = values["partition"].get("label_column") == "task"
+    is_superglue = has_tasks or values["task"]["name"].startswith("superglue")
     settings = [
         f"data.path={superglue_dir if is_superglue else texts_dir}",
         "federation.num_rounds=1",
@@ -88,6 +89,8 @@ def tiny_overrides(values, model_dir, texts_dir, superglue_dir):
         settings.append(f"data.test_split={'validation' if is_superglue else 'test'}")
     if values["data"].get("validation_split"):
         settings += ["data.validation_split=null", "data.validation_examples=0.2"]
+    if has_tasks and values["task"]["name"] == "text-classification":
+        settings += ["task.text_column=source", "task.label_column=target"]
     if values["task"].get("text_column") == "sentence":
         settings.append("task.text_column=text")
     if (values.get("public") or {}).get("path"):
