@@ -26,6 +26,8 @@ MAX_CURVES = len(CURVE_COLORS) * len(CURVE_DASHES)
 # Grays and dashes of the baselines. A dash pattern lists the lengths of dashes and gaps, in line widths.
 REFERENCE_STYLES = (("#000000", (5, 2)), ("#777777", (2, 1.5)), ("#000000", (1, 3)), ("#777777", (8, 2, 1, 2)))
 MAX_REFERENCES = len(REFERENCE_STYLES)
+# A baseline that is farther from the curves than this multiple of their range would press them into one line.
+MAX_REACH = 25
 # Rounds, means over seeds, and the minima and maxima if there are several seeds.
 Curve: TypeAlias = tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]
 
@@ -62,8 +64,8 @@ def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[s
 
     A line is the mean over seeds, and its band ranges from the lowest to the highest seed. A line has the rounds that
     all seeds were evaluated at. Seeds without a finite value are ignored. Runs that were evaluated at different rounds
-    keep their rounds. A baseline is a dashed horizontal line at its mean. A run has the same color, dash pattern and
-    marker in all panels.
+    keep their rounds. A baseline is a dashed horizontal line at its mean. If it is far outside the range of the curves,
+    it is not drawn, and the legend has its mean. A run has the same color, dash pattern and marker in all panels.
 
     Args:
         panels (`Sequence[CurvePanel]`):
@@ -110,6 +112,7 @@ def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[s
     figure, axes, legend_columns = _create_panels(len(drawn), len(names))
     lines: dict[str, Any] = {}
     reference_lines: dict[str, Any] = {}
+    labels = {name: display_name(name) for name in names}
     for axis, (panel, curves, references) in zip(axes, drawn, strict=True):
         _format_axis(axis, panel)
         for name, values in references.items():
@@ -117,9 +120,11 @@ def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[s
             reference_lines[name] = axis.axhline(mean, linewidth=1.5, zorder=1, **reference_styles[name])
         for name, curve in curves.items():
             lines[name] = _draw_curve(axis, curve, styles[name])
+        for name, mean in _leave_out_far(axis, curves.values(), references).items():
+            labels[name] += f" ({mean:.3g})"
     figure.legend(
         [*(lines[name] for name in styles), *(reference_lines[name] for name in reference_styles)],
-        [display_name(name) for name in names],
+        list(labels.values()),
         loc="outside lower center",
         ncols=legend_columns,
         handlelength=3.2,
@@ -155,6 +160,20 @@ def _mean_curve(seeds: Sequence[Mapping[int, float | None]]) -> Curve:
     if len(finite) < 2 or not rounds:
         return np.array(rounds), values.ravel(), None
     return np.array(rounds), values.mean(axis=0), (values.min(axis=0), values.max(axis=0))
+
+
+def _leave_out_far(axis: Axes, curves: Iterable[Curve], references: Mapping[str, list[float]]) -> dict[str, float]:
+    """Limit the vertical axis to the curves and the baselines near them. Returns the means of the other baselines."""
+    drawn = np.concatenate([np.concatenate([means, *(band or ())]) for _, means, band in curves])
+    low, high = float(drawn.min()), float(drawn.max())
+    reach = MAX_REACH * (high - low)
+    means = {name: float(np.mean(values)) for name, values in references.items()}
+    far = {name: mean for name, mean in means.items() if reach and not low - reach <= mean <= high + reach}
+    if far:
+        near = [low, high, *(mean for name, mean in means.items() if name not in far)]
+        margin = 0.08 * (max(near) - min(near))
+        axis.set_ylim(min(near) - margin, max(near) + margin)
+    return far
 
 
 def _curve_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:

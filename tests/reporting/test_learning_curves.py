@@ -47,6 +47,15 @@ def test_line_is_the_mean_over_seeds_and_band_is_the_range(monkeypatch, tmp_path
     assert (axis.get_xlabel(), axis.get_ylabel(), axis.get_title()) == ("round", "accuracy", "t")
 
 
+def test_baseline_far_from_the_curves_stands_in_the_legend_only(monkeypatch, tmp_path):
+    curves = {"a": [{1: 0.6, 2: 0.5}]}
+    references = {"untrained": [8.4, 8.5], "centralized": [0.3]}
+    figure = draw(monkeypatch, tmp_path, [CurvePanel("t", "loss", curves, references)])
+    low, high = figure.axes[0].get_ylim()
+    assert low < 0.3 and 0.6 < high < 0.7
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "untrained (8.45)", "centralized"]
+
+
 def test_step_name_is_the_label_of_the_horizontal_axis(monkeypatch, tmp_path):
     steps = CurvePanel("t", "accuracy", {"a": [{1: 0.1, 2: 0.4}]}, step_name="optimizer step")
     first, second = draw(monkeypatch, tmp_path, [steps, panel(1)]).axes
