@@ -64,8 +64,8 @@ def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[s
 
     A line is the mean over seeds, and its band ranges from the lowest to the highest seed. A line has the rounds that
     all seeds were evaluated at. Seeds without a finite value are ignored. Runs that were evaluated at different rounds
-    keep their rounds. A baseline is a dashed horizontal line at its mean. A baseline that is far from the curves is not
-    drawn, and the legend has its mean. A run has the same color, dash pattern and marker in all panels.
+    keep their rounds. A baseline is a dashed horizontal line at its mean. A baseline far from the curves is not drawn,
+    and the legend has its mean. A run has the same color, dash pattern and marker in all panels.
 
     Args:
         panels (`Sequence[CurvePanel]`):
