@@ -12,6 +12,7 @@ A claim of equality without `within` has the margin `benchmark.margin`. Qualifie
 |---|---|
 | `in loss` | in another metric |
 | `in bytes_up` | in the bytes that all clients send (`bytes_down`: receive; `bytes`: both). Fewer are better |
+| `in variation` | in the standard deviation of the changes from one evaluation to the next. Smoother is better |
 | `on shifted` | on a split of `data.further_test_splits` |
 | `for client baby` | on the test examples of one client |
 | `after 3 rounds` | at the evaluation after a round, or after an optimizer step of split models (`after 20 steps`) |
@@ -33,6 +34,7 @@ FORMS = (
     " 'for client ID' or 'after N rounds'"
 )
 BYTES = {"bytes_up": ("bytes_up",), "bytes_down": ("bytes_down",), "bytes": ("bytes_up", "bytes_down")}
+VARIATION = "variation"
 _KEYWORDS = "by|within|in|on|for client|after"
 _QUALIFIER = re.compile(rf'({_KEYWORDS})\s+("[^"]*"|.+?)(?=\s+(?:{_KEYWORDS})\s|$)')
 _STEP = re.compile(r"round (\d+)|(\d+) (?:rounds?|(?:optimizer )?steps?)")
@@ -50,8 +52,8 @@ class Claim:
         is_equality (`bool`, *optional*, defaults to `False`): Whether the runs are claimed to be equal.
         margin (`float`, *optional*, defaults to 0.0): The difference that is exceeded, or not exceeded if the claim is
             one of equality.
-        metric (`str`, *optional*): A metric, or one of `"bytes_up"`, `"bytes_down"` and `"bytes"`. Defaults to the
-            metric of the benchmark.
+        metric (`str`, *optional*): A metric, or one of `"bytes_up"`, `"bytes_down"`, `"bytes"` and `"variation"`.
+            Defaults to the metric of the benchmark.
         split (`str`, *optional*): An additional test split.
         client (`str`, *optional*): A client.
         step (`int`, *optional*): A round, or an optimizer step of split models.
@@ -173,13 +175,13 @@ def _read_qualifiers(
         found[keyword] = _unquoted(value)
         position = match.end() + 1
     places = [name for name in ("on", "for client", "after", "in") if name in found]
-    if found.get("in") not in BYTES:
+    if found.get("in") not in (*BYTES, VARIATION):
         places = [name for name in places if name != "in"]
     if len(places) > 1:
         given = " and ".join(f"'{name} {found[name]}'" for name in places)
         raise ValueError(
             f"{given} cannot be combined, because a record holds the rounds of the test examples, and further splits,"
-            " clients and bytes only at the end of a run. Keep one of them."
+            " clients, bytes and the variation only at the end of a run. Keep one of them."
         )
     metric = found.get("in")
     given_margin = _read_margin(found, is_equality)

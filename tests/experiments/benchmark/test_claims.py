@@ -81,6 +81,7 @@ def test_margin_of_the_recipe_applies_to_equality_in_its_metric():
         ("A > FedAvg after some rounds", "'after some rounds' must be of the form"),
         ("A > FedAvg on x after 3 rounds", "cannot be combined"),
         ("A > FedAvg in bytes after 3 rounds", "cannot be combined"),
+        ("A > FedAvg in variation on x", "cannot be combined"),
         ('A > FedAvg on ""', "is not a name"),
     ],
 )

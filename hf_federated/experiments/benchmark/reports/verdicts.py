@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_federated.experiments.benchmark.claims import BYTES, Claim
+from hf_federated.experiments.benchmark.claims import BYTES, VARIATION, Claim
 from hf_federated.experiments.benchmark.comparison import Record, is_lower_better, main_metric
 from hf_federated.experiments.benchmark.grid import BenchmarkSection
 from hf_federated.experiments.benchmark.paired_statistics import (
@@ -31,6 +31,8 @@ from hf_federated.experiments.text import plural
 EXAMPLE_METRICS = {"accuracy": 0, "loss": 1}
 # Number of recorded names that the reason of a claim without a measurement lists.
 MAX_NAMES = 8
+# Quantities of a run that are no metrics, and of which less is better.
+COSTS = (*BYTES, VARIATION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +162,9 @@ def evaluate_claims(
     results = []
     for number_of_claim, claim in enumerate(section.parsed_claims()):
         metric = claim.metric or main
-        sign = -1 if metric in BYTES or is_lower_better(records, section, metric) else 1
+        sign = -1 if metric in COSTS or is_lower_better(records, section, metric) else 1
         differences, num_compared, reason = _compare(by_key, section, claim, metric, sign)
-        has_loss = metric != "loss" and metric not in BYTES
+        has_loss = metric != "loss" and metric not in COSTS
         results.append(
             ClaimResult(
                 claim=claim,
@@ -220,7 +222,12 @@ def _compare(
             reason = reason or f"no finished runs of {' and '.join(missing)} under seed {seed}"
             continue
         try:
-            first, second = (_value(by_key[run, seed], claim, metric) for run in runs)
+            first, second = (
+                _variation(by_key[run, seed], section)
+                if metric == VARIATION
+                else _value(by_key[run, seed], claim, metric)
+                for run in runs
+            )
         except _NotRecorded as error:
             reason = str(error)
             continue
@@ -247,6 +254,15 @@ def _value(record: Record, claim: Claim, metric: str) -> float | None:
     if claim.step is not None:
         metrics = _metrics_after(record, claim.step)
     return _entry(record, metrics, metric, "metric")
+
+
+def _variation(record: Record, section: BenchmarkSection) -> float | None:
+    """The standard deviation of the changes of the metric from one evaluation to the next."""
+    metric = main_metric([record], section)
+    values = [entry[metric] for entry in record.get("history") or [] if metric in entry]
+    if len(values) < 3:
+        raise _NotRecorded(f"{record['run']} has {plural(len(values), 'evaluation')}, and the variation needs three")
+    return None if None in values else float(np.std(np.diff(values), ddof=1))
 
 
 def _metrics_after(record: Record, step: int) -> Mapping[str, float | None]:

@@ -39,6 +39,21 @@ A = (0.70, 0.72, 0.71, 0.73)
 B = (0.62, 0.65, 0.62, 0.64)
 
 
+def test_variation_is_the_standard_deviation_of_the_changes():
+    def run(name, seed, values):
+        history = [{"round": number, "accuracy": value} for number, value in enumerate(values, start=1)]
+        return {**records({name: [values[-1]]})[0], "seed": seed, "history": history}
+
+    smooth, rough = (0.1, 0.2, 0.3, 0.4), (0.1, 0.5, 0.2, 0.7)
+    found = [run("A", 0, smooth), run("B", 0, rough), run("A", 1, (0.1, 0.3, 0.4, 0.6)), run("B", 1, rough)]
+    (result,) = verdicts(["A > B in variation"], found)
+    # The changes of B are 0.4, -0.3 and 0.5. Those of A are 0.1 three times, or 0.2, 0.1 and 0.2.
+    expected = np.std([0.4, -0.3, 0.5], ddof=1) - np.array([0.0, np.std([0.2, 0.1, 0.2], ddof=1)])
+    assert result.differences.values == pytest.approx(expected) and result.loss is None
+    (result,) = verdicts(["A > B in variation"], [run(name, 0, (0.1, 0.2)) for name in "AB"])
+    assert result.verdict == "not measured: A has 2 evaluations, and the variation needs three"
+
+
 @pytest.mark.parametrize(
     ("claim", "verdict"),
     [
