@@ -35,6 +35,8 @@ FORMS = (
 )
 BYTES = {"bytes_up": ("bytes_up",), "bytes_down": ("bytes_down",), "bytes": ("bytes_up", "bytes_down")}
 VARIATION = "variation"
+# Quantities of a run that are no metrics, and of which less is better.
+COSTS = (*BYTES, VARIATION)
 _KEYWORDS = "by|within|in|on|for client|after"
 _QUALIFIER = re.compile(rf'({_KEYWORDS})\s+("[^"]*"|.+?)(?=\s+(?:{_KEYWORDS})\s|$)')
 _STEP = re.compile(r"round (\d+)|(\d+) (?:rounds?|(?:optimizer )?steps?)")
@@ -175,7 +177,7 @@ def _read_qualifiers(
         found[keyword] = _unquoted(value)
         position = match.end() + 1
     places = [name for name in ("on", "for client", "after", "in") if name in found]
-    if found.get("in") not in (*BYTES, VARIATION):
+    if found.get("in") not in COSTS:
         places = [name for name in places if name != "in"]
     if len(places) > 1:
         given = " and ".join(f"'{name} {found[name]}'" for name in places)

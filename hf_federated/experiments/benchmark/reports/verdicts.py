@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_federated.experiments.benchmark.claims import BYTES, VARIATION, Claim
+from hf_federated.experiments.benchmark.claims import BYTES, COSTS, VARIATION, Claim
 from hf_federated.experiments.benchmark.comparison import Record, is_lower_better, main_metric
 from hf_federated.experiments.benchmark.grid import BenchmarkSection
 from hf_federated.experiments.benchmark.paired_statistics import (
@@ -31,8 +31,6 @@ from hf_federated.experiments.text import plural
 EXAMPLE_METRICS = {"accuracy": 0, "loss": 1}
 # Number of recorded names that the reason of a claim without a measurement lists.
 MAX_NAMES = 8
-# Quantities of a run that are no metrics, and of which less is better.
-COSTS = (*BYTES, VARIATION)
 
 
 @dataclass(frozen=True, kw_only=True)
