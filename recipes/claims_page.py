@@ -121,8 +121,9 @@ def contrast_row(paper: dict[str, Any], recipe: str, text: str, factors: dict[st
     results, section, records = results_of(paper["folder"], recipe, ())
     sign = -1 if is_lower_better(records, section) else 1
     metric = main_metric(records, section)
-    value_of = {(record["run"], record["seed"]): record["metrics"][metric] for record in records}
-    seeds = [seed for seed in section.seeds if all((run, seed) in value_of for run in factors)]
+    value_of = {(record["run"], record["seed"]): record["metrics"].get(metric) for record in records}
+    # A value that is not finite is stored as null.
+    seeds = [seed for seed in section.seeds if all(value_of.get((run, seed)) is not None for run in factors)]
     sums = [sign * sum(factor * value_of[run, seed] for run, factor in factors.items()) for seed in seeds]
     differences = PairedDifferences(tuple(sums))
     further = sum(pair[0] == recipe for claim in paper["claims"] for kind in FURTHER for pair in claim.get(kind, ()))
