@@ -20,11 +20,14 @@ import pytest
 import torch
 from datasets import Dataset
 from datasets.utils.logging import disable_progress_bar
+from sampled_cases import pytest_collection_modifyitems
 from tiny import rows, tiny_model
 from transformers import BertForSequenceClassification
 
 from hf_federated.testing.processes import WorkerProcess
 
+
+__all__ = ["pytest_collection_modifyitems"]
 
 for variable in ("HF_MODULES_CACHE", "HF_FEDERATED_CACHE"):
     atexit.register(shutil.rmtree, os.environ[variable], ignore_errors=True)

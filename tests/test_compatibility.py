@@ -99,6 +99,7 @@ TRAINED: set[tuple[str, str]] = set()
 
 
 @pytest.mark.parametrize("name", [name for name, feature in FEATURES.items() if feature.runs])
+@pytest.mark.sampled(33)
 def test_each_feature_works_with_another_one(name, tmp_path, rank_worker) -> None:
     pair = sample()[name]
     if pair not in TRAINED:

@@ -11,6 +11,7 @@ trainer = FederatedTrainer(
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -19,12 +20,13 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_federated._compat import HAS_ACTIVATION_CHECKPOINTING
-from hf_federated.testing import tiny_arguments, tiny_model
-from hf_federated.testing import tiny_dataset as rows
+from hf_federated.testing import tiny_arguments, tiny_dataset, tiny_model
 from hf_federated.testing.tiny import ROW_LENGTH, VOCAB_SIZE
 
 
 __all__ = ["ROW_LENGTH", "VOCAB_SIZE", "arguments", "rows", "tiny_model"]
+
+rows = functools.lru_cache(maxsize=256)(tiny_dataset)  # no test changes a data set in place
 
 
 def arguments(output_dir: str | os.PathLike[str], **kwargs: Any) -> TrainingArguments:

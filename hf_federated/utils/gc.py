@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+FEW_OBJECTS = 50_000
+
+
 @contextmanager
 def frozen_gc() -> Iterator[None]:
     """
@@ -15,13 +18,16 @@ def frozen_gc() -> Iterator[None]:
     The existing objects are mostly imported modules. A collection of a million objects takes half a second, which is
     longer than a short local training.
 
-    The context does nothing if the application has already frozen most of its objects with `gc.freeze()`, because
-    `gc.unfreeze()` would unfreeze these objects too.
+    The context does nothing if only few objects are not frozen, because a collection then takes milliseconds. It also
+    does nothing if the application has frozen most of its objects with `gc.freeze()`, because `gc.unfreeze()` would
+    unfreeze these objects too.
 
     Example:
 
     ```python
     >>> import gc
+
+    >>> import torch
     >>> from hf_federated.utils.gc import frozen_gc
     >>> gc.unfreeze()
     >>> with frozen_gc():
@@ -31,7 +37,8 @@ def frozen_gc() -> Iterator[None]:
     0
     ```
     """
-    if gc.get_freeze_count() > len(gc.get_objects()):
+    unfrozen = len(gc.get_objects())
+    if unfrozen < FEW_OBJECTS or gc.get_freeze_count() > unfrozen:  # The count of a million objects takes 0.1 s.
         yield
         return
     gc.collect()

@@ -47,6 +47,7 @@ def outcomes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("attack", [*UPDATE_ATTACKS, *STATE_ATTACKS], ids=lambda attack: attack.name)
+@pytest.mark.sampled(18)
 def test_attack_is_named_and_the_model_does_not_move(tmp_path, outcomes, attack, caplog):
     trainer, rejected = run(tmp_path, attack)
     failed, cooperative = outcomes

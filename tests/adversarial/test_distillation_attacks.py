@@ -63,6 +63,7 @@ def every_third(attacks: list[Attack]) -> list[Any]:
     ],
     ids=lambda attack: f"{attack.phase}-{attack.name}",
 )
+@pytest.mark.sampled(7)
 def test_attack_is_named_and_the_models_do_not_move(tmp_path, outcomes, attack, caplog):
     trainer, rejected = run(tmp_path, "dsfl", attack)
     reference = outcomes[attack.phase if attack.refused else "honest"]

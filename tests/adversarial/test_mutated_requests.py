@@ -86,6 +86,7 @@ def check_requests(directory: Path, method: str, number: int, seed: int) -> None
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.sampled(3)
 def test_client_answers_or_refuses_each_of_30_mutated_requests(tmp_path, method):
     check_requests(tmp_path, method, 30, seed=1)
 

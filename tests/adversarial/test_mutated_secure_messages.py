@@ -163,5 +163,6 @@ def check_requests(directory: Path, number: int, seed: int) -> int:
 
 
 @pytest.mark.parametrize(("number", "seed"), [(50, 1), pytest.param(4000, 49, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_client_answers_or_refuses_each_mutated_request(tmp_path, number, seed):
     assert check_requests(tmp_path, number, seed) > number / 3

@@ -401,6 +401,7 @@ def check_readers(cases: Mapping[str, Case], max_examples: int) -> None:
 
 
 @pytest.mark.parametrize("group", BUILDERS)
+@pytest.mark.sampled(4)
 def test_reader_returns_a_result_or_raises_value_error(group, cases):
     check_readers(cases(group), max_examples=25)
 

@@ -143,6 +143,7 @@ FAST = [
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in ATTACKS]
 )
+@pytest.mark.sampled(4)
 def test_attack_is_named_and_survived_with_a_shared_batch(name, honest_runs, tmp_path, log):
     check_attack(run_attack(name, "client_batch", tmp_path), honest_runs("client_batch"), log)
 

@@ -128,6 +128,7 @@ MU = 2.0
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.3])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.sampled(4)
 def test_clients_minimize_loss_and_proximal_term(tmp_path, optimizer, max_grad_norm, accumulation):
     result = federated(
         tmp_path,

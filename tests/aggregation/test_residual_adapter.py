@@ -322,6 +322,7 @@ def test_serialized_messages_change_no_byte(tmp_path, method):
 
 
 @methods
+@pytest.mark.sampled(1)
 def test_resumed_run_gives_identical_weights(tmp_path, method):
     whole, _ = train(tmp_path / "whole", method, model=half_model(), num_rounds=4, clients=FOUR)
     args = {"save_strategy": "steps", "save_steps": 2}

@@ -97,6 +97,7 @@ def test_search_recovers_more_tokens_than_nearest_states(generation, blocks):
 
 @GENERATIONS
 @pytest.mark.parametrize("tail_blocks", [1, 2])
+@pytest.mark.sampled(2)
 def test_all_targets_are_recovered_from_any_tail(generation, tail_blocks):
     victims = random_examples(generation)
     num_tokens = int(victims.scored.sum())

@@ -17,6 +17,7 @@ BATCH = examples(4, seed=3)
 
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("tail_blocks", [1, 2])
+@pytest.mark.sampled(4)
 def test_all_targets_are_recovered_from_any_tail(tail_blocks, name):
     for targets, num_targets in (("last", len(BATCH)), ("all", int(BATCH.attention_mask.sum()) - len(BATCH))):
         recovery = attack_targets(tiny(name), BATCH, tail_blocks, "float32", targets)

@@ -47,6 +47,7 @@ def attack(folder, federation=None, postprocessors=(), model=None, **arguments):
     ],
     ids=["adamw", "decay", "decay in bfloat16", "bfloat16", "decay and clipping", "sgd"],
 )
+@pytest.mark.sampled(3)
 def test_full_fine_tuning_names_the_exact_vocabulary(tmp_path, settings):
     result = attack(tmp_path, **settings)
     assert (result.metrics["precision"], result.metrics["recall"]) == (1.0, 1.0)

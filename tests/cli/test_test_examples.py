@@ -118,6 +118,7 @@ def test_single_file_has_the_test_examples_that_the_recipe_chooses(recipe, field
         ({"max_train_rows": 21, "max_test_rows": 5}, (21, 5), " of the split 'test', found in sites", ""),
     ],
 )
+@pytest.mark.sampled(6)
 def test_test_split_of_a_folder_is_used_and_named(recipe, is_partitioned, fields, sizes, source, note):
     write("sites", train=rows(40), validation=rows(8, start=40), test=rows(12, start=48))
     write("more", train=rows(20, start=60), test=rows(16, start=80))

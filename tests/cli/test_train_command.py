@@ -55,6 +55,7 @@ def test_train_writes_model_card_plots_results_and_prints_the_table(recipe_path,
     assert "\n".join(closing_table(results)) in table
 
 
+@pytest.mark.slow
 def test_federation_learns_a_label_that_depends_on_one_word(recipe_path):
     """Each client holds 4 examples. 12 rounds with 10 clients per round are sufficient."""
     recipe = load_recipe(
@@ -126,6 +127,7 @@ TASKS = {
 
 
 @pytest.mark.parametrize("task", TASKS)
+@pytest.mark.sampled(2)
 def test_each_task_trains_with_its_baselines(recipe_path, texts_dir, model_dir, tmp_path, capsys, task):
     overrides, metric = TASKS[task]
     if task == "seq2seq":

@@ -83,6 +83,7 @@ def train_federation(
 
 @pytest.mark.parametrize("optimizer_state", ["reset", "carry"])
 @pytest.mark.parametrize("other_clients", [["b"], ["d", "c", "b"]])
+@pytest.mark.sampled(2)
 def test_update_does_not_depend_on_other_clients(optimizer_state, other_clients) -> None:
     federation = {"aggregation": ConstantAggregation(), "client_optimizer_state": optimizer_state}
     all_clients, subset = UpdateRecorder(), UpdateRecorder()
@@ -267,6 +268,7 @@ def lora(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("aggregation", MARKED)
+@pytest.mark.sampled(3)
 def test_overwritten_local_weights_do_not_change_updates(aggregation) -> None:
     clean, overwritten = UpdateRecorder(), UpdateRecorder()
     federation = {"aggregation": aggregation, "aggregation_kwargs": KWARGS.get(aggregation, {})}
@@ -306,6 +308,7 @@ def test_clients_start_each_round_from_the_same_weights_and_end_with_different_o
 
 
 @pytest.mark.parametrize("aggregation", MARKED)
+@pytest.mark.sampled(3)
 def test_serialized_messages_give_the_same_result_as_direct_calls(aggregation) -> None:
     """Clients can then run on other machines."""
     kwargs = KWARGS.get(aggregation, {})

@@ -49,6 +49,7 @@ def peak_bytes(directory: Path, num_clients: int, aggregation: Aggregation) -> i
     [FedAvg(), pytest.param(FedProx(), marks=pytest.mark.slow), FedOpt("adam", server_lr=0.1)],
     ids=lambda a: a.name,
 )
+@pytest.mark.sampled(1)
 def test_memory_does_not_grow_with_the_number_of_clients(tmp_path, aggregation) -> None:
     with_few, with_many = (peak_bytes(tmp_path, num_clients, aggregation) for num_clients in (3, 24))
     model_bytes = sum(parameter.nbytes for parameter in tiny_model().parameters())
@@ -78,6 +79,7 @@ def test_memory_of_a_client_is_freed_before_the_next_client_trains(tmp_path) -> 
 
 
 @pytest.mark.usefixtures("nothing_is_frozen")
+@pytest.mark.slow
 def test_scaffold_keeps_one_control_variate_per_client(tmp_path) -> None:
     model_bytes = sum(parameter.nbytes for parameter in tiny_model().parameters())
     with_few, with_many = (peak_bytes(tmp_path, num_clients, Scaffold()) for num_clients in (3, 24))
@@ -106,6 +108,7 @@ class GarbageOfRound(FederatedCallback):
 @pytest.mark.usefixtures("nothing_is_frozen")
 @pytest.mark.parametrize("local_loop", ["auto", "trainer"])
 @pytest.mark.parametrize("aggregation", [FedAvg(), FedProx(), Scaffold()], ids=lambda each: each.name)
+@pytest.mark.sampled(3)
 def test_round_leaves_no_tensors_to_the_garbage_collection(tmp_path, aggregation, local_loop) -> None:
     garbage = GarbageOfRound()
     build_federation(

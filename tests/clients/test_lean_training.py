@@ -159,6 +159,7 @@ SLOW: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.sampled(3)
 def test_updates_states_and_weights_are_those_of_trainer(tmp_path, name):
     settings = {**FAST, **SLOW}[name]
     lean = train(tmp_path / "lean", "auto", settings)
@@ -214,6 +215,7 @@ def test_examples_that_a_transform_draws_are_read_anew(tmp_path):
     assert_same(lean, train(tmp_path / "trainer", "trainer", settings))
 
 
+@pytest.mark.slow
 def test_resumed_run_may_change_the_loop(tmp_path):
     settings = {"save_strategy": "epoch", "federation": {"client_optimizer_state": "carry", "local_steps": 2}}
     reference = train(tmp_path / "trainer", "trainer", settings)
@@ -350,6 +352,7 @@ CUSTOMIZED: dict[str, tuple[type[Trainer], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CUSTOMIZED)
+@pytest.mark.sampled(6)
 def test_customized_training_uses_the_loop_of_trainer(tmp_path, name):
     base, settings, reason = CUSTOMIZED[name]
     settings = {"federation": {}, "trainer": {}, **settings}

@@ -139,6 +139,7 @@ KEPT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("serialize", [False, True])
 @pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.sampled(5)
 def test_local_tensors_are_in_no_message(tmp_path, monkeypatch, kind, serialize) -> None:
     model, federation, names = KEPT[kind]
     messages: list[Message] = []

@@ -118,6 +118,7 @@ def build(
 @pytest.mark.parametrize(
     ("name", "local_steps", "accumulation"), [*((name, 3, 1) for name in SAMPLERS), ("own", 1, 1), ("own", 1, 2)]
 )
+@pytest.mark.sampled(4)
 def test_every_example_is_read_before_a_client_starts_again(tmp_path, name, local_steps, accumulation) -> None:
     num_batches = math.ceil(len(CLIENTS["north"]) / BATCH_SIZE)
     num_rounds = math.ceil(num_batches / (local_steps * accumulation))
@@ -141,6 +142,7 @@ def test_every_example_is_read_before_a_client_starts_again(tmp_path, name, loca
         *((name, 2, 3) for name in SAMPLERS if name != "default"),
     ],
 )
+@pytest.mark.sampled(4)
 def test_one_client_equals_the_plain_trainer(tmp_path, name, local_steps, accumulation) -> None:
     """The model has dropout, so a round must also leave the global generators as the plain trainer."""
     num_rounds = math.ceil(7 / local_steps)

@@ -112,6 +112,7 @@ def federated_batches(tmp_path: Any, stream: Any, num_rounds: int, **kwargs: Any
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.sampled(5)
 def test_rounds_over_one_stream_equal_the_plain_trainer(tmp_path, name, accumulation):
     """Seven rounds of two steps go through the stream of 22 examples more than twice."""
     options = {"gradient_accumulation_steps": accumulation}
@@ -205,6 +206,7 @@ def test_stream_of_datasets_is_not_read_again_if_its_state_is_exact():
         *(pytest.param("memory", name, marks=pytest.mark.slow) for name in ("shuffled", "torch", "torch with state")),
     ],
 )
+@pytest.mark.sampled(2)
 def test_resumed_run_reads_the_same_examples(tmp_path, name, client_store):
     def build(directory: Any, num_rounds: int) -> FederatedTrainer:
         return build_federation(

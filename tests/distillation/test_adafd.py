@@ -41,6 +41,7 @@ class RecordedMeanLosses(RecordedLosses):
 
 @pytest.mark.parametrize("accumulated", [1, 2, 4])
 @pytest.mark.parametrize("trainer_class", [RecordedLosses, RecordedMeanLosses])
+@pytest.mark.sampled(2)
 def test_min_epoch_loss_is_the_smallest_epoch_mean_of_the_round(tmp_path, trainer_class, accumulated):
     trainer_class.seen.clear()
     record, sizes = Recorder(), {"a": [4, 4, 2], "b": [4, 2]}

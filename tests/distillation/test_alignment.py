@@ -54,6 +54,7 @@ def examples(reverse: bool) -> FederatedDataset:
 
 
 @pytest.mark.parametrize("serialize", [False, True])
+@pytest.mark.sampled(1)
 def test_reversed_classes_of_a_client_give_the_same_server(tmp_path, serialize) -> None:
     """The order of the classes changes the rounding of the client's gradients only."""
     plain = distillation_trainer(tmp_path / "a", DSFL(), train_dataset=examples(False), client_model_init=client_model)
@@ -70,6 +71,7 @@ def test_reversed_classes_of_a_client_give_the_same_server(tmp_path, serialize) 
     torch.testing.assert_close(first.classifier.weight, second.classifier.weight.flip(0), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_without_the_alignment_the_server_learns_other_targets(tmp_path) -> None:
     plain = distillation_trainer(tmp_path / "a", DSFL(), train_dataset=examples(False), client_model_init=client_model)
     plain.train()

@@ -113,6 +113,7 @@ def tensor_bytes(trainer, messages, round, client_id, direction) -> int:
 
 
 @pytest.mark.parametrize(("method", "kwargs"), METHODS)
+@pytest.mark.sampled(6)
 def test_number_of_sent_values_matches_the_formulas(finished, method, kwargs):
     num_rounds = 1 if method == "fedkd" else NUM_ROUNDS
     trainer, record = finished(method, kwargs)
@@ -140,6 +141,7 @@ def largest_headers(record) -> dict[type[Message], tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize(("method", "kwargs"), METHODS)
+@pytest.mark.sampled(6)
 def test_headers_do_not_grow_with_examples_or_classes(finished, tmp_path, method, kwargs):
     """Headers cannot hold values that the formulas leave out."""
     _, record = finished(method, kwargs)
@@ -202,6 +204,7 @@ def test_feddrs_costs_the_same_as_fedavg_plus_a_label_histogram(tmp_path):
     ],
 )
 @pytest.mark.parametrize("method", ["dsfl", "fedid"])
+@pytest.mark.sampled(4)
 def test_compressed_predictions_have_the_size_that_the_codec_computes(tmp_path, method, prediction):
     trainer, record = trained(
         tmp_path,

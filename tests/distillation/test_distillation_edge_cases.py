@@ -161,6 +161,7 @@ ABSENT = object()
         for loss in (math.nan, math.inf, -0.5, ABSENT)
     ],
 )
+@pytest.mark.sampled(3)
 def test_client_with_an_invalid_loss_is_left_out_and_named(tmp_path, weighting, loss):
     kwargs = {"weighting": weighting, **({"generate": lambda prompt: "1, 1"} if weighting == "llm" else {})}
     record = ReplaceMetrics(min_epoch_loss=loss)
@@ -194,6 +195,7 @@ INVALID_COUNTS = [
 
 
 @pytest.mark.parametrize("counts", INVALID_COUNTS)
+@pytest.mark.sampled(4)
 def test_client_with_invalid_class_counts_is_left_out_and_named(tmp_path, counts):
     record = ReplaceMetrics(**counts)
     distillation_trainer(tmp_path, "fedkd", record=record).train()

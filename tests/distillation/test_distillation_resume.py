@@ -59,6 +59,7 @@ def without_timings(log):
 
 
 @pytest.mark.parametrize(("method", "kwargs"), CASES)
+@pytest.mark.sampled(3)
 def test_resume_after_kill_during_distillation_gives_identical_weights(tmp_path, method, kwargs):
     # Each round has a subset of the clients.
     federation = {"num_rounds": 3, "clients_per_round": 2, "client_optimizer_state": "carry", "local_epochs": 1}

@@ -109,6 +109,7 @@ class ReverseClients(FederatedCallback):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.sampled(3)
 def test_order_of_replies_does_not_change_the_result(tmp_path, method):
     forwards = distillation_trainer(tmp_path / "a", method, federation={"num_rounds": 1})
     backwards = distillation_trainer(tmp_path / "b", method, federation={"num_rounds": 1}, record=ReverseClients())
@@ -137,6 +138,7 @@ def test_server_labels_affect_clients_through_feedback_only(tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.sampled(3)
 def test_no_gradients_graphs_or_virtual_steps_remain(tmp_path, method):
     weights: dict[str, torch.Tensor] = {}
 
@@ -165,6 +167,7 @@ def test_no_gradients_graphs_or_virtual_steps_remain(tmp_path, method):
         ("feded", {"server_epochs": 2}),
     ],
 )
+@pytest.mark.sampled(2)
 def test_distillation_learning_rates_reach_zero_at_the_last_step(tmp_path, method, kwargs):
     trainer = distillation_trainer(tmp_path, method, kwargs)
     trainer.train()

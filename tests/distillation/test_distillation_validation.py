@@ -184,6 +184,7 @@ def test_resume_without_the_server_dataset_is_rejected(tmp_path):
 
 
 @pytest.mark.parametrize("argument", ["public_dataset", "server_dataset"])
+@pytest.mark.sampled(1)
 def test_resume_with_the_same_number_of_other_examples_is_rejected(tmp_path, argument):
     datasets = {"public_dataset": rows(10), "server_dataset": rows(6)}
     first = distillation_trainer(

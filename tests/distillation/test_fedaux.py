@@ -386,6 +386,7 @@ RANGE = r"a score is positive and at most 1 \(1 \+ `score_offset`\)"
         ({"certainty": torch.Tensor.double}, "'certainty' is torch.float64, expected torch.float32"),
     ],
 )
+@pytest.mark.sampled(4)
 def test_client_with_invalid_scores_is_left_out_and_the_round_continues(tmp_path, without_b, changes, words):
     rejected = RejectionRecorder()
     trainer = one_round_trainer(tmp_path, postprocessors=[ChangeExtra(**changes)])

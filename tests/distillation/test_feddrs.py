@@ -93,6 +93,7 @@ def test_post_only_equals_fedavg_until_the_last_round(tmp_path, sampling_calls):
 
 
 @pytest.mark.parametrize("clients_per_round", [3, 2])
+@pytest.mark.slow
 def test_post_only_stores_only_the_teachers_that_it_needs(tmp_path, clients_per_round):
     num_stored, num_seen, seen = [], [], set()
 
@@ -159,6 +160,7 @@ def default_model(tmp_path_factory):
         {"initialization": "gaussian"},
     ],
 )
+@pytest.mark.sampled(2)
 def test_sampling_settings_train_different_models(tmp_path, default_model, settings):
     trainer = feddrs_trainer(tmp_path, **settings)
     trainer.train()
@@ -227,6 +229,7 @@ def t5_trainer(tmp_path, callbacks=(), federation=None, sizes=(8, 6), **kwargs):
     return trainer
 
 
+@pytest.mark.slow
 def test_shared_t5_embeddings_ignore_outdated_updates_of_the_first_round(tmp_path, monkeypatch):
     monkeypatch.setattr(PseudoSampler, "learn", lambda self, samples, seed: 0.0)
     # The cohorts are b and c, then twice a and b. The final mean includes the first update of c.
@@ -272,6 +275,7 @@ def test_label_outside_label_texts_raises_an_error_that_names_the_row(tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
 def test_teachers_of_an_adapter_share_the_base_model(tmp_path):
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
     teachers = Teachers(model, "adapter", MemoryStore())
@@ -382,6 +386,7 @@ def test_samples_keep_logits_of_labeled_tokens_only(t5_with_samples):
 
 
 @pytest.mark.parametrize("clients_per_round", [pytest.param(3, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
 def test_resume_gives_identical_weights(tmp_path, clients_per_round):
     federation = {"num_rounds": 4, "clients_per_round": clients_per_round, "federation_seed": 0}
     settings = {"federation": federation, "args": {"save_strategy": "steps"}, "server_lr": 1e-3}

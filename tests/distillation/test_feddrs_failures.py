@@ -41,6 +41,7 @@ class OverflowingClients(FederatedCallback):
 
 
 @pytest.mark.parametrize("post_only", [False, True])
+@pytest.mark.sampled(1)
 def test_teacher_with_nan_is_left_out_and_named_and_excluded_from_the_final_mean(tmp_path, post_only):
     # The cohorts are a, b and c, then d, e and f.
     federation = {"num_rounds": 2, "clients_per_round": 3, "federation_seed": 38}
@@ -127,6 +128,7 @@ INVALID_HISTOGRAMS = [
         *(pytest.param(*histogram, True, marks=pytest.mark.slow) for histogram in INVALID_HISTOGRAMS[1:]),
     ],
 )
+@pytest.mark.sampled(2)
 def test_client_with_an_invalid_histogram_is_left_out_and_named(tmp_path, classes, message, post_only):
     miscount = ReplaceHistogram(classes)
     trainer = feddrs_trainer(tmp_path, callbacks=[miscount], federation={"num_rounds": 1}, post_only=post_only)

@@ -290,6 +290,7 @@ def test_numbers_of_a_generating_model_are_used():
     assert not weigh.fell_back
 
 
+@pytest.mark.slow
 def test_adafd_loads_a_named_model_once(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     language_model().save_pretrained(folder)

@@ -52,6 +52,7 @@ def test_method_list_covers_all_distillations():
 
 
 @pytest.mark.parametrize(("method", "kwargs"), METHODS)
+@pytest.mark.sampled(6)
 def test_training_through_serialized_messages_gives_identical_results(finished, tmp_path, method, kwargs):
     objects, _ = finished(method, kwargs)
     through_bytes = distillation_trainer(tmp_path, method, kwargs, record=Recorder(serialize=True))
@@ -67,6 +68,7 @@ def test_training_through_serialized_messages_gives_identical_results(finished, 
     ("method", "kwargs", "store"),
     [("fedid", {}, "memory"), ("fedid", {}, "disk"), ("adafd", {}, "disk"), ("feded", {}, "memory")],
 )
+@pytest.mark.sampled(2)
 def test_limit_on_resident_clients_does_not_change_the_result(finished, tmp_path, method, kwargs, store):
     resident, _ = finished(method, kwargs)
     federation = {"max_resident_clients": 1, "client_store": store}
@@ -352,6 +354,7 @@ def test_each_mini_batch_has_its_own_labeled_examples_and_label_seed(tmp_path):
         for prediction in ({"prediction_dtype": "float16"}, {"prediction_dtype": "int8"}, {"top_k": 1})
     ],
 )
+@pytest.mark.sampled(3)
 def test_methods_train_with_compressed_predictions(finished, tmp_path, method, prediction):
     _, uncompressed = finished(method, num_rounds=1)
     compressed = Recorder(serialize=True)

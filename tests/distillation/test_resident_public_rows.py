@@ -103,6 +103,7 @@ def check_bit_identity(tmp_path: Any, build: Any, method: str, kwargs: dict[str,
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sampled(4)
 def test_kept_rows_do_not_change_a_bit(tmp_path, case):
     build, method, kwargs, settings = CASES[case]
     check_bit_identity(tmp_path, build, method, kwargs, dict(settings))

@@ -145,6 +145,7 @@ def test_no_samples_and_no_steps():
     assert torch.equal(descend(start, Counted(CURVATURES), 0, 0.1), start)
 
 
+@pytest.mark.slow
 def test_feddrs_makes_nearly_the_same_samples_with_growing_steps(tmp_path):
     """The samples start equally, and their losses by the clients' models end equally, with a fifth of the passes."""
     samples, passes = {}, {}

@@ -270,6 +270,7 @@ def kept_words(limits):
     "limits", [{"words": 16, "letters": 7}, {"words": 3, "letters": 16}, {"words": 3, "letters": 5}]
 )
 @pytest.mark.parametrize(("method", "kwargs"), [("dsfl", {}), ("fedid", {"feedback": "none"})])
+@pytest.mark.sampled(3)
 def test_only_words_that_all_tokenizers_keep_are_distilled(tmp_path, method, kwargs, limits):
     by_words, by_letters = kept_words(limits)
     both = by_words & by_letters

@@ -120,6 +120,7 @@ def logged(trainer, name):
         ("fedid", {"feedback": "none"}),
     ],
 )
+@pytest.mark.sampled(3)
 def test_predictions_are_sent_as_the_top_k_tokens(tmp_path, monkeypatch, method, kwargs):
     monkeypatch.setattr(lazy_rows, "BLOCK_SIZE", 3)
     record = Recorder(serialize=True)

@@ -41,6 +41,7 @@ def trials(rank_worker, tmp_path_factory):
 
 @pytest.mark.parametrize("engine", OTHER_ENGINES)
 @pytest.mark.parametrize("name", MARKED_SCENARIOS)
+@pytest.mark.sampled(6)
 def test_every_engine_gives_the_same_bytes(trials, name, engine):
     assert not find_rank_difference(engine)(trials(name))
 

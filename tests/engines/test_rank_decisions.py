@@ -23,6 +23,7 @@ from hf_federated.trainer.checkpoint import list_checkpoints
         ("one process evaluates", 3, [1, 2, 3]),
     ],
 )
+@pytest.mark.sampled(2)
 def test_decision_of_one_process_applies_to_all_processes(
     launch, tmp_path: Path, decision: str, num_rounds: int, checkpoints: list[int]
 ) -> None:

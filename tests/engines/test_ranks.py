@@ -60,6 +60,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize(("scenario", "world_size"), RUNS)
+@pytest.mark.sampled(3)
 def test_model_and_logs_are_identical_over_any_number_of_processes(finished, scenario: str, world_size: int) -> None:
     single, several = finished(scenario, 1), finished(scenario, world_size)
     expected = notes(single)
@@ -104,6 +105,7 @@ def test_clients_have_the_same_gradient_scalers_over_any_number_of_processes(fin
         ),
     ],
 )
+@pytest.mark.sampled(1)
 def test_private_client_models_are_identical_over_any_number_of_processes(
     finished, scenario: str, world_size: int
 ) -> None:
@@ -125,6 +127,7 @@ def state_files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in files}
 
 
+@pytest.mark.slow
 def test_checkpoint_contains_the_same_teachers_over_any_number_of_processes(finished) -> None:
     single, several = state_files(finished("feddrs", 1)), state_files(finished("feddrs", 3))
     assert len(single) > 2 and single == several

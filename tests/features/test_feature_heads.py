@@ -92,6 +92,7 @@ def test_secure_sums_of_a_head_equal_the_plain_average(tmp_path):
     [pair for pair in METHODS if pair[0] != "feddrs"],
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
+@pytest.mark.sampled(8)
 def test_distillation_trains_heads_on_public_features(method, kwargs, tmp_path):
     own = {} if method in SHARED_MODEL else {"a": ClientSpec(model=head((3,), 1)), "b": ClientSpec(model=head((), 2))}
     federation = {"distillation": method, "distillation_kwargs": {"server_epochs": 2, **kwargs}, "local_epochs": 2}

@@ -99,6 +99,7 @@ def test_second_writer_waits_and_computes_nothing(tmp_path):
     assert second.calls == [] and len(list(tmp_path.glob("*.rows.npy"))) == 1
 
 
+@pytest.mark.slow
 def test_killed_writer_leaves_a_store_that_works(tmp_path):
     code = (
         "import os, numpy as np, pathlib; from hf_federated.features import FeatureStore, row_key\n"

@@ -59,6 +59,7 @@ def difference(a: FederatedTrainer, b: FederatedTrainer) -> float:
 
 @pytest.mark.parametrize("aggregation", ["fedavg", "scaffold", "fedopt"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.sampled(3)
 def test_half_precision_halves_the_bytes_in_both_directions(tmp_path, dtype, aggregation) -> None:
     recorder = SumDtypeRecorder()
     options = {"aggregation": aggregation, "args": {"optim": "sgd"}}

@@ -46,6 +46,7 @@ def losses(number: int):
 @pytest.mark.parametrize(
     ("cls", "threshold"), [(SecAgg, 2), (SecAgg, 3), (SecAggPlus, 2), (LightSecAgg, 2), (LightSecAgg, 3)]
 )
+@pytest.mark.sampled(3)
 def test_sum_is_exact_for_each_set_of_lost_clients_in_each_phase(cls, threshold):
     for lost in losses(3):
         check_sum(cls(threshold=threshold, min_survivors=2), 3, lost)

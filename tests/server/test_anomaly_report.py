@@ -139,6 +139,7 @@ def test_clients_that_keep_their_parameters_are_refused(tmp_path):
 # ---- Sketch
 
 
+@pytest.mark.slow
 def test_error_of_the_cosine_is_within_its_stated_deviation():
     """1021 numbers: a standard deviation of at most 0.044 for any two spread changes."""
     generator = torch.Generator().manual_seed(0)

@@ -321,6 +321,7 @@ def run(directory, engine=None, clients=CLIENTS, training=None, **federation):
 
 @pytest.mark.parametrize("client_id", ["a", "c", "e"])
 @pytest.mark.parametrize("attack", [{"value": 1e30}, {"value": 1e2}, {"factor": 300.0}, {"factor": -300.0}], ids=str)
+@pytest.mark.sampled(6)
 def test_huge_update_is_rejected_by_name_and_honest_clients_go_on(tmp_path, client_id, attack, caplog):
     trainer, rejected = run(tmp_path, Scaling(client_id, **attack))
     assert [list(reasons) for reasons in rejected] == [[client_id]] * 3

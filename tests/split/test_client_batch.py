@@ -69,6 +69,7 @@ def count_targets(inputs: dict[str, torch.Tensor], name: str = "llama") -> int:
         ("gpt2", "packed"),
     ],
 )
+@pytest.mark.sampled(12)
 def test_server_step_equals_one_step_over_all_clients_batches(name, padding, num_clients):
     full_model, clients, runner = create_clients(name, num_clients)
     inputs = {client_id: client_inputs(int(client_id), padding) for client_id in clients}

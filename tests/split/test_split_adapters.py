@@ -78,6 +78,7 @@ def create_adapted(name: str, config: PeftConfig) -> tuple[SplitModel, PeftModel
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("name", [*FAMILIES, *slow(MORE_DECODERS)])
+@pytest.mark.sampled(9)
 def test_logits_and_gradients_match_peft_on_the_full_model(name, kind):
     if kind == "prefix" and name in NO_PREFIX:
         pytest.skip("PEFT does not support prefixes of this model.")

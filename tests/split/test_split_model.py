@@ -49,6 +49,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "cut"), DECODERS_AND_CUTS, ids=str)
+@pytest.mark.sampled(32)
 def test_logits_loss_and_gradients_match_the_full_model(name, cut):
     full_model = decoder(name)
     split = SplitModel.from_model(full_model, *cut)

@@ -36,6 +36,7 @@ def config_of(strategy, **changes):
     ],
     ids=[*STRATEGIES, "client_batch-all", "client_batch-tied", "serial-averaged", "serial-int4", "client_batch-topk"],
 )
+@pytest.mark.sampled(4)
 def test_networked_run_gives_identical_weights_to_run_in_one_process(split, adapter, tied, tmp_path):
     clients = clients_of(5, 3, 4)
     changes = {"num_train_epochs": 2, "max_grad_norm": 0.3, "warmup_steps": 1}
@@ -261,6 +262,7 @@ def test_serial_clients_cannot_evaluate_during_training(tmp_path):
     [((4, 4), 1, {"eval_strategy": "steps", "eval_steps": 1}), ((5, 3, 4), 3, {"eval_strategy": "epoch"})],
     ids=["steps", "epoch"],
 )
+@pytest.mark.sampled(2)
 def test_evaluation_during_networked_run_equals_evaluation_in_one_process(
     strategy, sizes, average_every, changes, tmp_path
 ):

@@ -54,6 +54,7 @@ def values_of(party: Party) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("strategy", "encryption"), [(strategy, False) for strategy in STRATEGIES] + [("client_batch", True)]
 )
+@pytest.mark.sampled(4)
 def test_single_client_gives_weights_of_unsplit_model(strategy, encryption, tied, tmp_path):
     changes = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     plain = Trainer(whole_model(tie_word_embeddings=tied), arguments(tmp_path, **changes), train_dataset=rows_of(0, 7))

@@ -125,6 +125,7 @@ def assert_same_training(split: Any, plain: Any, directory) -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
+@pytest.mark.sampled(6)
 def test_single_client_trains_as_plain_sft_trainer(create_model, changes, tmp_path):
     eval_rows = texts("north", 5) if "eval_strategy" in changes else None
     plain, split = (

@@ -79,6 +79,7 @@ def assert_same_training(plain, split, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("schedule", [schedule for schedule in SchedulerType if schedule not in UNSUPPORTED_SCHEDULES])
+@pytest.mark.sampled(4)
 def test_every_schedule_is_that_of_trainer(schedule, tmp_path):
     changes = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": SCHEDULES.get(schedule.value), "warmup_steps": 2}
     plain, split = train_both(tmp_path, gradient_accumulation_steps=2, **changes)

@@ -53,6 +53,7 @@ def trials(rank_worker, tmp_path):
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.sampled(7)
 def test_check_finds_its_fault(trials, name):
     check_name, problem = FAULTS[name]
     (check,) = (check for check in CHECKS if check.name == check_name)

@@ -76,6 +76,7 @@ def train_one_client(directory: Path, optimizers: Any, recorder: RateRecorder, *
 
 
 @pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.sampled(4)
 def test_one_client_equals_plain_trainer_with_the_built_objects(tmp_path, pair) -> None:
     build_optimizer, build_scheduler = PAIRS[pair]
     model = tiny_model()

@@ -151,6 +151,7 @@ def check_killed_run(
 
 
 @pytest.mark.parametrize(("scenario", "moment"), QUICK)
+@pytest.mark.sampled(3)
 def test_resume_after_kill_gives_identical_files(run, uninterrupted, tmp_path, scenario, moment) -> None:
     check_killed_run(run, uninterrupted, tmp_path, scenario, moment)
 

@@ -17,6 +17,7 @@ from hf_federated.data import PerClassDirichletPartitioner
 from hf_federated.data.partitioners import per_class
 
 
+@pytest.mark.slow
 def test_class_shares_have_the_mean_and_variance_of_the_dirichlet_distribution():
     labels = [0] * 600 + [1] * 400
     num_clients, alpha, num_seeds = 4, 2.0, 800

@@ -62,6 +62,7 @@ def saved_figures(monkeypatch) -> list:
 
 
 @pytest.mark.parametrize(("num_clients", "num_labels"), [(1, 1), (5, 2), (5, 300), (30, 50), (500, 2), (500, 50)])
+@pytest.mark.sampled(3)
 def test_plot_label_shares_of_any_size(tmp_path, num_clients, num_labels):
     path = tmp_path / "labels.png"
     with warnings.catch_warnings():
@@ -71,6 +72,7 @@ def test_plot_label_shares_of_any_size(tmp_path, num_clients, num_labels):
 
 
 @pytest.mark.parametrize("num_clients", [1, 5, 30, 31, 500])
+@pytest.mark.sampled(3)
 def test_plot_divergence_of_any_size(tmp_path, num_clients):
     path = tmp_path / "divergence.png"
     counts = random_counts(num_clients, 4)
@@ -90,6 +92,7 @@ def test_plot_sizes_of_any_number_of_clients(tmp_path, sizes):
 
 
 @pytest.mark.parametrize("num_clients", [1, 5, 7, 8, 500])
+@pytest.mark.sampled(3)
 def test_plot_text_map_of_any_number_of_clients(tmp_path, num_clients):
     path = tmp_path / "words.png"
     plot_text_map(text_clients(num_clients), path)

@@ -66,6 +66,7 @@ def test_load_dataset_reads_the_saved_folder(clients, tmp_path):
         assert client[:] == clients[client_id][:]
 
 
+@pytest.mark.slow
 def test_more_than_a_thousand_clients_give_one_configuration_and_a_warning(tmp_path, caplog):
     numbers = Dataset.from_dict({"n": list(range(1001))})
     FederatedDataset.from_dataset(numbers, IidPartitioner(1001)).save_to_disk(tmp_path / "many")

@@ -77,6 +77,7 @@ def compare_with_run(trainer: FederatedTrainer) -> Ledger:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.sampled(3)
 def test_bytes_of_every_method_are_those_of_a_run(tmp_path, name):
     compare_with_run(build_scenario(name, tmp_path))
 
@@ -167,6 +168,7 @@ SLOW_VARIANTS = ("accumulation", "balance", "clipping", "steps of the user", "4 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_VARIANTS else []) for name in VARIANTS]
 )
+@pytest.mark.sampled(4)
 def test_bytes_depend_on_the_settings_as_in_a_run(tmp_path, name):
     compare_with_run(build_federation(tmp_path, CLIENTS, **VARIANTS[name]))
 

@@ -126,6 +126,7 @@ def test_benchmark_runs_are_valid_at_every_scale(path, scale):
     [pytest.param(path, marks=pytest.mark.slow if path.stem in SIMILAR else ()) for path in COMMANDS["benchmark"]],
     ids=lambda path: path.stem,
 )
+@pytest.mark.sampled(18)
 def test_benchmark_recipes_run_one_round_on_a_tiny_model(
     path, model_dir, texts_dir, superglue_dir, llama_dir, cloze_dir, phrases_dir, tmp_path
 ):
