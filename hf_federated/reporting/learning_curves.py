@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -203,7 +204,7 @@ def _distinct(names: Iterable[str], maximum: int, noun: str) -> list[str]:
 
 def _format_axis(axis: Axes, panel: CurvePanel) -> None:
     use_integer_ticks(axis.xaxis)
-    axis.set_title(display_name(panel.title, max_length=60), fontsize=10)
+    axis.set_title(textwrap.fill(display_name(panel.title, max_length=120), width=60), fontsize=10)
     axis.set_xlabel(panel.step_name)
     axis.set_ylabel(display_name(panel.metric.replace("_", " ")))
     axis.grid(axis="y", color="#dddddd", linewidth=0.8)

@@ -119,6 +119,16 @@ def test_run_has_the_same_color_in_all_panels(monkeypatch, tmp_path):
     assert len({line.get_color() for line in [*left.lines, *right.lines]}) == 3
 
 
+def test_long_title_is_complete_on_two_lines_within_the_picture(monkeypatch, tmp_path):
+    title = "Methods for LoRA factors: the pooler of MiniLM on 20 Newsgroups (α = 1)"
+    figure = draw(monkeypatch, tmp_path, [panel(1, title=title)])
+    (axis,) = figure.axes
+    assert axis.get_title().split() == title.split() and axis.get_title().count("\n") == 1
+    figure.draw_without_rendering()
+    box = axis.title.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height
+
+
 def test_names_are_not_drawn_as_formulas(monkeypatch, tmp_path):
     figure = draw(monkeypatch, tmp_path, [CurvePanel("$x^$", "$m^$", {"_a$^$": [{1: 0.5}]}, {"\\frac{": [0.1]})])
     assert len(figure.legends[0].get_texts()) == 2
