@@ -104,7 +104,7 @@ class AlgorithmNames:
         """
         self.check(name)
         if name in self.built_in:
-            self._warn_if_published(name)
+            _warn_if_published(self.group, self.field, name, self.built_in[name])
             return import_reference(self.built_in[name])
         found = self._import(name, base) if REFERENCE.fullmatch(name) else self._load_entry_point(name)
         if not (isinstance(found, type) and issubclass(found, base)):
@@ -151,20 +151,7 @@ class AlgorithmNames:
 
     def entry_points(self) -> dict[str, importlib.metadata.EntryPoint]:
         """The entry points that installed packages publish, by name."""
-        return {item.name: item for item in importlib.metadata.entry_points(group=self.group)}
-
-    def _warn_if_published(self, name: str) -> None:
-        published = self.entry_points().get(name)
-        if published is None or published.value == self.built_in[name]:
-            return
-        # Importing transformers takes longer than checking a name.
-        from transformers.utils import logging
-
-        logging.get_logger(__name__).warning_once(
-            f"{self.field}={name!r} is the built-in algorithm. An installed package publishes {published.value} under "
-            f"the same name in the group {self.group}. Set {self.field}={published.value!r} to use the class of the "
-            "package."
-        )
+        return _entry_points(self.group)
 
     def _load_entry_point(self, name: str) -> Any:
         published = self.entry_points()[name]
@@ -197,6 +184,24 @@ class AlgorithmNames:
             raise ValueError(
                 f"{given}, but the module {module_name!r} ({path}) has no class {class_name!r}. {known}".rstrip()
             ) from error
+
+
+def _entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
+    return {item.name: item for item in importlib.metadata.entry_points(group=group)}
+
+
+@functools.cache  # one warning, and one reading of the entry points, which takes longer than building an algorithm
+def _warn_if_published(group: str, field: str, name: str, built_in: str) -> None:
+    published = _entry_points(group).get(name)
+    if published is None or published.value == built_in:
+        return
+    # Importing transformers takes longer than checking a name.
+    from transformers.utils import logging
+
+    logging.get_logger(__name__).warning(
+        f"{field}={name!r} is the built-in algorithm. An installed package publishes {published.value} under the same name"
+        f" in the group {group}. Set {field}={published.value!r} to use the class of the package."
+    )
 
 
 def import_reference(reference: str) -> Any:
