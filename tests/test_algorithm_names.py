@@ -286,7 +286,7 @@ def test_built_in_name_has_precedence_over_an_entry_point_with_a_warning(own_mod
     messages: list[str] = []
     logger = logging.get_logger("hf_federated.utils.algorithm_names")
     monkeypatch.setattr(logger, "warning", lambda message, *args, **kwargs: messages.append(message))
-    algorithm_names._warn_if_published.cache_clear()
+    algorithm_names.warn_if_published.cache_clear()
     assert type(build_aggregation("fedavg")) is FedAvg
     assert type(build_aggregation("fedavg")) is FedAvg and len(messages) == 1
     assert re.search(rf"'fedavg' is the built-in algorithm.*{own_module}:Halfway.*same name", messages[0])

@@ -104,7 +104,7 @@ class AlgorithmNames:
         """
         self.check(name)
         if name in self.built_in:
-            _warn_if_published(self.group, self.field, name, self.built_in[name])
+            warn_if_published(self.group, self.field, name, self.built_in[name])
             return import_reference(self.built_in[name])
         found = self._import(name, base) if REFERENCE.fullmatch(name) else self._load_entry_point(name)
         if not (isinstance(found, type) and issubclass(found, base)):
@@ -190,8 +190,17 @@ def _entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
     return {item.name: item for item in importlib.metadata.entry_points(group=group)}
 
 
-@functools.cache  # one warning, and one reading of the entry points, which takes longer than building an algorithm
-def _warn_if_published(group: str, field: str, name: str, built_in: str) -> None:
+@functools.cache
+def warn_if_published(group: str, field: str, name: str, built_in: str) -> None:
+    """
+    Log a warning, once for each name, if an installed package publishes another class under a built-in name.
+
+    Args:
+        group (`str`): The group of entry points.
+        field (`str`): The field of [`FederatedConfig`] that contains the name.
+        name (`str`): The built-in name.
+        built_in (`str`): The reference to the built-in class.
+    """
     published = _entry_points(group).get(name)
     if published is None or published.value == built_in:
         return
@@ -199,8 +208,8 @@ def _warn_if_published(group: str, field: str, name: str, built_in: str) -> None
     from transformers.utils import logging
 
     logging.get_logger(__name__).warning(
-        f"{field}={name!r} is the built-in algorithm. An installed package publishes {published.value} under the same name"
-        f" in the group {group}. Set {field}={published.value!r} to use the class of the package."
+        f"{field}={name!r} is the built-in algorithm. An installed package publishes {published.value} under the same"
+        f" name in the group {group}. Set {field}={published.value!r} to use the class of the package."
     )
 
 
