@@ -123,7 +123,7 @@ def inexactness(updates: UpdateCollection, pair: FactorPair) -> float:
         change_norm = product_norm(torch.cat([*lefts, left], 1), torch.cat([*rights, right]))
     else:
         error_norm, change_norm = float(error.norm()), float(error.addmm_(left, right).norm())
-    return error_norm / change_norm if error_norm and len(weights) > 1 else 0.0
+    return error_norm / change_norm if change_norm and len(weights) > 1 else 0.0
 
 
 def product_norm(left: torch.Tensor, right: torch.Tensor) -> float:

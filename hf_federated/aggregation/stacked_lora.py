@@ -286,7 +286,7 @@ class StackedLora(BaseChangesAggregation):
         kept[min(len(a) if self.rank is None else self.rank, num_kept(s, self.energy)) :] = 0
         factors = pair_with_product(pair, updates.reference, u[:, : len(a)], kept[: len(a)], v[:, : len(a)])
         error = float((s - kept).norm())
-        return factors, error / change if error else 0.0
+        return factors, error / change if change else 0.0  # The norm of a change of rounding errors can be 0.
 
 
 def svd_of_mean(updates: UpdateCollection, pair: FactorPair) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:

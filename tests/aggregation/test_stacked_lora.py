@@ -62,6 +62,16 @@ def test_logged_truncation_equals_the_definition(size):
     assert error > 0.1
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_clients_that_change_nothing_give_a_finite_truncation(seed):
+    """As clients whose gradients are zero. The norm of their change consists of rounding errors, and can be 0."""
+    before = random_state(seed, size=SIZES["stacked"])
+    method = StackedLora()
+    found = run(method, before, {name: copy.deepcopy(before) for name in ("a", "b")})
+    np.testing.assert_allclose(product(found), product(before), rtol=0, atol=1e-12)
+    assert np.isfinite(list(method.truncation.values())).all()
+
+
 def test_a_rank_that_is_the_sum_of_the_ranks_loses_nothing():
     """The clients have rank 2 in factors of rank 6, whose other rows and columns are zero."""
     size, wide = (20, 18), 3 * RANK
