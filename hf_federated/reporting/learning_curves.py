@@ -28,6 +28,7 @@ MAX_CURVES = len(CURVE_COLORS) * len(CURVE_DASHES)
 REFERENCE_STYLES = (("#000000", (5, 2)), ("#777777", (2, 1.5)), ("#000000", (1, 3)), ("#777777", (8, 2, 1, 2)))
 MAX_REFERENCES = len(REFERENCE_STYLES)
 # A baseline that is farther from the curves than this multiple of their range would press them into one line.
+MAX_TITLE_WIDTH = 60  # characters of a line
 MAX_REACH = 25
 # Rounds, means over seeds, and the minima and maxima if there are several seeds.
 Curve: TypeAlias = tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]
@@ -202,9 +203,16 @@ def _distinct(names: Iterable[str], maximum: int, noun: str) -> list[str]:
     return distinct
 
 
+def _wrap(title: str) -> str:
+    """Distribute a title over lines of about the same length."""
+    num_lines = -(-len(title) // MAX_TITLE_WIDTH)
+    width = len(title) if num_lines < 2 else len(title) // num_lines + 10
+    return textwrap.fill(title, width=max(width, 1))
+
+
 def _format_axis(axis: Axes, panel: CurvePanel) -> None:
     use_integer_ticks(axis.xaxis)
-    axis.set_title(textwrap.fill(display_name(panel.title, max_length=120), width=60), fontsize=10)
+    axis.set_title(_wrap(display_name(panel.title, max_length=120)), fontsize=10)
     axis.set_xlabel(panel.step_name)
     axis.set_ylabel(display_name(panel.metric.replace("_", " ")))
     axis.grid(axis="y", color="#dddddd", linewidth=0.8)
