@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-FEW_OBJECTS = 50_000  # A collection of so many objects takes milliseconds.
+FEW_OBJECTS = 50_000  # A collection of this number of objects takes milliseconds.
 
 
 @contextmanager
