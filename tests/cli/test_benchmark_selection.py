@@ -125,6 +125,27 @@ def test_lower_metric_is_chosen_if_lower_is_better(benchmark, section):
     ]
 
 
+@pytest.mark.parametrize(
+    ("rates", "edge"),
+    [
+        (RATES, None),
+        ([0.2, 0.4, 0.8], "FedAvg (learning_rate)"),
+        ([0.4, 0.1, 0.2], "FedOpt (learning_rate)"),
+        ([0.2, 0.4], "FedAvg (learning_rate), FedOpt (learning_rate)"),
+        ([0.4], None),
+    ],
+)
+def test_report_names_chosen_values_at_the_edge_of_the_trials(benchmark, rates, edge):
+    benchmark({"benchmark": {"sweep": {"training.learning_rate": rates}}})
+    sentences = [line for line in benchmark.report.splitlines() if line.startswith("The chosen value is the smallest")]
+    assert [line.partition(" for ")[2].partition(". ")[0] for line in sentences] == ([] if edge is None else [edge])
+
+
+def test_values_without_order_have_no_edge(benchmark):
+    benchmark({"benchmark": {"sweep": {"training.optim": ["adamw_torch", "sgd"], "training.bf16": [True, False]}}})
+    assert "### Selection" in benchmark.report and "The chosen value is the smallest" not in benchmark.report
+
+
 def test_negative_scores_keep_their_sign(benchmark):
     benchmark({"benchmark": {"select": {"metric": "loss", "seeds": [0]}}})
     assert "| FedAvg, learning_rate=0.2 |         -1.0000 | yes    |" in benchmark.report

@@ -204,7 +204,26 @@ def selection_report(section: BenchmarkSection, records: Sequence[Record]) -> li
         f" under {plural(len(trials.seeds), 'seed')} ({', '.join(map(str, trials.seeds))}). No trial read a test"
         " example."
     )
-    return ["### Selection", text, markdown_table(["trial", f"validation {metric}", "chosen"], rows, {0, 2})]
+    report = ["### Selection", text, markdown_table(["trial", f"validation {metric}", "chosen"], rows, {0, 2})]
+    at_edge = {run: _fields_at_edge(section, trial) for run, trial in chosen.items()}
+    listed = ", ".join(f"{run} ({', '.join(fields)})" for run, fields in at_edge.items() if fields)
+    if listed:
+        report.append(
+            f"The chosen value is the smallest or the largest of the trials for {listed}. A better value can be"
+            " outside the trials."
+        )
+    return report
+
+
+def _fields_at_edge(section: BenchmarkSection, chosen: Trial) -> list[str]:
+    """The last names of the fields whose chosen number is the smallest or the largest one of the run's trials."""
+    fields = []
+    for field, value in chosen.setting.items():
+        tried = {trial.setting[field] for trial in _tuned(section) if trial.run == chosen.run}
+        are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in tried)
+        if are_numbers and len(tried) > 1 and value in (min(tried), max(tried)):
+            fields.append(field.rpartition(".")[2])
+    return fields
 
 
 def _tuned(section: BenchmarkSection) -> list[Trial]:
