@@ -27,8 +27,10 @@ MAX_CURVES = len(CURVE_COLORS) * len(CURVE_DASHES)
 # Grays and dashes of the baselines. A dash pattern lists the lengths of dashes and gaps, in line widths.
 REFERENCE_STYLES = (("#000000", (5, 2)), ("#777777", (2, 1.5)), ("#000000", (1, 3)), ("#777777", (8, 2, 1, 2)))
 MAX_REFERENCES = len(REFERENCE_STYLES)
-# A baseline that is farther from the curves than this multiple of their range would press them into one line.
 MAX_TITLE_WIDTH = 60  # characters of a line
+MAX_LABEL_LENGTH = 50  # characters of an entry of the legend
+LABEL_SIZE = 9  # points
+# A baseline that is farther from the curves than this multiple of their range would press them into one line.
 MAX_REACH = 25
 # Rounds, means over seeds, and the minima and maxima if there are several seeds.
 Curve: TypeAlias = tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray] | None]
@@ -111,10 +113,10 @@ def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[s
     styles = _curve_styles(name for _, curves, _ in drawn for name in curves)
     reference_styles = _reference_styles(name for _, _, references in drawn for name in references)
     names = [*styles, *reference_styles]
-    figure, axes, legend_columns = _create_panels(len(drawn), len(names))
+    labels = {name: display_name(name, MAX_LABEL_LENGTH) for name in names}
+    figure, axes, legend_columns = _create_panels(len(drawn), list(labels.values()))
     lines: dict[str, Any] = {}
     reference_lines: dict[str, Any] = {}
-    labels = {name: display_name(name) for name in names}
     for axis, (panel, curves, references) in zip(axes, drawn, strict=True):
         _format_axis(axis, panel)
         for name, values in references.items():
@@ -131,18 +133,21 @@ def plot_learning_curves(panels: Sequence[CurvePanel], path: str | os.PathLike[s
         ncols=legend_columns,
         handlelength=3.2,
         frameon=False,
-        fontsize=9,
+        fontsize=LABEL_SIZE,
     )
     figure.savefig(path, dpi=130)
 
 
-def _create_panels(number: int, num_names: int) -> tuple[Figure, list[Axes], int]:
+def _create_panels(number: int, labels: Sequence[str]) -> tuple[Figure, list[Axes], int]:
     """Create a grid of axes, with space for a legend. Also return the number of columns of the legend."""
+    from matplotlib.textpath import TextPath
+
     columns = number if number <= 3 else 2 if number == 4 else 3
     rows = -(-number // columns)
     width = 6.5 if columns == 1 else 4.6 * columns
-    legend_columns = max(1, min(num_names, int(width / 1.9)))
-    height = 3.4 * rows + 0.22 * -(-num_names // legend_columns)
+    longest = max(TextPath((0, 0), label, size=LABEL_SIZE).get_extents().width for label in labels) / 72  # inches
+    legend_columns = max(1, min(len(labels), int(width / max(1.9, longest + 0.75))))
+    height = 3.4 * rows + 0.22 * -(-len(labels) // legend_columns)
     figure, axes = new_figure(width, height, nrows=rows, ncols=columns, squeeze=False)
     for unused in axes.flat[number:]:
         unused.remove()

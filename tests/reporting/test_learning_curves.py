@@ -111,6 +111,19 @@ def test_legend_below_does_not_cover_panels(monkeypatch, tmp_path, num_panels, n
         assert axis.get_window_extent().height > 1.5 * figure.dpi  # the panel is large enough to read
 
 
+@pytest.mark.parametrize(("num_panels", "length"), [(1, 20), (1, 33), (2, 50), (3, 41)])
+def test_long_names_are_complete_in_the_legend_within_the_picture(monkeypatch, tmp_path, num_panels, length):
+    names = [f"{number} {'W' * 12} ".ljust(length, "m") for number in range(6)]
+    panels = [CurvePanel(str(n), "f1", {name: [{1: 1.0, 2: 2.0}] for name in names}) for n in range(num_panels)]
+    figure = draw(monkeypatch, tmp_path, panels)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == names
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.width
+    assert all(axis.get_tightbbox().y0 >= box.y1 - 1 for axis in figure.axes)
+
+
 def test_run_has_the_same_color_in_all_panels(monkeypatch, tmp_path):
     first = CurvePanel("1", "accuracy", {"a": [{1: 1.0}], "b": [{1: 2.0}]})
     second = CurvePanel("2", "f1", {"c": [{1: 3.0}], "b": [{1: 4.0}]})
