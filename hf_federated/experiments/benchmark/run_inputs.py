@@ -35,7 +35,9 @@ def hash_inputs(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RecipeError: If the recipe is invalid, or its examples cannot be loaded.
     """
-    return {**hash_examples(load_raw_data(parse_recipe(dict(values)))), "weights": hash_weights(values)}
+    recipe = parse_recipe(dict(values))
+    raw = load_raw_data(recipe, recipe.evaluates_clients)  # as in a run, which orders test examples by client
+    return {**hash_examples(raw), "weights": hash_weights(values)}
 
 
 def hash_examples(raw: RawData) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from datasets import Dataset
 
-from hf_federated.config import FederatedConfig
 from hf_federated.data.client_ids import similar_ids_hint
 from hf_federated.experiments.data.held_out import sample_examples
 from hf_federated.experiments.data.incomplete import drop_incomplete
@@ -122,7 +121,7 @@ def load_client_data(recipe: Recipe, client_id: str, examples: str | None = None
         RecipeError: If examples cannot be loaded, or a client cannot have the public examples.
         CommandError: If the dataset of the recipe has no client with this id.
     """
-    by_client = bool(recipe.federation.get("evaluate_clients", FederatedConfig.evaluate_clients))
+    by_client = recipe.evaluates_clients
     if examples is None:
         raw = load_raw_data(recipe, by_client)
         if client_id not in raw.train:

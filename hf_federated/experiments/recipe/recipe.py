@@ -165,6 +165,11 @@ class Recipe(TopLevelFields):
     public: PublicSection | None = None
     network: NetworkSection = field(default_factory=NetworkSection)
 
+    @property
+    def evaluates_clients(self) -> bool:
+        """Whether clients are evaluated on their own test examples."""
+        return bool(self.federation.get("evaluate_clients", FederatedConfig.evaluate_clients))
+
     def mistakes(self) -> Iterator[str]:
         yield from too_small(self, "", local_clients=1)
         if self.task.generates_text and self.training.get("predict_with_generate") is False:

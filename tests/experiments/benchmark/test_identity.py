@@ -112,9 +112,19 @@ def test_other_examples_are_another_run(grid, tmp_path, capsys):
     assert moved(grid) == 2
 
 
-@pytest.mark.parametrize("method", ["federated", "centralized", "local"])
-def test_changed_examples_at_the_same_path_are_another_run(grid, tmp_path, method, capsys):
-    command = (f"--set=benchmark.runs.FedAvg.method={method}",)
+@pytest.mark.parametrize(
+    "change",
+    [
+        "benchmark.runs.FedAvg.method=federated",
+        "benchmark.runs.FedAvg.method=centralized",
+        "benchmark.runs.FedAvg.method=local",
+        "federation.evaluate_clients=true",
+        "data.validation_examples=0.1",
+        "public={share: 0.25}",
+    ],
+)
+def test_changed_examples_at_the_same_path_are_another_run(grid, tmp_path, change, capsys):
+    command = (f"--set={change}",)
     before = moved(grid, *command)
     assert moved(grid, *command) == before
     _change_training_example(tmp_path / "data")
