@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from causal import bytes_tokenizer, llama
 from datasets import Dataset
 from superglue_raw import benchmark, files
@@ -42,7 +43,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         intermediate_size=16,
         max_position_embeddings=64,
     )
-    BertModel(config).save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # else the weights depend on the tests that ran before
+        BertModel(config).save_pretrained(folder)
     return folder
 
 

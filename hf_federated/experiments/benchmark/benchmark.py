@@ -27,7 +27,6 @@ from hf_federated.experiments.benchmark.reports.files import write_reports
 from hf_federated.experiments.benchmark.run_log import (
     LOG_NAME,
     FinishedRuns,
-    InputsOf,
     RunLog,
     find_finished,
     find_record,
@@ -63,6 +62,7 @@ RESULT_FIELDS = (
 
 
 # Hashes what a planned run would read.
+InputsOf = Callable[[PlannedRun], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,10 +140,9 @@ def run_benchmark(
         echo (`Callable`, *optional*):
             Prints a line.
         inputs_of (`Callable`, *optional*):
-            Called with a planned run that has a record. Returns the hashes of what the run would read, as in
-            [`~hf_federated.experiments.benchmark.run_inputs.hash_inputs`]. The record counts if it has the same
-            hashes. If the function raises an error, a record counts if its data and models have the same locations.
-            Reports do not call the function.
+            Called with a planned run that has a record with other locations of data and models. Returns the hashes of
+            what the run would read, as in [`~hf_federated.experiments.benchmark.run_inputs.hash_inputs`]. The record
+            counts if it has the same hashes. Reports do not call the function.
 
     Returns:
         `int`: The exit code: `0`, or `1` if a run failed.
@@ -235,15 +234,15 @@ def _run_grids(
 
 
 def _once_per_run(inputs_of: InputsOf) -> InputsOf:
-    """Call a function once for each run. It returns `None` for a run whose examples cannot be loaded."""
-    known: dict[str, Mapping[str, Any] | None] = {}
+    """Call a function once for each run. A run whose examples cannot be loaded has inputs that no record has."""
+    known: dict[str, Mapping[str, Any]] = {}
 
-    def hash_once(run: PlannedRun) -> Mapping[str, Any] | None:
+    def hash_once(run: PlannedRun) -> Mapping[str, Any]:
         if run.full_digest not in known:
             try:
                 known[run.full_digest] = inputs_of(run)
             except Exception:  # the run itself reports the error
-                known[run.full_digest] = None
+                known[run.full_digest] = {"train_rows": "unknown"}
         return known[run.full_digest]
 
     return hash_once
@@ -378,7 +377,7 @@ def _heading(grid: RecipeGrid, selected: Sequence[PlannedRun], done: FinishedRun
     )
     if done.stale:
         listed = "; ".join(map(str, done.stale))
-        heading += f"\nNot used, because the recipe, its examples or its weights changed after these runs: {listed}."
+        heading += f"\nNot used, because the recipe changed after these runs: {listed}."
     return heading
 
 

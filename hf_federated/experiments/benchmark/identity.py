@@ -1,8 +1,8 @@
 """The identity of a run: its settings, without the locations of its data and models, and hashes of what is read there.
 
 A record of a run can be reported on another machine, where the same data and models have other paths. The digest of a
-run therefore leaves out the locations. A record takes the place of a run only if it has the hashes of the examples and
-the weights that the run would read.
+run therefore leaves out the locations. A record of other locations takes the place of a run only if it has the hashes
+of the examples and the weights that the run would read.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _fields(values: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], str]]:
     ]
 
 
-def has_inputs(record: Mapping[str, Any], inputs: Mapping[str, Any], ignore_missing: bool = False) -> bool:
+def has_inputs(record: Mapping[str, Any], inputs: Mapping[str, Any]) -> bool:
     """
     Whether the run of a record has read certain examples and weights.
 
@@ -112,11 +112,8 @@ def has_inputs(record: Mapping[str, Any], inputs: Mapping[str, Any], ignore_miss
         record (`Mapping[str, Any]`): The record of a finished run.
         inputs (`Mapping[str, Any]`): The hashes by the fields of a record. A record of an older version has no hashes
             of weights, so its inputs count as other ones.
-        ignore_missing (`bool`, *optional*, defaults to `False`): Whether hashes that the record does not have are not
-            compared.
     """
-    compared = [name for name in INPUT_FIELDS if not ignore_missing or record.get(name)]
-    return all((record.get(name) or None) == (inputs.get(name) or None) for name in compared)
+    return all((record.get(name) or None) == (inputs.get(name) or None) for name in INPUT_FIELDS)
 
 
 def _is_location(section: Mapping[str, Any], name: str) -> bool:

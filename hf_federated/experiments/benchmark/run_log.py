@@ -31,9 +31,6 @@ from ...utils.untrusted_json import parse_json
 LOG_NAME = "runs.jsonl"
 LOCK_NAME = "runs.lock"
 
-# Returns the hashes of the examples and the weights that a run reads, or `None` if they cannot be loaded.
-InputsOf = Callable[[PlannedRun], Mapping[str, Any] | None]
-
 
 @dataclass(frozen=True)
 class FinishedRuns:
@@ -75,7 +72,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 def find_finished(
     records: Sequence[Mapping[str, Any]],
     plan: Sequence[PlannedRun],
-    inputs_of: InputsOf | None = None,
+    inputs_of: Callable[[PlannedRun], Mapping[str, Any]] | None = None,
 ) -> FinishedRuns:
     """
     Find the records of planned runs, by name, seed and settings. The last record of a run counts.
@@ -83,8 +80,9 @@ def find_finished(
     Args:
         records (`Sequence[Mapping]`): The records of a log, in the order of writing.
         plan (`Sequence[PlannedRun]`): The runs of a grid.
-        inputs_of (`Callable`, *optional*): Returns the hashes of what a run reads. They must be those of the record.
-            By default, the record of the same settings counts, with any examples and weights.
+        inputs_of (`Callable`, *optional*): Returns the hashes of the examples and the weights that a run reads. It is
+            called for runs whose records have other locations of data and models, and the hashes must be those of the
+            record. By default, the record of the same settings counts wherever its data and models were.
     """
     by_key: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for record in records:
@@ -100,23 +98,21 @@ def find_finished(
 def find_record(
     records: Sequence[Mapping[str, Any]],
     run: PlannedRun,
-    inputs_of: InputsOf | None = None,
+    inputs_of: Callable[[PlannedRun], Mapping[str, Any]] | None = None,
 ) -> Mapping[str, Any] | None:
     """
     The last record of the settings of a run. The arguments are those of [`find_finished`].
 
-    A record of the same locations comes before a record of other locations. If the examples cannot be loaded, only a
-    record of the same locations counts.
+    A record of the same locations comes before a record of other locations.
     """
-    # Records of old versions have only the full digest.
-    own = [record for record in records if run.full_digest in (record.get("full_digest"), record["digest"])]
+    for record in reversed(records):
+        if run.full_digest in (record.get("full_digest"), record["digest"]):  # old records have only the full digest
+            return record
     similar = [record for record in records if record["digest"] == run.digest]
-    if inputs_of is not None and (own or similar):
-        inputs = inputs_of(run)
-        similar = [] if inputs is None else [record for record in similar if has_inputs(record, inputs)]
-        if inputs is not None:
-            own = [record for record in own if has_inputs(record, inputs, ignore_missing=True)]
-    return next(reversed(own or similar), None)
+    if not similar or inputs_of is None:
+        return similar[-1] if similar else None
+    inputs = inputs_of(run)
+    return next((record for record in reversed(similar) if has_inputs(record, inputs)), None)
 
 
 class RunLog:
