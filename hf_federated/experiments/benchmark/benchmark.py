@@ -55,6 +55,7 @@ RESULT_FIELDS = (
     "bytes_up",
     "bytes_down",
     *INPUT_FIELDS,
+    "file_times",
     "test_source",
     "clients",
     "further_tests",
@@ -128,8 +129,9 @@ def run_benchmark(
             - `step_name`: the unit of the steps in `history`, if it is not the round;
             - `scale`, `num_rounds`, `num_epochs`, `num_clients`, `num_failed` (failed updates), `bytes_up`,
               `bytes_down`, `lower_is_better`, `test_source` (number and source of the test examples), the hashes of
-              `inputs_of`, `predictions` (path of the file with the predictions for the test examples, within the
-              folder): `None` if a method does not have the result;
+              `inputs_of`, `file_times` (digest of the sizes and times of the files before the run), `predictions`
+              (path of the file with the predictions for the test examples, within the folder): `None` if a method
+              does not have the result;
             - `seconds`: duration of the run. Defaults to the duration of the call. `None` if the duration of the whole
               run is unknown.
 
@@ -140,9 +142,10 @@ def run_benchmark(
         echo (`Callable`, *optional*):
             Prints a line.
         inputs_of (`Callable`, *optional*):
-            Called with a planned run that has a record with other locations of data and models. Returns the hashes of
-            what the run would read, as in [`~hf_federated.experiments.benchmark.run_inputs.hash_inputs`]. The record
-            counts if it has the same hashes. Reports do not call the function.
+            Called with a planned run that has a record with other locations of data and models, or with files that
+            have been written since. Returns the hashes of what the run would read, as in
+            [`~hf_federated.experiments.benchmark.run_inputs.hash_inputs`]. The record counts if it has the same
+            hashes. Reports do not call the function.
 
     Returns:
         `int`: The exit code: `0`, or `1` if a run failed.

@@ -1,8 +1,8 @@
 """The identity of a run: its settings, without the locations of its data and models, and hashes of what is read there.
 
 A record of a run can be reported on another machine, where the same data and models have other paths. The digest of a
-run therefore leaves out the locations. A record of other locations takes the place of a run only if it has the hashes
-of the examples and the weights that the run would read.
+run therefore leaves out the locations. A record of other locations, or of files that have changed since, takes the
+place of a run only if it has the hashes of the examples and the weights that the run would read.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import json
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hf_federated.experiments.errors import command_errors
@@ -62,6 +63,25 @@ def settings_digest(method: str, values: Mapping[str, Any]) -> str:
 def full_digest(method: str, values: Mapping[str, Any]) -> str:
     """SHA-256 of the method and all settings, in hexadecimal. The arguments are those of [`settings_digest`]."""
     return _sha256(method, values)
+
+
+def file_times_digest(values: Mapping[str, Any]) -> str:
+    """
+    SHA-256 of the paths, sizes and modification times of the local files that a recipe names, in hexadecimal.
+
+    Files with the same digest have not been written in between, so their contents need not be hashed again.
+
+    Args:
+        values (`Mapping[str, Any]`): The recipe of a run. A name that is not a local file or folder, such as a Hub id,
+            has no files.
+    """
+    digest = hashlib.sha256()
+    for path in sorted({str(section_at(values, keys)[name]) for keys, name in locations(values)}):
+        for file in sorted((Path(path), *Path(path).rglob("*"))):
+            if file.is_file():
+                status = file.stat()
+                digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
 
 
 def locations(values: Mapping[str, Any]) -> Iterator[tuple[tuple[Any, ...], str]]:

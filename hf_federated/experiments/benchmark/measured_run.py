@@ -11,6 +11,7 @@ from transformers import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_federated.experiments.baselines import metrics_of
+from hf_federated.experiments.benchmark.identity import file_times_digest
 from hf_federated.experiments.benchmark.run_inputs import hash_examples, hash_weights
 from hf_federated.experiments.execution import Run, build_run, run_baseline, run_federated
 from hf_federated.experiments.model_loading import without_head_warnings
@@ -60,6 +61,7 @@ def measure_run(values: dict[str, Any], method: str, folder: Path) -> dict[str, 
     Raises:
         RecipeError: If the recipe cannot be run, or a run that resumed from a checkpoint fails.
     """
+    file_times = file_times_digest(values)  # before the files are read
     recipe = parse_recipe(values)
     if method != "federated":  # baselines train the server's model without communication
         settings = {name: value for name, value in recipe.federation.items() if name not in EXCHANGE_FIELDS}
@@ -86,6 +88,7 @@ def measure_run(values: dict[str, Any], method: str, folder: Path) -> dict[str, 
         "test_source": f"{len(run.data.raw.test)} examples{run.data.raw.test_source}",
         **hash_examples(run.data.raw),
         "weights": hash_weights(values),
+        "file_times": file_times,
     }
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_federated.experiments.benchmark.grid import PlannedRun
-from hf_federated.experiments.benchmark.identity import has_inputs
+from hf_federated.experiments.benchmark.identity import file_times_digest, has_inputs
 from hf_federated.experiments.errors import CommandError, command_errors
 from hf_federated.experiments.strict_json import to_strict_json
 from hf_federated.utils.file_lock import FileLock, FileLockedError
@@ -81,8 +81,9 @@ def find_finished(
         records (`Sequence[Mapping]`): The records of a log, in the order of writing.
         plan (`Sequence[PlannedRun]`): The runs of a grid.
         inputs_of (`Callable`, *optional*): Returns the hashes of the examples and the weights that a run reads. It is
-            called for runs whose records have other locations of data and models, and the hashes must be those of the
-            record. By default, the record of the same settings counts wherever its data and models were.
+            called for runs whose records have other locations of data and models, or whose files have been written
+            since, and the hashes must be those of the record. By default, the record of the same settings counts
+            wherever its data and models were.
     """
     by_key: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for record in records:
@@ -103,11 +104,13 @@ def find_record(
     """
     The last record of the settings of a run. The arguments are those of [`find_finished`].
 
-    A record of the same locations comes before a record of other locations.
+    A record of the same locations comes before a record of other locations. An old record has no digest of the times
+    of its files, and counts for its locations.
     """
     for record in reversed(records):
         if run.full_digest in (record.get("full_digest"), record["digest"]):  # old records have only the full digest
-            return record
+            if inputs_of is None or record.get("file_times") in (None, file_times_digest(run.values)):
+                return record
     similar = [record for record in records if record["digest"] == run.digest]
     if not similar or inputs_of is None:
         return similar[-1] if similar else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_federated.cli.main import main
 from hf_federated.experiments.benchmark.identity import full_digest, settings_digest
+from hf_federated.experiments.benchmark.run_inputs import hash_inputs
 from hf_federated.experiments.recipe.yaml_file import merge_mappings, read_values
 
 
@@ -91,6 +93,14 @@ def moved(path: Path, *options: str) -> int:
     return run(path, *copies, *options)
 
 
+def change_first_text(data: Path) -> None:
+    (file,) = [path for path in data.rglob("*") if path.is_file() and "train" in path.name]
+    rows = Dataset.from_parquet(str(file)) if file.suffix == ".parquet" else Dataset.from_json(str(file))
+    text = [row + " again" if index == 0 else row for index, row in enumerate(rows["text"])]
+    changed = rows.remove_columns("text").add_column("text", text)
+    changed.to_parquet(str(file)) if file.suffix == ".parquet" else changed.to_json(str(file))
+
+
 def test_record_counts_for_copies_of_its_data_and_model(grid, capsys):
     assert moved(grid, "--dry-run") == 1
     assert "finished  FedAvg, seed 0" in capsys.readouterr().out
@@ -113,14 +123,40 @@ def test_record_of_other_settings_counts_for_copies_too(grid, change):
 
 
 def test_other_examples_are_another_run(grid, tmp_path, capsys):
-    (file,) = [path for path in (tmp_path / "data").rglob("*") if path.is_file() and "train" in path.name]
-    rows = Dataset.from_parquet(str(file)) if file.suffix == ".parquet" else Dataset.from_json(str(file))
-    text = [row + " again" if index == 0 else row for index, row in enumerate(rows["text"])]
-    changed = rows.remove_columns("text").add_column("text", text)
-    changed.to_parquet(str(file)) if file.suffix == ".parquet" else changed.to_json(str(file))
+    change_first_text(tmp_path / "data")
     assert moved(grid, "--dry-run") == 1
     assert "pending   FedAvg, seed 0" in capsys.readouterr().out
     assert moved(grid) == 2
+
+
+def test_examples_that_changed_at_the_same_path_are_another_run(grid, texts_dir, tmp_path, capsys):
+    """A report must not mix runs on two versions of a file."""
+    in_copy = (f"--set=data.path={tmp_path / 'data'}", "--seeds", "1")
+    assert run(grid, *in_copy) == 2
+    change_first_text(tmp_path / "data")
+    assert run(grid, *in_copy, "--report") == 2
+    assert run(grid, *in_copy, "--dry-run") == 2
+    assert "pending   FedAvg, seed 1" in capsys.readouterr().out
+    assert run(grid, *in_copy) == 3
+    shutil.copytree(texts_dir, tmp_path / "data", dirs_exist_ok=True)
+    assert run(grid, *in_copy) == 3  # the first record of the seed counts again
+
+
+def test_examples_are_hashed_only_if_a_file_was_written(grid, texts_dir, monkeypatch, capsys):
+    hashed = []
+
+    def count(values):
+        hashed.append(values["data"]["path"])
+        return hash_inputs(values)
+
+    monkeypatch.setattr("hf_federated.experiments.benchmark.run_inputs.hash_inputs", count)
+    assert run(grid) == 1
+    assert hashed == []
+    os.utime(max(file for file in texts_dir.rglob("*") if file.is_file()), (0, 0))
+    capsys.readouterr()
+    assert run(grid) == 1
+    assert hashed == [str(texts_dir)]
+    assert "1 already finished" in capsys.readouterr().out
 
 
 def test_other_weights_are_another_run(grid, tmp_path):
