@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import struct
 from collections.abc import Mapping
@@ -44,8 +45,9 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from ..utils.file_hash import sha256_of_file
-from ..utils.untrusted_json import MAX_FILE_VALUES, parse_json, read_json
+from ..utils.untrusted_json import MAX_FILE_VALUES, parse_json, read_json_object
 from .comparison import LOCAL_AND_REMOTE, PartyNames, differences, format_difference
+from .loading import read_weight_index
 
 
 # Settings that change when a config is saved, although the model is the same.
@@ -113,7 +115,7 @@ class ModelFingerprint:
             kwargs: `revision`, `cache_dir`, … with the values that were used to load the checkpoint from the Hub.
 
         Raises:
-            ValueError: If this machine has no safetensors file of the checkpoint.
+            ValueError: If this machine has no safetensors file of the checkpoint, or a file is damaged.
         """
         if os.path.isdir(name):
             folder = Path(name)
@@ -125,7 +127,7 @@ class ModelFingerprint:
         local_files = sorted(file_name for file_name in set(weight_map.values()) if (folder / file_name).is_file())
         if not local_files:
             raise ValueError(f"This machine has no weights of {os.fspath(name)}. Load this party's parts first.")
-        config = read_json(folder / CONFIG_NAME)
+        config = read_json_object(folder / CONFIG_NAME)
         return cls(
             {key: value for key, value in config.items() if key not in _VOLATILE},
             hashlib.sha256(json.dumps(sorted(weight_map.items())).encode()).hexdigest(),
@@ -198,7 +200,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return {"": SAFE_WEIGHTS_NAME}
-    return dict(read_json(index)["weight_map"])
+    return read_weight_index(index)
 
 
 def _sample(path: Path) -> str:
@@ -209,17 +211,23 @@ def _sample(path: Path) -> str:
         # A file of another format can start with any number. Do not read more than a header.
         header = file.read(length) if length <= _MAX_HEADER_BYTES else b""
         digest = hashlib.sha256(start + header)
+        num_bytes = os.fstat(file.fileno()).st_size - 8 - length
         try:
-            tensors = [
-                entry["data_offsets"]
-                for name, entry in parse_json(header, _MAX_HEADER_BYTES, MAX_FILE_VALUES).items()
-                if name != "__metadata__"
-            ]
+            entries = parse_json(header, _MAX_HEADER_BYTES, MAX_FILE_VALUES).items()
+            tensors = sorted(_offsets(entry, num_bytes) for name, entry in entries if name != "__metadata__")
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{path} is not a safetensors file. Save the model again with save_pretrained.") from None
-        for begin, end in sorted(tensors):
+        for begin, end in tensors:
             middle = max(begin, (begin + end - SAMPLE_BYTES) // 2)
             for offset in sorted({begin, middle, max(begin, end - SAMPLE_BYTES)}):
                 file.seek(8 + length + offset)
                 digest.update(file.read(min(SAMPLE_BYTES, end - offset)))
     return digest.hexdigest()
+
+
+def _offsets(entry: Any, num_bytes: int) -> tuple[int, int]:
+    """The first byte of a tensor and the byte after its last one, of `num_bytes` bytes of tensors in the file."""
+    begin, end = map(operator.index, entry["data_offsets"])
+    if not 0 <= begin <= end <= num_bytes:
+        raise ValueError("a tensor does not lie in the file")
+    return begin, end

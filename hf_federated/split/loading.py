@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
-from ..utils.untrusted_json import read_json
+from ..utils.untrusted_json import read_json_object
 from .conversion import find_conversions
 from .cut import Cut, Role
 from .layouts import Layout
@@ -125,11 +125,27 @@ def read_weights(
     return {name: nn.Parameter(value) if value.is_floating_point() else value for name, value in tensors.items()}
 
 
+def read_weight_index(path: str | os.PathLike[str]) -> dict[str, str]:
+    """
+    Read the index of a checkpoint with several weight files: the file name of each stored weight.
+
+    Args:
+        path (`str` or `os.PathLike`): The index.
+
+    Raises:
+        ValueError: If the file is not an index.
+    """
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ValueError(f"{os.fspath(path)} does not name the file of each weight. Save the checkpoint again.")
+    return weight_map
+
+
 def _weight_map(name: str, **kwargs: Any) -> dict[str, str]:
     """Map the names of the stored weights to file names."""
     index = _file(name, SAFE_WEIGHTS_INDEX_NAME, optional=True, **kwargs)
     if index is not None:
-        return dict(read_json(index)["weight_map"])
+        return read_weight_index(index)
     single = _file(name, SAFE_WEIGHTS_NAME, optional=True, **kwargs)
     if single is None:
         raise ValueError(

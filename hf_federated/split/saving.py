@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from ..messages.validation import first_non_finite
-from ..utils.untrusted_json import read_json
+from ..utils.untrusted_json import read_json, read_json_object
 from .adapters import adapter_state, add_adapter, full_peft_config, load_adapter, merge_adapters, save_weights
 from .comparison import PARTY_SPECIFIC
 from .conversion import find_conversions, to_checkpoint
@@ -330,7 +330,7 @@ def _check_weights(path: Path, description: Mapping[str, Any], state: Mapping[st
 
 def _config(path: Path) -> PretrainedConfig | None:
     """Load the config in a party's directory. `None` if the model class is not part of `transformers`."""
-    values = read_json(path / CONFIG_NAME)
+    values = read_json_object(path / CONFIG_NAME)
     if values.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return None
     config: PretrainedConfig = AutoConfig.from_pretrained(path)

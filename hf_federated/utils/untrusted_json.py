@@ -87,6 +87,23 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     return parse_json(Path(path).read_bytes(), MAX_FILE_BYTES, MAX_FILE_VALUES, max_text=None)
 
 
+def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """
+    Parse a JSON file that must contain an object, such as a config.
+
+    Args:
+        path (`str` or `os.PathLike`): The file.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If the file does not contain an object, or as [`read_json`].
+    """
+    values = read_json(path)
+    if not isinstance(values, dict):
+        raise ValueError(f"{os.fspath(path)} must contain a JSON object, and contains a {type(values).__name__}.")
+    return values
+
+
 def _check_depth(parsed: Any, max_depth: int) -> None:
     # A recursion into deep values would fail.
     level = [parsed]

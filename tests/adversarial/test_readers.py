@@ -305,6 +305,10 @@ def build_split(folder: Path) -> Iterator[tuple[str, Case]]:
             f"fingerprint of {path.name}",
             file_case(path, lambda: ModelFingerprint.from_checkpoint(checkpoint), change),
         )
+    shards = folder / "shards"
+    decoder("llama").save_pretrained(shards, max_shard_size="20KB")
+    index = shards / "model.safetensors.index.json"
+    yield "index of weights", file_case(index, lambda: ModelFingerprint.from_checkpoint(shards), changed_json)
 
 
 def changed_json_only(content: bytes) -> st.SearchStrategy[bytes]:

@@ -15,6 +15,7 @@ from decoders import decoder
 from loopback import certificates, join, serve
 from peft import LoraConfig, PrefixTuningConfig
 
+from hf_federated import SplitModel
 from hf_federated.split import Cut, ModelFingerprint, SplitSessionConfig, Wire
 from hf_federated.split.fingerprint import SAMPLE_BYTES
 from hf_federated.split.session_config import describe_adapter
@@ -141,6 +142,32 @@ def test_fingerprint_of_a_folder_without_weights_raises_error(tmp_path):
             fingerprint(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="Load this party's parts first"):
+        fingerprint(folder)
+
+
+@pytest.mark.parametrize("content", ["9", "[]", "null"])
+def test_config_that_is_no_object_is_refused(content, tmp_path):
+    folder = save(tmp_path)
+    (folder / "config.json").write_text(content)
+    with pytest.raises(ValueError, match="config.json must contain a JSON object"):
+        fingerprint(folder)
+
+
+@pytest.mark.parametrize("content", ["9", "{}", '{"weight_map": 9}', '{"weight_map": {"lm_head.weight": 9}}'])
+def test_index_that_names_no_files_is_refused(content, tmp_path):
+    folder = save(tmp_path, max_shard_size="20KB")
+    (folder / "model.safetensors.index.json").write_text(content)
+    for read in (fingerprint, lambda folder: SplitModel.from_model(str(folder), 1, 2)):
+        with pytest.raises(ValueError, match="must contain a JSON object|does not name the file of each weight"):
+            read(folder)
+
+
+@pytest.mark.parametrize("offsets", [[-8, 0], [0, 10**9], [10**30, 10**30], [8, 0], ["0", 8], [0.5, 8], [8], 8])
+def test_weights_with_other_offsets_than_their_bytes_are_refused(offsets, tmp_path):
+    folder = save(tmp_path)
+    header = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [2], "data_offsets": offsets}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    with pytest.raises(ValueError, match="is not a safetensors file"):
         fingerprint(folder)
 
 
