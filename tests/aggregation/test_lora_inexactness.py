@@ -45,6 +45,14 @@ def test_one_client_is_exact():
     assert inexactness(updates, find_pairs(BEFORE)[0]) == 0.0
 
 
+@pytest.mark.parametrize("num_clients", [2, 7])
+def test_clients_that_change_nothing_are_exact(num_clients):
+    updates = UpdateCollection(BEFORE)
+    for number in range(num_clients):
+        updates.add(f"client {number}", BEFORE, 1.0 + number)
+    assert inexactness(updates, find_pairs(BEFORE)[0]) == 0.0
+
+
 def test_norm_of_a_product_equals_the_norm_of_the_matrix():
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((9, 3), (3, 5)))
