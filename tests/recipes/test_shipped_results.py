@@ -17,7 +17,7 @@ RESULTS = sorted(path.parent for path in FOLDER.glob("*/results/*/runs.jsonl"))
 # One seed of a recipe with data or sizes that were set on the command line. Their reports are not made again.
 WITHOUT_RECIPE = {"strategies_boolq", "strategies_copa", "strategies_rte", "strategies_wsc", "summaries_untrained"}
 # Planned runs without a record.
-MISSING = {"compressed_wire": 2, "summaries": 3}
+MISSING = {"compressed_wire": 2, "finetuned_clients": 4, "summaries": 3}
 
 
 def recipe_of(results: Path) -> Path:
